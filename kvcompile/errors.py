@@ -1,0 +1,67 @@
+"""Every error kvcompile raises on purpose.
+
+A message says what was expected, what came, where, and what to do. Catch `KVCompileError` for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class KVCompileError(Exception):
+    """Root of all errors that kvcompile raises on purpose."""
+
+
+class RecipeError(KVCompileError):
+    """A recipe cannot be read, or holds unknown keys or impossible values.
+
+    `problems` has one line per problem: all of them are reported at once.
+    """
+
+    def __init__(self, source: str, problems: Sequence[str]):
+        self.source = source
+        self.problems = tuple(problems)
+        lines = "\n".join(f"  - {problem}" for problem in self.problems)
+        count = len(self.problems)
+        super().__init__(f"{source}: {count} problem{'s' if count != 1 else ''}\n{lines}")
+
+
+class ModelError(KVCompileError):
+    """The model is missing, unreadable, or of a kind that has no KV cache to choose."""
+
+
+class CaptureError(ModelError):
+    """The model could not be traced into one graph with dynamic batch and sequence."""
+
+
+class DetectionError(ModelError):
+    """Some attention block (or all of them) was not recognised; carries the nearest misses."""
+
+    def __init__(self, message: str, misses: Sequence[object] = ()):
+        self.misses = tuple(misses)
+        super().__init__(message)
+
+
+class PlanError(KVCompileError):
+    """The recipe asks of this model something that its sites cannot do."""
+
+
+class VerificationError(KVCompileError):
+    """The rewritten model disagrees with the original (or with the oracle of the same policy)."""
+
+    def __init__(self, message: str, layer: int | None = None, error: float = float("nan")):
+        self.layer = layer
+        self.error = error
+        super().__init__(message)
+
+
+class LimitError(KVCompileError):
+    """More tokens or sequences than the recipe's limits; nothing was written to the cache."""
+
+
+class InputError(KVCompileError):
+    """A call's input has the wrong dtype, shape, device or padding; nothing was written to the cache."""
+
+
+class CompileError(KVCompileError):
+    """The backend refused the rewritten graph."""

@@ -1,0 +1,108 @@
+"""CacheLayout: storage x placement x retention of one layer, with its address and bytes as sympy."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+import sympy
+import torch
+
+from kvcompile.layouts import symbols as sy
+from kvcompile.layouts.placement import Contiguous, Placement, Ring, placement_from
+from kvcompile.layouts.retention import Full, Retention, retention_from
+from kvcompile.layouts.storage import ModelDtype, Storage, storage_from
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """One cache tensor of a layer without its leading batch dim: [num_kv_heads, num_slots, ...]."""
+
+    name: str  # "keys.data", "keys.scale", "values.data", ...
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """How one layer's keys and values are kept."""
+
+    keys: Storage = ModelDtype()
+    values: Storage = ModelDtype()
+    placement: Placement = Contiguous()
+    retention: Retention = Full()
+
+    def check(self) -> str | None:
+        """Why this combination makes no sense, or None."""
+        return self.placement.check(self.retention)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the slots do not grow with the tokens (a sequence may run for ever)."""
+        return isinstance(self.placement, Ring)
+
+    @property
+    def num_slots(self) -> sympy.Expr:
+        """Slots per sequence and KV head, in T (the limit of tokens)."""
+        return self.placement.num_slots(self.retention)
+
+    @property
+    def address(self) -> sympy.Expr:
+        """The slot of the token at `pos`."""
+        return self.placement.address(self.retention)
+
+    @property
+    def token_at(self) -> sympy.Expr:
+        """The position of the token that `slot` holds when `length` tokens have been seen."""
+        return self.placement.token_at(self.retention)
+
+    @property
+    def bytes_per_slot(self) -> sympy.Expr:
+        """Bytes of one slot over all KV heads, in H, D, Dv, P."""
+        return sy.H * (self.keys.bytes_per_vector(sy.D) + self.values.bytes_per_vector(sy.Dv))
+
+    @property
+    def bytes(self) -> sympy.Expr:
+        """Bytes of the layer's cache, in B, T, H, D, Dv, P."""
+        return sy.B * self.num_slots * self.bytes_per_slot
+
+    def slots(self, max_tokens: int | None) -> int:
+        """`num_slots` as a number; `max_tokens` may be None for a bounded layout."""
+        slots = self.num_slots if max_tokens is None else self.num_slots.subs(sy.T, max_tokens)
+        return int(slots)
+
+    def buffers(
+        self, num_kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, max_tokens: int | None
+    ) -> tuple[BufferSpec, ...]:
+        """The layer's tensors for one sequence: K's parts, then V's."""
+        slots = self.slots(max_tokens)
+        return tuple(
+            BufferSpec(f"{side}.{part.name}", (num_kv_heads, slots, *part.shape), part.dtype)
+            for side, storage, dim in (("keys", self.keys, head_dim), ("values", self.values, v_head_dim))
+            for part in storage.parts(dim, dtype)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """A stable text of the layout, carried by graph nodes and hashed into digests."""
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def from_json(text: str) -> CacheLayout:
+        data = json.loads(text)
+        return CacheLayout(
+            storage_from(data["keys"]),
+            storage_from(data["values"]),
+            placement_from(data["placement"]),
+            retention_from(data["retention"]),
+        )
+
+    def __str__(self) -> str:
+        same = self.keys == self.values
+        storage = str(self.keys) if same else f"K {self.keys}, V {self.values}"
+        return f"{storage} · {self.placement} · {self.retention}"

@@ -1,0 +1,18 @@
+"""The symbols every layout's address and byte expressions are written in.
+
+    pos     position of a token in its sequence, 0-based
+    slot    index into a layer's array of slots
+    length  tokens a sequence has seen
+    B       sequences          T   limit on tokens per sequence
+    H       KV heads of a layer
+    D, Dv   channels of one K / V vector
+    P       bytes of one model-dtype element
+"""
+
+from __future__ import annotations
+
+import sympy
+
+pos, slot = sympy.symbols("pos slot", integer=True)
+length = sympy.Symbol("length", integer=True, nonnegative=True)
+B, T, H, D, Dv, P = sympy.symbols("B T H D Dv P", integer=True, positive=True)

@@ -1,0 +1,187 @@
+"""Reading recipes: shipped names, YAML files (safe loading only), dicts; every problem at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from kvcompile.errors import RecipeError
+from kvcompile.recipe.schema import CacheConfig, Recipe, RuntimeConfig, merge_cache
+
+_SECTIONS = tuple(Recipe.model_fields)
+_RUNTIME_KEYS = tuple(RuntimeConfig.model_fields)
+
+
+def shipped_recipes() -> tuple[str, ...]:
+    """Names of the recipes that come with kvcompile."""
+    folder = resources.files("kvcompile.recipes")
+    return tuple(sorted(Path(item.name).stem for item in folder.iterdir() if item.name.endswith(".yaml")))
+
+
+def shipped_text(name: str) -> str:
+    """The YAML text of a shipped recipe."""
+    return (resources.files("kvcompile.recipes") / f"{name.removesuffix('.yaml')}.yaml").read_text("utf-8")
+
+
+def load_recipe(source: object, **overrides: Any) -> Recipe:
+    """Read and check a recipe.
+
+    Args:
+        source: a shipped name (with or without .yaml), a path of a YAML file, a mapping, or a Recipe.
+        overrides: sections merged over it (`cache={...}`, `runtime={...}`, `verify="off"`), or a key of
+            `runtime` by itself (`max_tokens=4096`).
+
+    Raises:
+        RecipeError: unreadable or unsafe YAML, unknown keys, impossible values: all of them, each with the
+            file, the path in it, what was given and what is allowed.
+    """
+    if isinstance(source, Recipe):
+        if not overrides:
+            return source
+        data, where = source.model_dump(exclude_unset=True), f"recipe {source.name!r}"
+    elif isinstance(source, Mapping):
+        data, where = dict(source), "recipe (dict)"
+    elif isinstance(source, (str, Path)):
+        data, where = _read(source)
+    else:
+        raise RecipeError("recipe", [f"expected a name, a path, a mapping or a Recipe, got {type(source).__name__}"])
+    if overrides:
+        data = _override(data, overrides, where)
+    return _validate(data, where)
+
+
+def _read(source: str | Path) -> tuple[dict[str, Any], str]:
+    path = Path(source)
+    name = str(source).removesuffix(".yaml")
+    looks_like_path = isinstance(source, Path) or path.parent != Path(".") or path.is_file()
+    if not looks_like_path and name in shipped_recipes():
+        text, where = shipped_text(name), f"{name}.yaml"
+    else:
+        where = str(path)
+        try:
+            text = path.read_text("utf-8")
+        except FileNotFoundError:
+            known = ", ".join(shipped_recipes())
+            raise RecipeError(where, [f"no such file, and no shipped recipe of that name; shipped: {known}"]) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(where, [f"cannot be read: {error}"]) from error
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(where, [f"is not safe YAML: {' '.join(str(error).split())}"]) from error
+    if not isinstance(data, dict):
+        raise RecipeError(where, [f"expected a mapping of {', '.join(_SECTIONS)}; got {type(data).__name__}"])
+    if isinstance(source, (str, Path)) and "name" not in data:
+        data = {"name": path.stem, **data}
+    return data, where
+
+
+def _override(data: dict[str, Any], overrides: dict[str, Any], where: str) -> dict[str, Any]:
+    merged, problems = dict(data), []
+    for key, value in overrides.items():
+        if key in _RUNTIME_KEYS:
+            merged["runtime"] = {**(merged.get("runtime") or {}), key: value}
+        elif key not in _SECTIONS:
+            allowed = ", ".join((*_SECTIONS, *_RUNTIME_KEYS))
+            problems.append(f"override {key!r} is unknown; allowed: {allowed}")
+        elif key == "cache" and isinstance(value, Mapping) and isinstance(merged.get("cache"), dict):
+            merged["cache"] = merge_cache(merged["cache"], dict(value))
+        elif isinstance(value, Mapping) and isinstance(merged.get(key), dict):
+            merged[key] = {**merged[key], **value}
+        else:
+            merged[key] = value
+    if problems:
+        raise RecipeError(where, problems)
+    return merged
+
+
+def _validate(data: dict[str, Any], where: str) -> Recipe:
+    problems: list[str] = []
+    recipe: Recipe | None = None
+    try:
+        # JSON mode of strictness: YAML has lists where the schema has tuples.
+        recipe = Recipe.model_validate(_tuples(data))
+    except ValidationError as error:
+        problems += [_say(item) for item in error.errors()]
+    problems += _rule_problems(data)
+    if problems or recipe is None:
+        raise RecipeError(where, problems)
+    return recipe
+
+
+def _rule_problems(data: dict[str, Any]) -> list[str]:
+    """Each entry of `layers` merged over `cache` must make sense by itself."""
+    rules = data.get("layers")
+    base = data.get("cache") or {}
+    if not isinstance(rules, (list, tuple)) or not isinstance(base, dict):
+        return []
+    problems = []
+    for number, rule in enumerate(rules):
+        change = rule.get("cache") if isinstance(rule, dict) else getattr(rule, "cache", None)
+        if not isinstance(change, dict):
+            continue
+        try:
+            CacheConfig.model_validate(merge_cache(base, change))
+        except ValidationError as error:
+            for item in error.errors():
+                axis = item["loc"][0] if item["loc"] else None
+                # What is wrong in `cache` alone is reported there.
+                if axis is None or axis in change:
+                    problems.append(_say(item, prefix=("layers", number, "cache")))
+    return problems
+
+
+def _tuples(data: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if key == "layers" and isinstance(value, list) else value for key, value in data.items()}
+
+
+def _say(item: Any, prefix: tuple[str | int, ...] = ()) -> str:
+    """One pydantic error as `path: what was expected, got what came`."""
+    tags = {"full", "window", "sink_window"}
+    loc = [part for i, part in enumerate((*prefix, *item["loc"])) if not (part in tags and i and _is_tag(item, part))]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".") or "(top)"
+    given, kind, context = item.get("input"), item["type"], item.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"{path}: unknown key{_allowed(loc)}"
+    if kind == "missing":
+        return f"{path}: is required"
+    if kind == "union_tag_invalid":
+        return f"{path}.kind: expected one of {context['expected_tags']}, got {context['tag']!r}"
+    if kind == "union_tag_not_found":
+        return f"{path}.kind: is required, one of 'full', 'window', 'sink_window'"
+    if kind == "value_error":
+        return f"{path}: {context['error']}"
+    message = item["msg"][0].lower() + item["msg"][1:]
+    return f"{path}: {message.replace('input should be', 'expected')}, got {given!r}"
+
+
+def _is_tag(item: Any, part: object) -> bool:
+    """pydantic puts the chosen kind of a tagged union into the path; it is no key of the file."""
+    loc = item["loc"]
+    return any(loc[i] == part and loc[i - 1] == "retention" for i in range(1, len(loc)))
+
+
+def _allowed(loc: list[Any]) -> str:
+    from kvcompile.recipe import schema
+
+    models: dict[str, type] = {
+        "": Recipe,
+        "cache": CacheConfig,
+        "keys": schema.StorageConfig,
+        "values": schema.StorageConfig,
+        "placement": schema.PlacementConfig,
+        "runtime": RuntimeConfig,
+        "compile": schema.CompileConfig,
+        "where": schema.Where,
+        "layers": schema.LayerRule,
+    }
+    names = [part for part in loc[:-1] if isinstance(part, str)]
+    model = models.get(names[-1] if names else "")
+    if model is None:
+        return ""
+    return f"; allowed: {', '.join(model.model_fields)}"  # type: ignore[attr-defined]

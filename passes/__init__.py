@@ -1,0 +1,1 @@
+"""Graph passes of kvcompile, imported as `kvcompile.passes`."""

@@ -1,0 +1,1 @@
+"""Detection rules, one idiom a file."""

@@ -1,0 +1,1 @@
+"""The shipped YAML recipes, imported as `kvcompile.recipes` (data only)."""
