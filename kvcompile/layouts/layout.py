@@ -68,6 +68,11 @@ class CacheLayout:
         """Bytes of the layer's cache, in B, T, H, D, Dv, P."""
         return sy.B * self.num_slots * self.bytes_per_slot
 
+    @property
+    def num_key_parts(self) -> int:
+        """How many of the buffers are K's (the rest are V's); no storage has fewer parts for other dims."""
+        return len(self.keys.parts(128, torch.float32))
+
     def slots(self, max_tokens: int | None) -> int:
         """`num_slots` as a number; `max_tokens` may be None for a bounded layout."""
         slots = self.num_slots if max_tokens is None else self.num_slots.subs(sy.T, max_tokens)

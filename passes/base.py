@@ -1,0 +1,130 @@
+"""What every pass shares: its protocol, its report, and how a node says where it comes from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Protocol
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+
+class Pass(Protocol):
+    """A named step over a graph. Passes never print; they log one info line and return a report."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(self, graph_module: torch.fx.GraphModule, *args: Any) -> PassReport: ...
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass did: how many places it rewrote, which it declined and why, how long it took."""
+
+    name: str
+    matches: int
+    no_matches: tuple[object, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.matches} matches, {len(self.no_matches)} misses, {self.seconds:.2f} s"
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+# Frames of libraries and of transformers' plumbing; the model's own line is the innermost of the others.
+_PLUMBING = (
+    "/torch/", "/transformers/integrations/", "/transformers/utils/", "/transformers/masking_utils.py",
+    "/transformers/modeling_", "/transformers/activations.py", "/transformers/pytorch_utils.py",
+)  # fmt: skip
+
+
+def source_line(node: Node) -> str:
+    """`file.py:123`: the innermost line of the model's own code that made `node`, or an empty string."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = [(m["file"], m["line"]) for m in _FRAME.finditer(trace)]
+    own = [frame for frame in frames if not any(part in frame[0] for part in _PLUMBING)]
+    if not (own or frames):
+        return ""
+    file, line = (own or frames)[-1]
+    return f"{PurePath(file).name}:{line}"
+
+
+def module_path(node: Node) -> str:
+    """The dotted path of the innermost module whose forward made `node`, or an empty string."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [entry[0] for entry in stack.values()]
+    return paths[-1] if paths else ""
+
+
+def value(node: object) -> Any:
+    """The fake tensor or symbolic integer that export recorded for `node`."""
+    return node.meta.get("val") if isinstance(node, Node) else node
+
+
+def shape(node: Node) -> tuple[Any, ...]:
+    """The symbolic shape of a tensor-valued node; an empty tuple for anything else."""
+    val = value(node)
+    return tuple(val.shape) if isinstance(val, torch.Tensor) else ()
+
+
+def expr(dim: object) -> sympy.Expr:
+    """A dimension as a sympy expression, so that comparing two of them adds no guard."""
+    return dim.node.expr if isinstance(dim, torch.SymInt) else sympy.sympify(dim)
+
+
+def target_name(node: Node) -> str:
+    """`aten.add.Tensor` -> `add`; for anything that is not an operator overload, its own name."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.split("::")[-1]
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def ancestors(nodes: Sequence[Node], stop: frozenset[Node] | set[Node] = frozenset()) -> set[Node]:
+    """`nodes` and everything they are computed from; the walk does not look behind `stop`."""
+    seen: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node not in stop:
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def descendants(nodes: Sequence[Node]) -> set[Node]:
+    """`nodes` and everything computed from them."""
+    seen: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.users)
+    return seen
+
+
+def call(
+    graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], like: Node, kwargs: dict[str, Any] | None = None
+) -> Node:
+    """Insert a call at the graph's insertion point, with its fake value, and with the origin of `like`."""
+    node = graph.call_function(target, args, kwargs or {})
+    for key in ("stack_trace", "nn_module_stack"):
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
+    fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs or {}), value)
+    modes = [v.fake_mode for v in _leaves((fake_args, fake_kwargs)) if hasattr(v, "fake_mode")]
+    if modes:
+        with modes[0], torch.no_grad():
+            node.meta["val"] = target(*fake_args, **fake_kwargs)
+    return node
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    return iter(torch.utils._pytree.tree_leaves(tree))

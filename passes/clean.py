@@ -1,0 +1,149 @@
+"""Clean a captured graph: no guards, no no-ops, no dead code; few spellings of the same thing.
+
+Asserts and guards go first: they count as side effects, so a guard over a mask would keep the whole mask
+alive. Then: casts to the dtype a value has, dropout in eval mode, full slices, `detach`; `baddbmm` and
+two-operand `einsum` become `matmul` with `permute` and `add`, so that the rules meet one spelling.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from kvcompile.passes.base import PassReport, call, expr, shape, target_name, value
+
+log = logging.getLogger(__name__)
+aten = torch.ops.aten
+
+_ASSERTS = (
+    "_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "_functional_assert_async",
+    "sym_constrain_range_for_size", "_check", "_check_is_size", "_guards_fn", "_assert",
+)  # fmt: skip
+_IDENTITY = ("detach", "detach_", "alias", "lift_fresh_copy", "lift_fresh")
+
+
+def clean(graph_module: GraphModule) -> PassReport:
+    """Clean `graph_module` in place."""
+    start = time.perf_counter()
+    graph = graph_module.graph
+    changed = 0
+    for node in list(graph.nodes):
+        if node.op in ("call_function", "call_module") and _is_assert(node):
+            graph.erase_node(node) if not node.users else None
+            changed += 1
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        same = _no_op(node)
+        if same is not None:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+            changed += 1
+        elif node.target is aten.baddbmm.default:
+            _split_baddbmm(node)
+            changed += 1
+        elif node.target is aten.einsum.default:
+            changed += _split_einsum(node)
+    eliminate_dead_code(graph_module)
+    report = PassReport("clean", changed, (), time.perf_counter() - start)
+    log.info("%s", report)
+    return report
+
+
+def eliminate_dead_code(graph_module: GraphModule) -> None:
+    """Drop every node that the outputs do not need; placeholders stay."""
+    graph = graph_module.graph
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    graph.lint()
+    graph_module.recompile()
+
+
+def _is_assert(node: Node) -> bool:
+    return (str(node.target) if node.op == "call_module" else target_name(node)) in _ASSERTS
+
+
+def _no_op(node: Node) -> Node | None:
+    """The argument that `node` merely passes on, if it does."""
+    name, first = target_name(node), node.args[0] if node.args else None
+    if not isinstance(first, Node):
+        return None
+    if name in _IDENTITY:
+        return first
+    if name == "dropout" and (node.args[2] is False or node.args[1] == 0):
+        return first
+    before, after = value(first), value(node)
+    if name in ("to", "_to_copy", "type_as") and isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
+        same = before.dtype == after.dtype and before.device == after.device
+        return first if same and not node.kwargs.get("memory_format") else None
+    # x[..., 0:huge] is x
+    if name == "slice" and len(node.args) >= 4 and node.args[2] in (0, None) and node.args[3] in (None, 2**63 - 1):
+        return first if len(node.args) < 5 or node.args[4] == 1 else None
+    return None
+
+
+def _split_baddbmm(node: Node) -> None:
+    """baddbmm(c, a, b, beta, alpha) -> beta * c + alpha * bmm(a, b)."""
+    bias, left, right = node.args[:3]
+    graph = node.graph
+    with graph.inserting_before(node):
+        result = call(graph, aten.bmm.default, (left, right), node)
+        for operand, factor in (("alpha", node.kwargs.get("alpha", 1)), ("beta", node.kwargs.get("beta", 1))):
+            if factor == 1:
+                continue
+            if operand == "alpha":
+                result = call(graph, aten.mul.Tensor, (result, factor), node)
+            else:
+                bias = call(graph, aten.mul.Tensor, (bias, factor), node) if factor else None
+        if bias is not None:
+            result = call(graph, aten.add.Tensor, (result, bias), node)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def _split_einsum(node: Node) -> int:
+    """A contraction of two operands over one label -> permute, matmul, permute. Others stay as they are."""
+    equation, operands = node.args[0], node.args[1]
+    assert isinstance(equation, str) and isinstance(operands, (list, tuple))
+    left, arrow, out = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow or len(terms) != 2 or "." in equation or any(len(set(t)) != len(t) for t in (*terms, out)):
+        return 0
+    a, b = terms
+    shared = [label for label in a if label in b]
+    contracted = [label for label in shared if label not in out]
+    rows, columns = [label for label in a if label not in b], [label for label in b if label not in a]
+    if len(contracted) != 1 or not rows or len(columns) != 1 or not set(rows + columns) <= set(out):
+        return 0
+    # More than one label of `a` alone: all but the longest dimension (the queries) act as batch, e.g. the group of GQA.
+    sizes = dict(zip(a, shape(operands[0]), strict=True))
+    dynamic = [label for label in rows if expr(sizes[label]).free_symbols]
+    row = rows[0] if len(rows) == 1 else dynamic[0] if len(dynamic) == 1 else ""
+    if not row:
+        return 0
+    batch = [label for label in a if label in out and label != row]
+    graph = node.graph
+    with graph.inserting_before(node):
+        lhs = _permuted(operands[0], a, [*batch, row, contracted[0]], node)
+        rhs = _permuted(operands[1], b, [label for label in batch if label in b] + [contracted[0], columns[0]], node)
+        for axis, label in enumerate(batch):
+            if label not in b:
+                rhs = call(graph, aten.unsqueeze.default, (rhs, axis), node)
+        product = call(graph, aten.matmul.default, (lhs, rhs), node)
+        result = _permuted(product, "".join([*batch, row, columns[0]]), list(out), node)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+    return 1
+
+
+def _permuted(operand: Any, labels: str, wanted: list[str], like: Node) -> Node:
+    order = [labels.index(label) for label in wanted]
+    if order == sorted(order):
+        assert isinstance(operand, Node)
+        return operand
+    return call(like.graph, aten.permute.default, (operand, order), like)
+
+

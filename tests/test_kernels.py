@@ -1,0 +1,143 @@
+"""The cached reference against the oracle of the policy, over the whole product of layouts."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcompile.kernels import ops  # noqa: F401  (registers the op)
+from kvcompile.kernels.policy import policy_attention
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.layouts import CacheLayout, Contiguous, Full, Int4, Int8, ModelDtype, Ring, SinkWindow, Window
+
+STORAGES = [ModelDtype(), Int8(), Int4(), Int4(group=32)]
+PLACED = [
+    (Contiguous(), Full()),
+    (Contiguous(), Window(5)),
+    (Ring(), Window(5)),
+    (Ring(), Window(1)),
+    (Ring(), SinkWindow(3, 6)),
+    (Ring(), SinkWindow(0, 6)),
+    (Contiguous(), SinkWindow(3, 6)),
+    (Ring(), SinkWindow(3, 6, "in_cache")),
+    (Contiguous(), SinkWindow(3, 6, "in_cache")),
+    (Ring(), SinkWindow(2, 1, "in_cache")),
+]
+HQ, HKV, D, DV, T = 4, 2, 64, 32, 40
+
+
+def rope_tables(count: int, dim: int = D) -> list[torch.Tensor]:
+    angles = torch.arange(count)[:, None] * 10000 ** (-torch.arange(0, dim, 2) / dim)
+    return [torch.cat([f(angles)] * 2, -1) for f in (torch.cos, torch.sin)]
+
+
+def run_cached(
+    spec: SiteSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunks: list[int], padding: torch.Tensor
+) -> torch.Tensor:
+    batch, total = q.shape[0], q.shape[2]
+    limit = total + 2
+    buffers = [
+        # What a slot holds before it is written must not matter.
+        torch.full((batch, *b.shape), 77, dtype=b.dtype)
+        for b in spec.layout.buffers(HKV, D, DV, q.dtype, limit)
+    ]
+    rope = rope_tables(64) if spec.layout.retention.in_cache else []
+    seq_lens, outs, start = torch.zeros(batch, dtype=torch.long), [], 0
+    for size in chunks:
+        part = slice(start, start + size)
+        pads = (padding - start).clamp(0, size)
+        positions = seq_lens[:, None] - pads[:, None] + torch.arange(size)
+        span = min(limit, -(-(start + size) // 8) * 8)
+        outs.append(
+            torch.ops.kvcompile.cached_attention(
+                q[:, :, part], k[:, :, part], v[:, :, part], buffers, positions, seq_lens, rope, span, spec.to_json()
+            )
+        )
+        seq_lens = positions[:, -1] + 1
+        start += size
+    return torch.cat(outs, dim=2)
+
+
+def budget(spec: SiteSpec, args: list[torch.Tensor], padding: torch.Tensor, oracle: torch.Tensor) -> torch.Tensor:
+    """Twice the error of the same computation in this dtype against float64, plus rounding (per element)."""
+    exact = policy_attention(*[a.double() for a in args], spec, [t.double() for t in rope_tables(64)], padding)
+    # The quantized grids differ between dtypes where a value sits on an edge: rounding is compared in-dtype only.
+    eps = torch.finfo(oracle.dtype).eps
+    own = (oracle.double() - exact).abs().max() if isinstance(spec.layout.keys, ModelDtype) else 0.0
+    return 2 * own + 64 * eps * args[2].abs().max().double()
+
+
+def check(spec: SiteSpec, chunks: list[int], padding: list[int], seed: int = 0) -> None:
+    g = torch.Generator().manual_seed(seed)
+    total, batch = sum(chunks), len(padding)
+    q = torch.randn(batch, HQ, total, D, generator=g)
+    k = torch.randn(batch, HKV, total, D, generator=g)
+    v = torch.randn(batch, HKV, total, DV, generator=g)
+    pads = torch.tensor(padding)
+    rope = rope_tables(64) if spec.layout.retention.in_cache else []
+    oracle = policy_attention(q, k, v, spec, rope, pads)
+    got = run_cached(spec, q, k, v, chunks, pads)
+    assert got.isfinite().all()
+    real = torch.arange(total)[None] >= pads[:, None]
+    error = (got - oracle).abs()[real[:, None, :, None].expand_as(got)].max()
+    assert error <= budget(spec, [q, k, v], pads, oracle)
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
+@pytest.mark.parametrize("placed", PLACED, ids=lambda p: f"{p[0]}-{p[1]}")
+def test_any_chunks_equal_the_policy(storage, placed) -> None:
+    spec = SiteSpec(CacheLayout(storage, storage, *placed), D**-0.5)
+    for chunks in ([T], [7] * 5 + [5], [1] * T, [13, 1, 1, 20, 1, 4], [2, 38]):
+        check(spec, chunks, [0])
+        check(spec, chunks, [0, 9, 3])
+
+
+@pytest.mark.parametrize("placed", PLACED, ids=lambda p: f"{p[0]}-{p[1]}")
+def test_a_sliding_mask_holds_too(placed) -> None:
+    spec = SiteSpec(CacheLayout(Int8(), ModelDtype(), *placed), 0.3, mask_window=4)
+    if placed[1].in_cache:
+        pytest.skip("a place in the cache under a sliding mask depends on both windows")
+    check(spec, [11, 1, 1, 9], [2, 0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    keys=st.sampled_from(STORAGES),
+    values=st.sampled_from([ModelDtype(), Int8(), Int4()]),
+    sinks=st.integers(0, 5),
+    window=st.integers(1, 9),
+    positions=st.sampled_from(["original", "in_cache"]),
+    placement=st.sampled_from([Ring(), Contiguous()]),
+    chunks=st.lists(st.integers(1, 17), min_size=1, max_size=6),
+    padding=st.lists(st.integers(0, 8), min_size=1, max_size=3),
+    seed=st.integers(0, 99),
+)
+def test_any_with_any(keys, values, sinks, window, positions, placement, chunks, padding, seed) -> None:
+    layout = CacheLayout(keys, values, placement, SinkWindow(sinks, window, positions))
+    padding = [min(pad, sum(chunks) - 1) for pad in padding]
+    if sum(chunks) > 50:
+        chunks = chunks[:2]
+        padding = [min(pad, sum(chunks) - 1) for pad in padding]
+    check(SiteSpec(layout, D**-0.5), chunks, padding, seed)
+
+
+def test_budget_of_the_whole_length_is_the_full_cache() -> None:
+    g = torch.Generator().manual_seed(1)
+    args = [torch.randn(1, h, T, d, generator=g) for h, d in ((HQ, D), (HKV, D), (HKV, DV))]
+    pads = torch.zeros(1, dtype=torch.long)
+    outs = [
+        run_cached(SiteSpec(CacheLayout(placement=p, retention=r), 0.125), *args, [9] * 4 + [4], pads)
+        for p, r in ((Contiguous(), Full()), (Ring(), Window(T)), (Ring(), SinkWindow(4, T - 4)))
+    ]
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0], rtol=0, atol=64 * torch.finfo(torch.float32).eps * 4)
+
+
+def test_layout_text_round_trips() -> None:
+    for storage, placed in itertools.product(STORAGES, PLACED):
+        spec = SiteSpec(CacheLayout(storage, ModelDtype(), *placed), 0.25, 9)
+        assert SiteSpec.from_json(spec.to_json()) == spec
