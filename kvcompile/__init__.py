@@ -1,1 +1,40 @@
-"""kvcompile."""
+"""kvcompile gives any PyTorch decoder the KV cache you choose.
+
+    fast = kvcompile.optimize(model, recipe="long_context.yaml")
+    fast.generate(**tokens, max_new_tokens=256, streamer=streamer)
+    print(kvcompile.explain(model, recipe="long_context.yaml"))
+    print(kvcompile.estimate(model.config, recipe="int8", memory="24GiB"))
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvcompile.api import optimize as optimize
+    from kvcompile.errors import KVCompileError as KVCompileError
+    from kvcompile.estimate import estimate as estimate
+    from kvcompile.explain import explain as explain
+    from kvcompile.recipe import Recipe as Recipe
+
+__version__ = "0.1.0"
+__all__ = ["KVCompileError", "Recipe", "estimate", "explain", "optimize"]
+
+# torch and transformers are slow to import: `kvcompile --help` and `kvcompile validate` do without.
+_HOMES = {
+    "optimize": "kvcompile.api",
+    "explain": "kvcompile.explain",
+    "estimate": "kvcompile.estimate",
+    "Recipe": "kvcompile.recipe",
+    "KVCompileError": "kvcompile.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvcompile' has no attribute {name!r}")
+    # Importing `kvcompile.explain` binds the submodule to the name: bind the function over it, once.
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value

@@ -184,6 +184,12 @@ def _decide(site: AttentionSite, num_layers: int, recipe: Recipe) -> Decision:
             "cache.retention.positions: in_cache needs a rotary embedding between the projections and the "
             "scores, and none was recognised here; use positions: original"
         )
+    if layout.retention.in_cache and site.mask.window is not None:
+        raise ValueError(
+            f"cache.retention.positions: in_cache counts from the first kept token, which a {site.mask} mask hides; "
+            "give sliding layers a retention of their own: layers: [{where: {attention: sliding}, "
+            "cache: {retention: {kind: window}}}]"
+        )
     exact_retention, why = _exact(layout, site.mask)
     because.append(why)
     lossless = exact_retention and isinstance(layout.keys, ModelDtype) and isinstance(layout.values, ModelDtype)

@@ -38,9 +38,14 @@ class PassReport:
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 # Frames of libraries and of transformers' plumbing; the model's own line is the innermost of the others.
 _PLUMBING = (
-    "/torch/", "/transformers/integrations/", "/transformers/utils/", "/transformers/masking_utils.py",
-    "/transformers/modeling_", "/transformers/activations.py", "/transformers/pytorch_utils.py",
-)  # fmt: skip
+    "/torch/",
+    "/transformers/integrations/",
+    "/transformers/utils/",
+    "/transformers/masking_utils.py",
+    "/transformers/modeling_",
+    "/transformers/activations.py",
+    "/transformers/pytorch_utils.py",
+)
 
 
 def source_line(node: Node) -> str:
@@ -111,7 +116,11 @@ def descendants(nodes: Sequence[Node]) -> set[Node]:
 
 
 def call(
-    graph: Graph, target: Callable[..., Any], args: tuple[Any, ...], like: Node, kwargs: dict[str, Any] | None = None
+    graph: Graph,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    like: Node,
+    kwargs: dict[str, Any] | None = None,
 ) -> Node:
     """Insert a call at the graph's insertion point, with its fake value, and with the origin of `like`."""
     node = graph.call_function(target, args, kwargs or {})
@@ -119,7 +128,7 @@ def call(
         if key in like.meta:
             node.meta[key] = like.meta[key]
     fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs or {}), value)
-    modes = [v.fake_mode for v in _leaves((fake_args, fake_kwargs)) if hasattr(v, "fake_mode")]
+    modes = [v.fake_mode for v in _leaves((fake_args, fake_kwargs, value(like))) if hasattr(v, "fake_mode")]
     if modes:
         with modes[0], torch.no_grad():
             node.meta["val"] = target(*fake_args, **fake_kwargs)

@@ -131,7 +131,9 @@ def capture(model: nn.Module) -> Captured:
     fixed = {"use_cache": False} if "use_cache" in parameters else {}
     variants = list(
         dict.fromkeys(
-            CapturedInputs(positions and "position_ids" in parameters, keep and "logits_to_keep" in parameters)
+            CapturedInputs(
+                positions and "position_ids" in parameters, keep and "logits_to_keep" in parameters
+            )
             for positions, keep in ((True, True), (True, False), (False, True), (False, False))
         )
     )
@@ -148,7 +150,12 @@ def capture(model: nn.Module) -> Captured:
                     reasons.append(f"{route}: {_first_line(error)}")
                     log.debug("capture route failed: %s", reasons[-1], exc_info=True)
                     continue
-                log.info("capture: %s, %d nodes, %.2f s", route, len(captured.graph_module.graph.nodes), captured.seconds)
+                log.info(
+                    "capture: %s, %d nodes, %.2f s",
+                    route,
+                    len(captured.graph_module.graph.nodes),
+                    captured.seconds,
+                )
                 return captured
     tried = "\n".join(f"  - {reason}" for reason in reasons)
     raise CaptureError(
@@ -166,12 +173,15 @@ def _signature(model: nn.Module) -> tuple[str, frozenset[str]]:
         raise ModelError(f"{name} is an encoder-decoder model; kvcompile takes decoder-only models")
     parameters = inspect.signature(model.forward).parameters
     required = [
-        p.name for p in parameters.values()
+        p.name
+        for p in parameters.values()
         if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]  # fmt: skip
+    ]
     first = "input_ids" if "input_ids" in parameters else required[0] if len(required) == 1 else ""
     if not first or set(required) - {first}:
-        raise ModelError(f"{name}.forward must be callable with input_ids alone; it takes ({', '.join(parameters)})")
+        raise ModelError(
+            f"{name}.forward must be callable with input_ids alone; it takes ({', '.join(parameters)})"
+        )
     if "decoder_input_ids" in parameters:
         raise ModelError(f"{name} is an encoder-decoder model; kvcompile takes decoder-only models")
     return first, frozenset(parameters)
@@ -240,7 +250,10 @@ def _export(wrapper: nn.Module, inputs: CapturedInputs, device: torch.device) ->
         "position_ids": torch.arange(_SEQ, device=device).expand(_BATCH, _SEQ),
         "logits_to_keep": torch.arange(_KEEP, device=device),
     }
-    rank2 = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}  # ranges and equal sizes are inferred; specialisation is an error
+    rank2 = {
+        0: Dim.DYNAMIC,
+        1: Dim.DYNAMIC,
+    }  # ranges and equal sizes are inferred; specialisation is an error
     dims = {"input_ids": rank2, "position_ids": rank2, "logits_to_keep": {0: Dim.DYNAMIC}}
     names = inputs.names
     program = torch.export.export(
@@ -270,6 +283,7 @@ def _finish(
         if node.op == "get_attr":
             found = fetch_attr(module, str(node.target))
             node.target = _strip(str(node.target))
+            node._rename(node.name.removeprefix(f"{_WRAPPED}_"))
             attributes[node.target] = found
         stack = node.meta.get("nn_module_stack")
         if stack:
@@ -290,16 +304,25 @@ def _finish(
     out_spec = program.call_spec.out_spec
     assert out_spec is not None
     return Captured(
-        graph_module, inputs, out_spec, _logits_index(graph_module, out_spec, constants), route, tuple(reasons),
-        time.perf_counter() - start, constants, _max_seq_len(program, placeholders[0]),
-    )  # fmt: skip
+        graph_module,
+        inputs,
+        out_spec,
+        _logits_index(graph_module, out_spec, constants),
+        route,
+        tuple(reasons),
+        time.perf_counter() - start,
+        constants,
+        _max_seq_len(program, placeholders[0]),
+    )
 
 
 def _strip(path: str) -> str:
     return path.removeprefix(_WRAPPED).removeprefix(".")
 
 
-def _logits_index(graph_module: GraphModule, spec: pytree.TreeSpec, constants: tuple[tuple[int, Any], ...]) -> int:
+def _logits_index(
+    graph_module: GraphModule, spec: pytree.TreeSpec, constants: tuple[tuple[int, Any], ...]
+) -> int:
     """The output called `logits`, else the first of rank 3 with a static last size."""
     output = next(node for node in graph_module.graph.nodes if node.op == "output")
     tensors = output.args[0]
@@ -322,7 +345,13 @@ def _max_seq_len(program: ExportedProgram, input_ids: Node) -> int | None:
 
 def _first_line(error: Exception) -> str:
     """The first line of an error, and the innermost line of the model's own code it came through."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    detail = next((line.lstrip("- ") for line in lines[1:] if line.startswith("- ")), "")
+    if (
+        "onstraints violated" in text and detail
+    ):  # the first line of this one says nothing, the first item all
+        text = f"the example's sizes were specialised: {detail.split('. If')[0]}"
     frames = traceback.extract_tb(error.__traceback__)
     skip = ("/torch/", "/passes/capture.py", "/kvcompile/", "<")
     own = [frame for frame in frames if not any(part in frame.filename for part in skip)]

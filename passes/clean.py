@@ -2,12 +2,14 @@
 
 Asserts and guards go first: they count as side effects, so a guard over a mask would keep the whole mask
 alive. Then: casts to the dtype a value has, dropout in eval mode, full slices, `detach`; `baddbmm` and
-two-operand `einsum` become `matmul` with `permute` and `add`, so that the rules meet one spelling.
+equal calls merge; two-operand `einsum` become `matmul` with `permute` and `add`, so that the rules meet one spelling; `view` becomes
+`reshape`, so that no node depends on another's strides.
 """
 
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from typing import Any
 
@@ -20,9 +22,17 @@ log = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 _ASSERTS = (
-    "_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range", "_functional_assert_async",
-    "sym_constrain_range_for_size", "_check", "_check_is_size", "_guards_fn", "_assert",
-)  # fmt: skip
+    "_assert_tensor_metadata",
+    "_assert_async",
+    "_assert_scalar",
+    "sym_constrain_range",
+    "_functional_assert_async",
+    "sym_constrain_range_for_size",
+    "_check",
+    "_check_is_size",
+    "_guards_fn",
+    "_assert",
+)
 _IDENTITY = ("detach", "detach_", "alias", "lift_fresh_copy", "lift_fresh")
 
 
@@ -43,11 +53,15 @@ def clean(graph_module: GraphModule) -> PassReport:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
             changed += 1
+        elif node.target in (aten.view.default, aten._unsafe_view.default):
+            # A view was legal for the strides of the trace; a rewritten attention may return others.
+            node.target = aten.reshape.default
         elif node.target is aten.baddbmm.default:
             _split_baddbmm(node)
             changed += 1
         elif node.target is aten.einsum.default:
             changed += _split_einsum(node)
+    changed += _merge_equal(graph_module)
     eliminate_dead_code(graph_module)
     report = PassReport("clean", changed, (), time.perf_counter() - start)
     log.info("%s", report)
@@ -60,6 +74,29 @@ def eliminate_dead_code(graph_module: GraphModule) -> None:
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     graph.lint()
     graph_module.recompile()
+
+
+def _merge_equal(graph_module: GraphModule) -> int:
+    """One node for equal calls on equal arguments, e.g. the rotary tables and masks that every layer makes anew."""
+    seen: dict[Any, Node] = {}
+    merged = 0
+    for node in list(graph_module.graph.nodes):
+        if node.op not in ("call_function", "get_attr") or not _is_pure(node):
+            continue
+        key = (node.op, node.target, repr(node.args), repr(sorted(node.kwargs.items())))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph_module.graph.erase_node(node)
+            merged += 1
+    return merged
+
+
+def _is_pure(node: Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.op == "get_attr" or node.target is operator.getitem
+    tags = node.target.tags
+    return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in tags
 
 
 def _is_assert(node: Node) -> bool:
@@ -76,11 +113,20 @@ def _no_op(node: Node) -> Node | None:
     if name == "dropout" and (node.args[2] is False or node.args[1] == 0):
         return first
     before, after = value(first), value(node)
-    if name in ("to", "_to_copy", "type_as") and isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
+    if (
+        name in ("to", "_to_copy", "type_as")
+        and isinstance(before, torch.Tensor)
+        and isinstance(after, torch.Tensor)
+    ):
         same = before.dtype == after.dtype and before.device == after.device
         return first if same and not node.kwargs.get("memory_format") else None
     # x[..., 0:huge] is x
-    if name == "slice" and len(node.args) >= 4 and node.args[2] in (0, None) and node.args[3] in (None, 2**63 - 1):
+    if (
+        name == "slice"
+        and len(node.args) >= 4
+        and node.args[2] in (0, None)
+        and node.args[3] in (None, 2**63 - 1)
+    ):
         return first if len(node.args) < 5 or node.args[4] == 1 else None
     return None
 
@@ -108,6 +154,8 @@ def _split_einsum(node: Node) -> int:
     """A contraction of two operands over one label -> permute, matmul, permute. Others stay as they are."""
     equation, operands = node.args[0], node.args[1]
     assert isinstance(equation, str) and isinstance(operands, (list, tuple))
+    first = operands[0]
+    assert isinstance(first, Node)
     left, arrow, out = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     if not arrow or len(terms) != 2 or "." in equation or any(len(set(t)) != len(t) for t in (*terms, out)):
@@ -119,7 +167,7 @@ def _split_einsum(node: Node) -> int:
     if len(contracted) != 1 or not rows or len(columns) != 1 or not set(rows + columns) <= set(out):
         return 0
     # More than one label of `a` alone: all but the longest dimension (the queries) act as batch, e.g. the group of GQA.
-    sizes = dict(zip(a, shape(operands[0]), strict=True))
+    sizes = dict(zip(a, shape(first), strict=True))
     dynamic = [label for label in rows if expr(sizes[label]).free_symbols]
     row = rows[0] if len(rows) == 1 else dynamic[0] if len(dynamic) == 1 else ""
     if not row:
@@ -128,7 +176,9 @@ def _split_einsum(node: Node) -> int:
     graph = node.graph
     with graph.inserting_before(node):
         lhs = _permuted(operands[0], a, [*batch, row, contracted[0]], node)
-        rhs = _permuted(operands[1], b, [label for label in batch if label in b] + [contracted[0], columns[0]], node)
+        rhs = _permuted(
+            operands[1], b, [label for label in batch if label in b] + [contracted[0], columns[0]], node
+        )
         for axis, label in enumerate(batch):
             if label not in b:
                 rhs = call(graph, aten.unsqueeze.default, (rhs, axis), node)
@@ -145,5 +195,3 @@ def _permuted(operand: Any, labels: str, wanted: list[str], like: Node) -> Node:
         assert isinstance(operand, Node)
         return operand
     return call(like.graph, aten.permute.default, (operand, order), like)
-
-

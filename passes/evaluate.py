@@ -93,11 +93,19 @@ _aten = torch.ops.aten
 _SHAPE_ONLY: frozenset[Any] = frozenset(
     overload
     for packet in (
-        _aten.sym_size, _aten.sym_numel, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like,
-        _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty,
+        _aten.sym_size,
+        _aten.sym_numel,
+        _aten.zeros_like,
+        _aten.ones_like,
+        _aten.full_like,
+        _aten.empty_like,
+        _aten.new_zeros,
+        _aten.new_ones,
+        _aten.new_full,
+        _aten.new_empty,
     )
     for overload in (getattr(packet, name) for name in packet.overloads())
-)  # fmt: skip
+)
 
 
 def _map_ints(tree: Any, constant: Callable[[int], int]) -> Any:

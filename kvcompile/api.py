@@ -1,0 +1,108 @@
+"""`kvcompile.optimize`: a model in, the same model with the cache of a recipe out."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch import nn
+
+from kvcompile.dump import Dump
+from kvcompile.emit.executor import Executor, Progress
+from kvcompile.emit.regions import cut
+from kvcompile.kernels import ops
+from kvcompile.pipeline import Front, analysis_of, plan_for, rewrite, understand
+from kvcompile.plan import Plan
+from kvcompile.recipe import Recipe
+from kvcompile.runtime.module import CachedModel, PlainCachedModel
+from kvcompile.runtime.program import Program
+from kvcompile.verify import Check, check_program, verify
+
+
+def optimize(
+    model: nn.Module, recipe: object = "baseline", *, progress: Progress | None = None, **overrides: Any
+) -> CachedModel:
+    """Rewrite `model` onto the KV cache that `recipe` chooses, prove it, and return it ready to compile.
+
+    Args:
+        model: a decoder: a `transformers` causal LM, or any module from token ids to logits. Left as it is; its
+            weights are shared, not copied.
+        recipe: a shipped name ("int8"), a path of a YAML file, a mapping, or a `Recipe`.
+        progress: called as progress(stage, done, total) while long stages run.
+        overrides: recipe sections or keys of `runtime`, e.g. max_tokens=4096, compile={"mode": "none"}.
+
+    Returns:
+        A module that is called and generates as the original, with its cache inside. Each class of shapes
+        (prompt, decode step) compiles when it first comes, or in `warmup()`.
+
+    Raises:
+        RecipeError, ModelError, PlanError, VerificationError: the model has not been touched.
+    """
+    checked = Recipe.load(recipe, **overrides)
+    tell = progress or (lambda stage, done, total: None)
+    started = time.perf_counter()
+    tell("capture and detect", 0, 1)
+    front = understand(model)
+    plan = plan_for(front, checked)
+    tell("capture and detect", 1, 1)
+    understood = time.perf_counter()
+    dump = Dump.from_environment(plan)
+    dump.front(front)
+    tell(f"verify ({checked.verify})", 0, 1)
+    checks = verify(model, front, plan, checked.verify)
+    tell(f"verify ({checked.verify})", 1, 1)
+    verified = time.perf_counter()
+    fast = _emit(model, front, plan, checked, dump)
+    emitted = time.perf_counter()
+    if checked.verify == "thorough":
+        checks = (*checks, _check_emitted(fast, front, plan))
+    fast.report = {
+        "understand_seconds": understood - started,
+        "capture_seconds": front.captured.seconds,
+        "detect_seconds": front.detection.seconds,
+        "verify_seconds": verified - understood,
+        "emit_seconds": emitted - verified,
+        "checks": checks,
+    }
+    return fast
+
+
+def _emit(model: nn.Module, front: Front, plan: Plan, recipe: Recipe, dump: Dump) -> CachedModel:
+    rewritten, constants = rewrite(front, plan)
+    regions = cut(rewritten.graph_module, lambda node: node.target is ops.cached_attention)
+    dump.back(rewritten, regions, recipe)
+    executor = Executor(regions, recipe.compile.mode)
+    program = Program(
+        rewritten.caches,
+        constants,
+        front.captured.rebuild,
+        front.captured.logits_index,
+        front.captured.inputs.position_ids,
+        front.captured.inputs.logits_to_keep,
+        front.takes_past_length,
+        front.device,
+    )
+    kind: type[CachedModel] = PlainCachedModel
+    if _is_hugging_face(model):
+        from kvcompile.runtime.huggingface import HuggingFaceCachedModel
+
+        kind = HuggingFaceCachedModel
+    fast = kind(model, program, plan, executor)
+    fast.analysis = analysis_of(front, plan)
+    return fast
+
+
+def _check_emitted(fast: CachedModel, front: Front, plan: Plan) -> Check:
+    def step(ids: Any, mask: Any) -> Any:
+        return fast._call(ids, mask, keep=None)[front.captured.logits_index]
+
+    fast.reset()
+    try:
+        return check_program(step, front, plan)
+    finally:
+        fast.release()
+
+
+def _is_hugging_face(model: nn.Module) -> bool:
+    """Whether the model brings a configuration to generate with."""
+    return hasattr(model, "generation_config") and hasattr(model, "config")

@@ -1,0 +1,6 @@
+"""`python -m kvcompile.cli`."""
+
+from kvcompile.cli import main
+
+if __name__ == "__main__":
+    main()

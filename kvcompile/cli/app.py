@@ -1,0 +1,32 @@
+"""The typer application with all commands."""
+
+from __future__ import annotations
+
+import typer
+
+from kvcompile.cli import generate, inspect, recipes
+
+app = typer.Typer(
+    name="kvcompile",
+    help="Gives any PyTorch decoder the KV cache you choose.\n\n"
+    "A recipe (YAML) says what the cache is like; kvcompile traces the model, rewrites its attention onto "
+    "that cache, checks the result against the original, and compiles it. Start with:\n\n"
+    "  kvcompile recipes list\n\n"
+    "  kvcompile generate --recipe int8 --prompt 'Why is the sky blue?'\n\n"
+    "  kvcompile estimate --config config.json --recipe int8 --memory 24GiB",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(generate.generate)
+app.command()(inspect.explain)
+app.command()(inspect.estimate)
+app.command()(recipes.validate)
+app.add_typer(recipes.app, name="recipes")
+
+
+def main() -> None:
+    """Entry point of `kvcompile`."""
+    app()

@@ -1,0 +1,146 @@
+"""What the commands share: options, `--set`, errors, and progress on stderr."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+
+import typer
+
+from kvcompile.errors import DetectionError, KVCompileError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+Progress = Callable[[str, int, int], None]
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="'smollm2', a .gguf file, a folder of a transformers checkpoint, or random:CONFIG.JSON.",
+    ),
+]
+RecipeName = Annotated[
+    str, typer.Option("--recipe", "-r", help="A shipped recipe ('kvcompile recipes list') or a YAML file.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Change the recipe, repeatable: runtime.max_tokens=4096, cache.retention.window=252.",
+    ),
+]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="float32, float16 or bfloat16; the model's by default.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def command(function: Callable[Params, Result]) -> Callable[Params, Result]:
+    """A command that prints a KVCompileError in red on stderr and exits 1; with `debug=True` it raises."""
+
+    @functools.wraps(function)
+    def run(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except KVCompileError as error:
+            if kwargs.get("debug"):
+                raise
+            stderr().print(
+                f"error: {_message(error)}", style="red", markup=False, highlight=False, soft_wrap=True
+            )
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            stderr().print("stopped", style="red")
+            raise typer.Exit(130) from None
+
+    return run
+
+
+def _message(error: KVCompileError) -> str:
+    text = str(error)
+    misses = error.misses if isinstance(error, DetectionError) else ()
+    new = [str(miss) for miss in misses if str(miss) not in text]
+    return "\n".join((text, *(f"  {miss}" for miss in new[:20])))
+
+
+def stderr() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def show(renderable: RenderableType) -> None:
+    """Print to stdout in at most 100 columns, with colours on a terminal."""
+    from rich.console import Console
+
+    from kvcompile.console import WIDTH
+
+    console = Console(file=sys.stdout)
+    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    console.print(renderable, highlight=False)
+
+
+def overrides_from(settings: list[str] | None) -> dict[str, Any]:
+    """["a.b=1", "a.c=x"] -> {"a": {"b": 1, "c": "x"}}; the values are YAML.
+
+    Raises:
+        typer.BadParameter: not KEY=VALUE, a value that is not YAML, or settings that contradict each other.
+    """
+    import yaml
+
+    merged: dict[str, Any] = {}
+    for setting in settings or ():
+        key, equals, text = setting.partition("=")
+        parts = key.strip().split(".")
+        if not equals or not all(parts):
+            raise typer.BadParameter(f"expected KEY=VALUE such as runtime.max_tokens=4096, got {setting!r}")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise typer.BadParameter(
+                f"the value of {key} is not YAML: {' '.join(str(error).split())}"
+            ) from error
+        inner = merged
+        for part in parts[:-1]:
+            inner = inner.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise typer.BadParameter(f"{setting!r} contradicts an earlier --set")
+        inner[parts[-1]] = value
+    return merged
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """A spinner on stderr while something takes its time."""
+    with stderr().status(what):
+        yield
+
+
+@contextmanager
+def stages() -> Iterator[Progress]:
+    """A progress bar on stderr; yields progress(stage, done, total)."""
+    from rich import progress as rich
+
+    columns = (
+        rich.SpinnerColumn(),
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        rich.TimeElapsedColumn(),
+    )
+    with rich.Progress(*columns, console=stderr(), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def progress(stage: str, done: int, total: int) -> None:
+            bar.update(task, description=stage, completed=done, total=total or None)
+
+        yield progress

@@ -1,0 +1,153 @@
+"""`kvcompile generate`: text from a model with the cache of a recipe, streamed to stdout."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from kvcompile.cli.common import (
+    Debug,
+    Dtype,
+    Model,
+    RecipeName,
+    Settings,
+    command,
+    overrides_from,
+    stages,
+    stderr,
+    waiting,
+)
+from kvcompile.console import format_bytes
+from kvcompile.errors import ModelError
+
+
+class Verify(StrEnum):
+    QUICK = "quick"
+    THOROUGH = "thorough"
+    OFF = "off"
+
+
+@command
+def generate(
+    model: Model = "smollm2",
+    recipe: RecipeName = "baseline",
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The prompt; - reads it from stdin.")] = (
+        "Write two sentences about the sea."
+    ),
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1)] = 128,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    dtype: Dtype = None,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 takes the likeliest token every time.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling, when the temperature is not 0.")] = 0,
+    no_chat_template: Annotated[
+        bool, typer.Option("--no-chat-template", help="Give the prompt to the model as it is.")
+    ] = False,
+    settings: Settings = None,
+    no_compile: Annotated[
+        bool, typer.Option("--no-compile", help="Run the rewritten graph as it is: slower, starts at once.")
+    ] = False,
+    verify: Annotated[
+        Verify | None,
+        typer.Option(help="How much is compared with the original model; the recipe's by default."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Generate text with a model and the KV cache of a recipe.
+
+    Example: kvcompile generate --recipe streaming --prompt "Tell me a story." -n 400
+    """
+    overrides = overrides_from(settings)
+    if no_compile:
+        overrides["compile"] = {**overrides.get("compile", {}), "mode": "none"}
+    if verify is not None:
+        overrides["verify"] = verify.value
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with waiting("starting"):
+        import torch
+
+        import kvcompile
+        from kvcompile.models import load_model
+        from kvcompile.recipe import Recipe
+
+        loaded_recipe = Recipe.load(recipe, **overrides)  # a mistake in it shows before the model loads
+    started = time.perf_counter()
+    with waiting(f"loading {model}"):
+        loaded = load_model(model, dtype, device)
+    if loaded.tokenizer is None:
+        raise ModelError(
+            f"{model}: has no tokenizer beside it, which generate needs; explain works without one"
+        )
+    tokens = encode(loaded.tokenizer, text, chat=not no_chat_template).to(device)
+    ready = time.perf_counter()
+    with stages() as progress:
+        fast: Any = kvcompile.optimize(loaded.model, recipe=loaded_recipe, progress=progress)
+    optimized = time.perf_counter()
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        torch.manual_seed(seed)
+        sampling = {"do_sample": True, "temperature": temperature}
+    clock = Clock()
+    fast.generate(
+        **tokens, max_new_tokens=max_new_tokens, streamer=streamer(loaded.tokenizer, clock), **sampling
+    )
+    plan = fast.plan
+    stderr().print(
+        f"{clock.summary()} · recipe {plan.recipe}, {format_bytes(plan.bytes_per_token)} a token · "
+        f"load {ready - started:.1f} s, optimize {optimized - ready:.1f} s",
+        style="dim",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def encode(tokenizer: Any, text: str, chat: bool) -> Any:
+    """input_ids and attention_mask [1, S] of a prompt, in the model's chat format if it has one."""
+    if chat and getattr(tokenizer, "chat_template", None):
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+    tokens = tokenizer(text, return_tensors="pt")
+    if tokens["input_ids"].shape[1] == 0:
+        raise ModelError("the prompt is empty")
+    tokens.pop("token_type_ids", None)
+    return tokens
+
+
+@dataclass
+class Clock:
+    """When each new token came; seconds of time.perf_counter()."""
+
+    start: float = field(default_factory=time.perf_counter)
+    times: list[float] = field(default_factory=list)
+
+    def summary(self) -> str:
+        count = len(self.times)
+        if not count:
+            return "no new tokens"
+        text = f"{count} token{'s' if count > 1 else ''}, the first after {self.times[0] - self.start:.2f} s"
+        if count == 1:
+            return text
+        return f"{text}, then {(count - 1) / max(self.times[-1] - self.times[0], 1e-9):.1f} tokens/s"
+
+
+def streamer(tokenizer: Any, clock: Clock) -> Any:
+    """Prints new text to stdout as it comes and notes the time of every token."""
+    from transformers import TextStreamer
+
+    class Streamer(TextStreamer):
+        def put(self, value: Any) -> None:
+            if not self.next_tokens_are_prompt:
+                clock.times.append(time.perf_counter())
+            super().put(value)  # type: ignore[no-untyped-call]
+
+    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

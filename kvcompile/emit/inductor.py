@@ -1,0 +1,113 @@
+"""Compiles regions with Inductor: each for one class of shapes, once, with no guards left to fail at run time.
+
+A class of shapes fixes which of batch, new tokens and kept logits is exactly one (Inductor treats 1 apart) and
+leaves the others symbolic. So a decode step and a prompt are two compilations, and no call makes a third.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from kvcompile.errors import CompileError
+
+log = logging.getLogger(__name__)
+
+# Sizes that stand for the symbols while tracing: no size of a model should coincide with them.
+HINTS = {"batch": 11, "tokens": 61, "keep": 37, "span": 64}
+
+Compiled = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class ShapeClass:
+    """Which sizes are exactly one; the others are symbolic and at least two. `span` 0 is symbolic."""
+
+    batch_is_one: bool
+    tokens_is_one: bool
+    keep_is_one: bool
+    span: int = 0
+
+    def __str__(self) -> str:
+        phase = "decode" if self.tokens_is_one else "prefill"
+        return f"{phase}, {'one sequence' if self.batch_is_one else 'a batch'}"
+
+
+class Tracer:
+    """Fake tensors of one shape class: the sizes are symbols of one ShapeEnv."""
+
+    def __init__(self, shapes: ShapeClass):
+        self.env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.env)
+        self.batch = 1 if shapes.batch_is_one else self._symbol("batch")
+        self.tokens = 1 if shapes.tokens_is_one else self._symbol("tokens")
+        self.keep = 1 if shapes.keep_is_one else self._symbol("keep")
+        self.span = shapes.span or self._symbol("span")
+
+    def _symbol(self, name: str) -> Any:
+        source = ConstantSource(name)
+        symbol = self.env.create_symbol(HINTS[name], source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+        return self.env.create_symintnode(symbol, hint=HINTS[name], source=source)
+
+    def empty(self, shape: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+        with self.mode:
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def static(self, tensor: Tensor) -> Tensor:
+        return self.mode.from_tensor(tensor, static_shapes=True)
+
+    def run(self, module: GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """The module's outputs as fake tensors."""
+        with self.mode, torch.no_grad():
+            return tuple(module(*inputs))
+
+
+def describe(value: Any) -> str:
+    """The metadata that a compilation depends on."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.device}"
+    return f"{type(value).__name__}:{value}"
+
+
+def compile_region(module: GraphModule, inputs: Sequence[Any], tracer: Tracer, mode: str) -> Compiled:
+    """Compile one region for fake `inputs`.
+
+    Raises:
+        CompileError: Inductor failed, or it fixed a size that must stay free.
+    """
+    try:
+        with torch.no_grad(), tracing(TracingContext(tracer.mode)):
+            artifact = torch._inductor.standalone_compile(
+                module,
+                list(inputs),
+                dynamic_shapes="from_tracing_context",
+                options={"config_patches": _patches(mode)},
+            )
+    except Exception as error:
+        raise CompileError(
+            f"Inductor could not compile {type(module).__name__}: {type(error).__name__}: {error}. "
+            "compile: {mode: none} runs the rewritten graph without it."
+        ) from error
+    fixed = {str(symbol): str(value) for symbol, value in tracer.env.replacements.items()}
+    if fixed:
+        raise CompileError(
+            f"compiling {type(module).__name__} fixed sizes that must stay free: {fixed}. "
+            "This is a defect of kvcompile; compile: {mode: none} runs the graph without compilation."
+        )
+    return artifact
+
+
+def _patches(mode: str) -> dict[str, Any]:
+    options = {} if mode == "default" else dict(torch._inductor.list_mode_options(mode))
+    # A scale is rounded to what is stored before it divides; without this, the rounding is optimized away.
+    return options | {"emulate_precision_casts": True}

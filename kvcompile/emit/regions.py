@@ -1,0 +1,136 @@
+"""Cuts a cached graph into regions at its attention sites, and finds the regions that repeat.
+
+A decoder is a chain: every attention depends on the one before it. Region k holds what lies between attention
+k-1 and attention k (that one included): the rest of a layer and the start of the next. All but the first and
+the last are the same function of other weights, so each distinct one is compiled once and called many times.
+Nothing here knows of modules or names; equal structure is equal text.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+
+@dataclass(frozen=True)
+class RegionCall:
+    """One call of a region: values are named by the original graph's nodes (weights by their path)."""
+
+    region: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Regions:
+    """The cut graph: distinct regions, the calls in order, and where the values come from and go."""
+
+    modules: tuple[GraphModule, ...]
+    calls: tuple[RegionCall, ...]
+    placeholders: tuple[str, ...]
+    weights: dict[str, Tensor]
+    outputs: tuple[str, ...]
+
+    @property
+    def last_use(self) -> dict[str, int]:
+        """Index of the last call that reads a value, so that it can be freed after it."""
+        last: dict[str, int] = {}
+        for index, call in enumerate(self.calls):
+            for name in call.inputs:
+                last[name] = index
+        return {name: index for name, index in last.items() if name not in self.outputs}
+
+
+def cut(module: GraphModule, is_site: Callable[[Node], bool]) -> Regions:
+    """Cut `module` after every node for which `is_site` holds."""
+    nodes = [n for n in module.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+    output = next(n for n in module.graph.nodes if n.op == "output")
+    segment = _segments(nodes, is_site)
+    weights = {n: f"weight:{n.target}" for n in module.graph.nodes if n.op == "get_attr"}
+    tensors = {name: _attribute(module, str(n.target)) for n, name in weights.items()}
+    final = tuple(output.all_input_nodes)
+
+    groups: dict[int, list[Node]] = {}
+    for node in nodes:
+        groups.setdefault(segment[node], []).append(node)
+    modules: list[GraphModule] = []
+    known: dict[str, int] = {}
+    calls: list[RegionCall] = []
+    for key in sorted(groups):
+        members = groups[key]
+        inside = set(members)
+        inputs = list(dict.fromkeys(i for n in members for i in n.all_input_nodes if i not in inside))
+        outputs = [n for n in members if n in final or any(u not in inside and u.op != "output" for u in n.users)]
+        text = _text(members, inputs, outputs, {n: tensors[weights[n]] for n in inputs if n in weights})
+        if text not in known:
+            known[text] = len(modules)
+            modules.append(_module(members, inputs, outputs, len(modules)))
+        names = tuple(weights.get(n, n.name) for n in inputs)
+        calls.append(RegionCall(known[text], names, tuple(n.name for n in outputs)))
+    return Regions(
+        tuple(modules),
+        tuple(calls),
+        tuple(n.name for n in module.graph.nodes if n.op == "placeholder"),
+        tensors,
+        tuple(weights.get(n, n.name) for n in final),
+    )
+
+
+def _segments(nodes: list[Node], is_site: Callable[[Node], bool]) -> dict[Node, int]:
+    """The region of each node: sites as early as their inputs allow, the rest as late as their users allow.
+
+    As late as possible keeps what belongs to one layer in it (a mask of its own, an unsqueezed cosine), so
+    that repeated layers look the same.
+    """
+    early: dict[Node, int] = {}
+    for node in nodes:
+        early[node] = max((early[i] + is_site(i) for i in node.all_input_nodes if i in early), default=0)
+    last = max(early.values(), default=0)
+    segment: dict[Node, int] = {}
+    for node in reversed(nodes):
+        late = min((segment[u] for u in node.users if u in segment), default=last)
+        # What only the output uses goes as late as its inputs: the end of the chain.
+        segment[node] = early[node] if is_site(node) else max(early[node], late)
+    return segment
+
+
+def _attribute(module: GraphModule, path: str) -> Tensor:
+    value = operator.attrgetter(path)(module)
+    assert isinstance(value, Tensor), f"{path} is no tensor"
+    return value.detach()
+
+
+def _text(members: list[Node], inputs: list[Node], outputs: list[Node], weights: dict[Node, Tensor]) -> str:
+    """The structure as text: equal texts compute the same function of their inputs."""
+    number = {n: f"%{i}" for i, n in enumerate([*inputs, *members])}
+    lines = [
+        f"{number[n]} = " + (f"{w.dtype}{tuple(w.shape)}{w.stride()}{w.device}" if (w := weights.get(n)) is not None else "in")
+        for n in inputs
+    ]
+    for n in members:
+        args = map_arg((n.args, n.kwargs), lambda i: _Name(number[i]))
+        lines.append(f"{number[n]} = {n.op} {n.target} {args!r}")
+    return "\n".join((*lines, f"return {[number[n] for n in outputs]}"))
+
+
+class _Name(str):
+    """A node's number, printed without quotes (so that no string argument looks like one)."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _module(members: list[Node], inputs: list[Node], outputs: list[Node], number: int) -> GraphModule:
+    graph = Graph()
+    made: dict[Node, Node] = {n: graph.placeholder(f"in_{i}") for i, n in enumerate(inputs)}
+    for n in members:
+        made[n] = graph.node_copy(n, lambda i: made[i])
+    graph.output(tuple(made[n] for n in outputs))
+    graph.lint()
+    return GraphModule(torch.nn.Module(), graph, f"Region{number}")

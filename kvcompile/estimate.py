@@ -1,0 +1,376 @@
+"""What a cache costs, from a config alone: bytes per token, bytes in all, and what fits in a memory budget.
+
+    total(B, T) = sum over layers of CacheLayout.bytes    one sympy expression, linear in B and in T
+    tokens    = floor(solve(total(B = batch, T) = memory, T))
+    sequences = floor(solve(total(B, T = tokens) = memory, B))
+
+The layouts come from `make_plan`, so an estimate and `optimize` never disagree on what a recipe means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcompile.console import format_bytes, format_layers, parse_bytes, render, table
+from kvcompile.errors import ModelError
+
+# Light on purpose: torch and transformers are imported when estimate() is called.
+if TYPE_CHECKING:
+    import sympy
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+    from kvcompile.layouts import CacheLayout
+    from kvcompile.plan import Decision, Plan
+    from kvcompile.shapes import LayerShape, ModelShape
+
+_TOKENS_UNKNOWN = 4096
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Layers of one kind and what each of them costs. Bytes are those of one layer."""
+
+    layers: tuple[int, ...]
+    attention: str  # "causal", "sliding(4096)"
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    layout: CacheLayout
+    shared: bool  # reads another layer's K/V: costs nothing
+    bytes_per_token: int  # of one slot
+    bytes_per_sequence: int  # at `tokens` of the estimate
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What `memory` bytes of cache hold.
+
+    tokens:    per sequence, at the estimate's batch; None: no limit, the cache does not grow
+    sequences: of the estimate's `tokens` each
+    """
+
+    memory: int
+    tokens: int | None
+    sequences: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The cost of a recipe's cache for a model. All sizes in bytes."""
+
+    model: str
+    recipe: str
+    dtype: str
+    batch: int
+    tokens: int
+    layers: tuple[LayerCost, ...]
+    bytes_per_token: int  # over all layers, while no budget is full
+    bytes_per_token_later: int  # once every bounded layer is full
+    bytes: int  # of batch x tokens
+    full_bytes_per_token: int  # model dtype, every token kept, all layers
+    full_bytes: int
+    fit: Fit | None
+    notes: tuple[str, ...]
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than the full cache in the model's dtype, at batch x tokens."""
+        return self.full_bytes / self.bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self) | {"ratio": self.ratio}
+
+    def __str__(self) -> str:
+        return render(self)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.markup import escape
+
+        names = [f"[bold]{escape(name)}[/bold]" for name in (self.model, self.recipe)]
+        yield f"{names[0]} with recipe {names[1]}, {self.dtype}"
+        yield ""
+        numbers = ("bytes/token", "per sequence")
+        rows = table("layers", "attention", "KV heads", "layout", *numbers, right=numbers, grow=("layout",))
+        for cost in self.layers:
+            count = len(cost.layers)
+            rows.add_row(
+                f"{format_layers(cost.layers)}",
+                cost.attention,
+                f"{cost.num_kv_heads} x {_dims(cost)}",
+                "shared with an earlier layer" if cost.shared else str(cost.layout),
+                format_bytes(count * cost.bytes_per_token),
+                format_bytes(count * cost.bytes_per_sequence),
+            )
+        yield rows
+        yield ""
+        later = self.bytes_per_token_later
+        if later == self.bytes_per_token:
+            growth = ""
+        elif later:
+            growth = f", {format_bytes(later)} once the bounded layers are full"
+        else:
+            growth = " until full, then none"
+        what = f"{self.batch} sequence{'s' if self.batch > 1 else ''} x {self.tokens:,} tokens"
+        facts = table("", "", grow=("",))
+        facts.show_header = False
+        facts.add_row("a token takes", f"[bold]{format_bytes(self.bytes_per_token)}[/bold]{growth}")
+        facts.add_row(what, f"[bold]{format_bytes(self.bytes)}[/bold]")
+        compared = f"{self.ratio:.2f}x smaller" if self.bytes < self.full_bytes else "the same"
+        if self.bytes > self.full_bytes:
+            compared = f"{1 / self.ratio:.2f}x larger: the budget is more than {self.tokens:,} tokens"
+        full = f"{format_bytes(self.full_bytes)} ({format_bytes(self.full_bytes_per_token)} a token)"
+        facts.add_row(f"full {self.dtype} cache", f"{full}: {compared}")
+        if self.fit is not None:
+            length = "no limit of tokens" if self.fit.tokens is None else f"{self.fit.tokens:,} tokens"
+            each = f" for each of {self.batch} sequences" if self.batch > 1 else " for one sequence"
+            facts.add_row(f"{format_bytes(self.fit.memory)} of cache holds", f"[bold]{length}[/bold]{each}")
+            facts.add_row("", f"or [bold]{self.fit.sequences:,}[/bold] sequences of {self.tokens:,} tokens")
+        yield facts
+        for note in self.notes:
+            yield escape(f"note: {note}")
+
+
+def estimate(
+    config_or_model: object,
+    recipe: object = None,
+    *,
+    batch: int | None = None,
+    tokens: int | None = None,
+    memory: str | int | None = None,
+    dtype: object = None,
+    **overrides: Any,
+) -> Estimate:
+    """What a recipe's cache costs for a model, without its weights.
+
+    Args:
+        config_or_model: a transformers config, a dict of one, a folder with config.json (or the file), the
+            name "smollm2", a model with `.config`, or an optimized module (its `.plan` is used).
+        recipe: anything `Recipe.load` takes; default: baseline, or the plan of an optimized module as it is.
+        batch: sequences; default 1.
+        tokens: per sequence; default: the recipe's max_tokens, else the length the model was made for.
+        memory: bytes for the cache alone ("24GiB", "24GB", 512): adds what fits in it.
+        dtype: what `dtype: model` storage takes; default: the model's, else bfloat16.
+        overrides: over the recipe, e.g. `max_tokens=4096`.
+
+    Raises:
+        ModelError: the shapes cannot be told; names the missing fields.
+        PlanError, RecipeError: as `optimize` would.
+        KVCompileError: a memory size that is none.
+    """
+    limit = None if memory is None else parse_bytes(memory)
+    for name, value in (("batch", batch), ("tokens", tokens)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ModelError(f"{name}: expected a whole number of at least 1, got {value!r}")
+    plan, shape = _plan(config_or_model, recipe, dtype, overrides)
+    notes = list(shape.notes)
+    batch = batch or 1
+    if tokens is None:
+        tokens = plan.limits.max_tokens or shape.max_tokens
+    if tokens is None:
+        tokens = _TOKENS_UNKNOWN
+        notes.append(f"neither recipe nor model says how many tokens; {tokens:,} assumed")
+    if dtype is None and shape.dtype is None:
+        notes.append(f"the config names no dtype; {plan.dtype} assumed")
+    costs = _costs(plan, shape, tokens)
+    itemsize = plan.torch_dtype.itemsize
+    if shape.expanded_channels is not None:
+        notes.append(
+            "MLA is counted in its latent form (absorbed, one latent and one rope key for all heads); "
+            f"expanded K and V heads would take {format_bytes(shape.expanded_channels * itemsize)} a token"
+        )
+    if shape.max_tokens and tokens > shape.max_tokens:
+        notes.append(f"the model was made for {shape.max_tokens:,} tokens")
+    total, full = _total(plan, shape), _total(plan, shape, full=True)
+    return Estimate(
+        model=shape.name,
+        recipe=plan.recipe,
+        dtype=plan.dtype,
+        batch=batch,
+        tokens=tokens,
+        layers=costs,
+        bytes_per_token=sum(len(cost.layers) * cost.bytes_per_token for cost in costs),
+        bytes_per_token_later=_at(total, 1, 2) - _at(total, 1, 1),
+        bytes=_at(total, batch, tokens),
+        full_bytes_per_token=_at(full, 1, 1),
+        full_bytes=_at(full, batch, tokens),
+        fit=None if limit is None else _fit(total, limit, batch, tokens),
+        notes=tuple(notes),
+    )
+
+
+def _plan(
+    source: object, recipe: object, dtype: object, overrides: Mapping[str, Any]
+) -> tuple[Plan, ModelShape]:
+    """The plan that `optimize` would make, from shapes alone."""
+    import torch
+
+    from kvcompile.plan import Plan, make_plan
+    from kvcompile.recipe import Recipe
+    from kvcompile.shapes import dtype_name
+
+    made = source if isinstance(source, Plan) else getattr(source, "plan", None)
+    if isinstance(made, Plan):
+        shape = _shape_of_plan(made)
+        if recipe is None and dtype is None and not overrides:
+            return made, shape
+    else:
+        shape = _shape(source)
+    loaded = Recipe.load("baseline" if recipe is None else recipe, **overrides)
+    chosen: torch.dtype = getattr(torch, dtype_name(dtype or shape.dtype or "bfloat16"))
+    plan = make_plan(_sites(shape, chosen), loaded, chosen, shape.max_tokens or _TOKENS_UNKNOWN)
+    return _without_empty_values(plan), shape
+
+
+def _shape(source: object) -> ModelShape:
+    import torch
+
+    from kvcompile.models import load_config
+    from kvcompile.shapes import dtype_name, model_shape
+
+    if isinstance(source, (str, Path)):
+        return model_shape(load_config(source))
+    if not isinstance(source, torch.nn.Module):
+        if isinstance(source, Mapping) or hasattr(source, "to_dict"):
+            return model_shape(source)
+        raise ModelError(
+            f"estimate: expected a config, a dict, a path or a model, got {type(source).__name__}"
+        )
+    config = getattr(source, "config", None)
+    if config is None:
+        raise ModelError(
+            f"{type(source).__name__} has no .config to read KV shapes from: give its config as a dict "
+            "(num_hidden_layers, num_key_value_heads, head_dim), or use explain, which traces the model"
+        )
+    parameter = next((p for p in source.parameters() if p.is_floating_point()), None)
+    shape = model_shape(config)
+    return shape if parameter is None else replace(shape, dtype=dtype_name(parameter.dtype))
+
+
+def _shape_of_plan(plan: Plan) -> ModelShape:
+    from kvcompile.shapes import LayerShape, ModelShape
+
+    layers = tuple(
+        LayerShape(d.layer, d.num_kv_heads, d.head_dim, d.v_head_dim, d.mask.kind, d.mask.window, d.layer)
+        for d in plan.decisions
+    )
+    return ModelShape("optimized model", layers, len(layers), plan.dtype, plan.limits.max_tokens, None, ())
+
+
+def _sites(shape: ModelShape, dtype: Any) -> list[Any]:
+    """Sites as detection would report them; the graph nodes are stand-ins that planning never reads."""
+    import torch
+
+    from kvcompile.types import AttentionSite, MaskSpec, RopeSpec
+
+    node = torch.fx.Graph().placeholder("unknown")
+
+    def site(number: int, layer: LayerShape) -> AttentionSite:
+        return AttentionSite(
+            layer=number,
+            module_path=f"layer {layer.layer}",
+            source="config",
+            idiom="config",
+            q=node,
+            k=node,
+            v=node,
+            out=node,
+            num_qo_heads=layer.num_kv_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            v_head_dim=layer.v_head_dim,
+            sm_scale=1.0,
+            mask=MaskSpec(layer.attention, layer.window),
+            rope=RopeSpec("half", layer.head_dim, node, node, node, node),
+            dtype=dtype,
+            kv_source=layer.kv_source,
+        )
+
+    return [site(number, layer) for number, layer in enumerate(shape.layers)]
+
+
+def _without_empty_values(plan: Plan) -> Plan:
+    """MLA's latent has no V: not even scales are stored for it."""
+    from kvcompile.layouts import ModelDtype
+
+    def fix(decision: Decision) -> Decision:
+        if decision.v_head_dim:
+            return decision
+        return replace(decision, layout=replace(decision.layout, values=ModelDtype()))
+
+    return replace(plan, decisions=tuple(fix(decision) for decision in plan.decisions))
+
+
+def _costs(plan: Plan, shape: ModelShape, tokens: int) -> tuple[LayerCost, ...]:
+    """Layers of the same kind together, in the order of their first."""
+    from kvcompile.layouts import symbols as sy
+
+    itemsize = plan.torch_dtype.itemsize
+    groups: dict[LayerCost, list[int]] = {}
+    for decision, layer in zip(plan.decisions, shape.layers, strict=True):
+        shared = layer.kv_source != layer.layer
+        size = decision.subs(decision.layout.bytes, itemsize).subs({sy.B: 1, sy.T: tokens})
+        cost = LayerCost(
+            layers=(),
+            attention=str(decision.mask),
+            num_kv_heads=decision.num_kv_heads,
+            head_dim=decision.head_dim,
+            v_head_dim=decision.v_head_dim,
+            layout=decision.layout,
+            shared=shared,
+            bytes_per_token=0 if shared else decision.bytes_per_token(itemsize),
+            bytes_per_sequence=0 if shared else int(size),
+        )
+        groups.setdefault(cost, []).append(layer.layer)
+    return tuple(replace(cost, layers=tuple(numbers)) for cost, numbers in groups.items())
+
+
+def _total(plan: Plan, shape: ModelShape, full: bool = False) -> sympy.Expr:
+    """Bytes of all layers in B and T; `full`: in the model's dtype, every token kept."""
+    import sympy
+
+    from kvcompile.layouts import CacheLayout
+
+    itemsize = plan.torch_dtype.itemsize
+    terms = [
+        decision.subs((CacheLayout() if full else decision.layout).bytes, itemsize)
+        for decision, layer in zip(plan.decisions, shape.layers, strict=True)
+        if layer.kv_source == layer.layer
+    ]
+    return sympy.Add(*terms)
+
+
+def _at(total: sympy.Expr, batch: int, tokens: int) -> int:
+    from kvcompile.layouts import symbols as sy
+
+    return int(total.subs({sy.B: batch, sy.T: tokens}))
+
+
+def _fit(total: sympy.Expr, memory: int, batch: int, tokens: int) -> Fit:
+    from kvcompile.layouts import symbols as sy
+
+    most = _largest(total.subs(sy.B, batch), sy.T, memory)
+    sequences = _largest(total.subs(sy.T, tokens), sy.B, memory)
+    assert sequences is not None, "every sequence takes bytes"
+    return Fit(memory, most, sequences)
+
+
+def _largest(line: sympy.Expr, symbol: sympy.Symbol, limit: int) -> int | None:
+    """The largest whole `symbol` with line <= limit; None where the line does not depend on it and fits."""
+    import sympy
+
+    # A symbol without the assumption "positive integer": the root is a fraction, or negative if nothing fits.
+    x = sympy.Dummy("x", real=True)
+    if symbol not in line.free_symbols:
+        return None if line <= limit else 0
+    (root,) = sympy.solve(sympy.Eq(line.subs(symbol, x), limit), x)
+    return max(0, int(sympy.floor(root)))
+
+
+def _dims(cost: LayerCost) -> str:
+    if cost.v_head_dim == cost.head_dim:
+        return str(cost.head_dim)
+    return f"{cost.head_dim} (latent)" if cost.v_head_dim == 0 else f"{cost.head_dim}/{cost.v_head_dim}"

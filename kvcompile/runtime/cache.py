@@ -1,0 +1,111 @@
+"""The cache tensors of one rewritten model, and what its sequences have seen so far."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcompile.errors import InputError, LimitError
+from kvcompile.plan import Plan
+
+
+class KVCache:
+    """Buffers of every layer, allocated when the first tokens of a batch come and then only overwritten.
+
+    A batch is a rectangle of columns, padded on the left; each row (sequence) has its own length.
+    """
+
+    def __init__(self, plan: Plan, names: tuple[tuple[str, ...], ...], device: torch.device):
+        """names: the graph's placeholder of each buffer, by layer, in the layout's order."""
+        self.plan = plan
+        self.device = device
+        self.batch = 0
+        self.columns = 0
+        self.seq_lens = torch.zeros(0, dtype=torch.int64, device=device)
+        self.buffers: dict[str, Tensor] = {}
+        limit = plan.limits.max_tokens
+        self._specs = {
+            name: spec
+            for decision, layer in zip(plan.decisions, names, strict=True)
+            for name, spec in zip(
+                layer,
+                decision.layout.buffers(
+                    decision.num_kv_heads, decision.head_dim, decision.v_head_dim, plan.torch_dtype, limit
+                ),
+                strict=True,
+            )
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the buffers take now."""
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    @property
+    def span(self) -> int:
+        """Slots of the contiguous layers; 0 where there are none."""
+        return 0 if self.plan.bounded else (self.plan.limits.max_tokens or 0)
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape (without batch) and dtype of each buffer."""
+        return {name: (spec.shape, spec.dtype) for name, spec in self._specs.items()}
+
+    def check_room(self, batch: int, tokens: int) -> None:
+        """Refuse what does not fit, before anything is written.
+
+        Raises:
+            LimitError: more sequences or tokens than the limits.
+            InputError: another number of sequences than the cache holds.
+        """
+        limits = self.plan.limits
+        if batch > limits.max_batch:
+            raise LimitError(
+                f"{batch} sequences, but runtime.max_batch is {limits.max_batch}: raise it in the recipe, or pass "
+                "fewer sequences"
+            )
+        if self.columns and batch != self.batch:
+            raise InputError(
+                f"the cache holds {self.batch} sequences of {self.columns} tokens, and this call has {batch}: a "
+                "batch keeps its size until reset()"
+            )
+        if limits.max_tokens is not None and self.columns + tokens > limits.max_tokens:
+            raise LimitError(
+                f"{self.columns} tokens in the cache and {tokens} new ones are more than runtime.max_tokens "
+                f"{limits.max_tokens}: raise it in the recipe, call reset(), or choose a bounded retention"
+            )
+
+    def reserve(self, batch: int) -> None:
+        """Allocate for `batch` sequences, unless the buffers already are of that size."""
+        if batch == self.batch:
+            return
+        # The old buffers go first: two caches never stand in memory together.
+        self.buffers = {}
+        self.buffers = {
+            name: torch.zeros((batch, *spec.shape), dtype=spec.dtype, device=self.device)
+            for name, spec in self._specs.items()
+        }
+        self.batch = batch
+        self.seq_lens = torch.zeros(batch, dtype=torch.int64, device=self.device)
+
+    def advance(self, new_lens: Tensor, columns: int) -> None:
+        """Note that `columns` more columns have been appended, and the rows' lengths now."""
+        self.seq_lens = new_lens
+        self.columns += columns
+
+    def reset(self) -> None:
+        """Forget all sequences; the memory is kept for the next ones of the same number."""
+        self.columns = 0
+        self.seq_lens = torch.zeros_like(self.seq_lens)
+
+    def release(self) -> None:
+        """Forget all sequences and free the buffers."""
+        self.buffers = {}
+        self.batch = self.columns = 0
+        self.seq_lens = torch.zeros(0, dtype=torch.int64, device=self.device)
+
+    def reorder(self, index: Tensor) -> None:
+        """Row i becomes what row index[i] was (beam search); in place, so that addresses stay."""
+        index = index.to(self.device)
+        for buffer in self.buffers.values():
+            buffer.copy_(buffer.index_select(0, index))
+        self.seq_lens = self.seq_lens.index_select(0, index)

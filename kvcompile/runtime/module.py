@@ -1,0 +1,295 @@
+"""The optimized module: the original's call, with a cache inside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvcompile.emit.executor import Executor, Progress, Symbolic
+from kvcompile.emit.inductor import ShapeClass
+from kvcompile.errors import InputError, KVCompileError
+from kvcompile.pipeline import Analysis
+from kvcompile.plan import Plan
+from kvcompile.runtime.cache import KVCache
+from kvcompile.runtime.program import Program
+
+_SPAN_STEP = 64  # slots are read in whole blocks, so that lengths next to each other read the same shapes
+
+
+class CachedModel(nn.Module):
+    """A rewritten decoder: `forward` appends its tokens to the cache and returns what the original returns.
+
+    Inference only (no gradients). The weights are the original's own tensors.
+    """
+
+    def __init__(self, model: nn.Module, program: Program, plan: Plan, executor: Executor):
+        super().__init__()
+        # Not registered as a submodule twice over: parameters() are the original's, by the same names.
+        self.model = model
+        self.plan = plan
+        self.program = program
+        self.executor = executor
+        self.report: dict[str, Any] = {}
+        self.analysis: Analysis | None = None
+        self.cache = KVCache(plan, program.caches, program.device)
+        self.train(False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.program.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.plan.torch_dtype
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        """Append `input_ids` and return the original's output for these tokens.
+
+        Args:
+            input_ids: int64 [B, S], any S >= 1; B stays the same until `reset()`.
+            attention_mask: [B, S] or [B, all tokens so far], 1 for tokens, 0 for padding, which stands on the
+                left of a sequence. None: no padding.
+
+        Raises:
+            InputError: wrong dtype, shape, device or padding, or another batch size than the cache holds.
+            LimitError: more tokens or sequences than the limits. In both cases the cache is as it was.
+        """
+        return self.program.rebuild(self._call(input_ids, attention_mask, keep=None))
+
+    def reset(self) -> None:
+        """Forget all tokens; the cache's memory is kept."""
+        self.cache.reset()
+
+    def release(self) -> None:
+        """Forget all tokens and give the cache's memory back."""
+        self.cache.release()
+
+    def warmup(self, batch: int = 1, progress: Progress | None = None) -> dict[str, float]:
+        """Compile prompt and decode step for `batch` sequences now, instead of when they first come.
+
+        Returns the seconds that each class of shapes took.
+        """
+        for tokens in (2, 1):
+            self._prepare(self._shapes(batch, tokens, keep=1), progress)
+        return dict(self.executor.compile_seconds)
+
+    def _call(self, input_ids: Tensor, attention_mask: Tensor | None, keep: int | None) -> list[Tensor]:
+        """forward's flat outputs; `keep`: for how many last tokens (None: all)."""
+        self._check_ids(input_ids)
+        batch, tokens = input_ids.shape
+        self.cache.check_room(batch, tokens)
+        pads = self._pads(input_ids, attention_mask)
+        self.cache.reserve(batch)
+        pieces: list[list[Tensor]] = []
+        wanted = tokens if keep is None else min(keep, tokens)
+        start = 0
+        for size in self._chunks(tokens):
+            kept = max(0, min(size, wanted - (tokens - start - size)))
+            chunk_pads = None if pads is None else (pads - start).clamp(0, size)
+            outputs = self._step(input_ids[:, start : start + size].contiguous(), chunk_pads, kept)
+            if kept:
+                pieces.append(outputs)
+            start += size
+        return pieces[0] if len(pieces) == 1 else [torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True)]
+
+    def _chunks(self, tokens: int) -> list[int]:
+        """Sizes of the passes of a prompt, as even as can be."""
+        count = math.ceil(tokens / self.plan.limits.prefill_chunk)
+        return [tokens * (i + 1) // count - tokens * i // count for i in range(count)]
+
+    def _step(self, input_ids: Tensor, pads: Tensor | None, kept: int) -> list[Tensor]:
+        """One pass over all regions; returns the flat outputs of the last `kept` tokens."""
+        cache, program = self.cache, self.program
+        batch, tokens = input_ids.shape
+        steps = torch.arange(tokens, device=self.device)
+        first = cache.seq_lens if pads is None else cache.seq_lens - pads
+        positions = first[:, None] + steps
+        inputs: dict[str, Any] = {
+            "input_ids": input_ids,
+            "positions": positions,
+            "seq_lens": cache.seq_lens,
+            **program.constants,
+            **cache.buffers,
+        }
+        if program.takes_position_ids:
+            inputs["position_ids"] = positions if pads is None else positions.clamp(min=0)
+        if program.takes_past_length:
+            inputs["past_length"] = torch.tensor(cache.columns, device=self.device)
+        if cache.span:
+            inputs["span"] = min(cache.span, -(-(cache.columns + tokens) // _SPAN_STEP) * _SPAN_STEP)
+        else:
+            inputs["span"] = 0
+        # A chunk in the middle of a prompt still computes one row of logits: the graph has no form without.
+        if program.takes_logits_to_keep:
+            inputs["logits_to_keep"] = steps[tokens - max(kept, 1) :]
+        shapes = self._shapes(batch, tokens, max(kept, 1))
+        self._prepare(shapes, None)
+        outputs = self.executor.run(shapes, inputs)
+        cache.advance(positions[:, -1] + 1, tokens)
+        flat = list(outputs)
+        if not program.takes_logits_to_keep and kept < tokens:
+            flat = [value[:, tokens - max(kept, 1) :] for value in flat]
+        return flat
+
+    def _shapes(self, batch: int, tokens: int, keep: int) -> ShapeClass:
+        span = self.cache.span
+        return ShapeClass(
+            batch == 1,
+            tokens == 1,
+            not self.program.takes_logits_to_keep or keep == 1,
+            # A cache no longer than one block has but one span; without contiguous layers nothing reads it.
+            span=0 if span > _SPAN_STEP else max(span, 1),
+        )
+
+    def _prepare(self, shapes: ShapeClass, progress: Progress | None) -> None:
+        if not self.executor.compiled:
+            return
+        program = self.program
+        device = self.device
+        examples: dict[str, Any] = {
+            "input_ids": Symbolic(("batch", "tokens"), torch.int64, device),
+            "position_ids": Symbolic(("batch", "tokens"), torch.int64, device),
+            "positions": Symbolic(("batch", "tokens"), torch.int64, device),
+            "seq_lens": Symbolic(("batch",), torch.int64, device),
+            "logits_to_keep": Symbolic(("keep",), torch.int64, device),
+            "past_length": Symbolic((), torch.int64, device),
+            "span": "span",
+            **program.constants,
+        }
+        for name, (shape, dtype) in self.cache.shapes().items():
+            examples[name] = Symbolic(("batch", *shape), dtype, device)
+        self.executor.prepare(shapes, examples, progress)
+
+    def _check_ids(self, input_ids: Any) -> None:
+        if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or 0 in input_ids.shape:
+            got = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+            raise InputError(f"input_ids: expected an int64 tensor [batch, new tokens], got {got}")
+        if input_ids.dtype != torch.int64:
+            raise InputError(f"input_ids: expected dtype torch.int64, got {input_ids.dtype}; pass input_ids.long()")
+        if input_ids.device != self.device:
+            raise InputError(
+                f"input_ids: expected device {self.device} (the model's), got {input_ids.device}; "
+                f"pass input_ids.to({str(self.device)!r})"
+            )
+
+    def _pads(self, input_ids: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Padded tokens on the left of each row of this call, or None where there are none."""
+        if mask is None:
+            return None
+        batch, tokens = input_ids.shape
+        total = self.cache.columns + tokens
+        if not isinstance(mask, Tensor) or tuple(mask.shape) not in ((batch, tokens), (batch, total)):
+            got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise InputError(f"attention_mask: expected [{batch}, {tokens}] or [{batch}, {total}], got {got}")
+        real = mask[:, -tokens:].to(self.device).bool()
+        if bool(real.all()):
+            return None
+        pads = (~real).sum(1)
+        # On the left, and only before a sequence's first token.
+        steps = torch.arange(tokens, device=self.device)
+        on_the_left = bool((real == (steps >= pads[:, None])).all())
+        started = self.cache.columns > 0 and bool(((pads > 0) & (self.cache.seq_lens > 0)).any())
+        if not on_the_left or started:
+            raise InputError(
+                "attention_mask: padding must stand on the left of a sequence, before its first token "
+                "(tokenizer.padding_side = 'left')"
+            )
+        if not self.program.takes_position_ids:
+            raise InputError(
+                "attention_mask: this model has no position_ids, so its sequences cannot start at different "
+                "places; pass sequences of one length without padding"
+            )
+        return pads
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        probe = torch.zeros(1, dtype=self.dtype, device=self.device)
+        moved = fn(probe)
+        if moved.dtype != probe.dtype or moved.device != probe.device:
+            raise KVCompileError(
+                f"this module was optimized for {probe.dtype} on {probe.device}, and its cache and compiled code stay "
+                f"there; move the original model to {moved.dtype} on {moved.device} and call kvcompile.optimize again"
+            )
+        return self
+
+    def train(self, mode: bool = True) -> CachedModel:
+        """Only evaluation: a model with a cache has no gradients."""
+        if mode:
+            raise KVCompileError("an optimized module is for inference: train the original, then optimize it")
+        self.training = False
+        return self
+
+
+class PlainCachedModel(CachedModel):
+    """A rewritten module that is no Hugging Face model: a tensor of logits in, tokens out."""
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        eos_token_id: int | None = None,
+        streamer: Any = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Generate after `input_ids` int64 [B, S]; returns [B, S + new tokens] (shorter where all rows end).
+
+        Args:
+            do_sample: draw from the softmax at `temperature` (of the `top_k` likeliest); else take the likeliest.
+            eos_token_id: a row that has produced it goes on with it.
+            streamer: has put(tokens) and end(), as Hugging Face's; one sequence only.
+
+        Raises:
+            InputError, LimitError: as `forward`; also an impossible max_new_tokens, temperature or top_k.
+        """
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+        if do_sample and temperature <= 0:
+            raise InputError(f"temperature: expected more than 0, got {temperature}; do_sample=False is greedy")
+        if top_k is not None and top_k < 1:
+            raise InputError(f"top_k: expected at least 1, got {top_k}")
+        self._check_ids(input_ids)
+        if streamer is not None and input_ids.shape[0] != 1:
+            raise InputError(f"streamer: expected one sequence, got {input_ids.shape[0]}")
+        self.reset()
+        self.cache.check_room(input_ids.shape[0], input_ids.shape[1] + max_new_tokens - 1)
+        if streamer is not None:
+            streamer.put(input_ids)
+        tokens, new, mask = input_ids, input_ids, attention_mask
+        ended = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=self.device)
+        for _ in range(max_new_tokens):
+            logits = self._call(new, mask, keep=1)[self.program.logits][:, -1].float()
+            mask = None
+            new = _pick(logits, do_sample, temperature, top_k, generator)
+            if eos_token_id is not None:
+                new = torch.where(ended[:, None], eos_token_id, new)
+                ended |= new[:, 0] == eos_token_id
+            tokens = torch.cat([tokens, new], dim=1)
+            if streamer is not None:
+                streamer.put(new[0].cpu())
+            if eos_token_id is not None and bool(ended.all()):
+                break
+        if streamer is not None:
+            streamer.end()
+        return tokens
+
+
+def _pick(
+    logits: Tensor, do_sample: bool, temperature: float, top_k: int | None, generator: torch.Generator | None
+) -> Tensor:
+    """The next token of each row, [B, 1]."""
+    if not do_sample:
+        return logits.argmax(-1, keepdim=True)
+    logits = logits / temperature
+    if top_k is not None:
+        least = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
+

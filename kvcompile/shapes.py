@@ -1,0 +1,275 @@
+"""The K/V shapes of a model, read from its config alone: no weights, no tracing.
+
+| config says | a layer's shape |
+|---|---|
+| num_key_value_heads, head_dim (or hidden_size / num_attention_heads) | that many KV heads of that size |
+| kv_lora_rank, qk_rope_head_dim (MLA) | one "KV head" of rank + rope channels, no V: the latent form |
+| layer_types, sliding_window | sliding layers with their window; layers without attention have no shape |
+| num_kv_shared_layers | the last layers read the K/V of an earlier one of their type |
+| per_layer_config | each layer its own numbers |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvcompile.errors import ModelError
+
+if TYPE_CHECKING:
+    from kvcompile.types import MaskKind
+
+# Names that configs give one thing. transformers maps most of them itself; plain dicts come as they are.
+_ALIASES = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("n_embd", "d_model", "dim"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("n_kv_heads", "num_kv_heads"),
+    "sliding_window": ("window_size", "attention_window_size"),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length"),
+    "layer_types": ("layers_block_type", "attention_layers"),
+    "dtype": ("torch_dtype",),
+}
+_NO_ATTENTION = ("linear_attention", "conv", "moe", "mlp", "mamba", "mamba2", "recurrent", "sparse", "dense")
+_CAUSAL = ("full_attention", "attention", "global", "hybrid", "indexed_attention", "chunked_attention")
+_SLIDING = ("sliding_attention", "hybrid_sliding", "local")
+_DTYPES = {
+    "float32": ("float32", "fp32", "float"),
+    "float16": ("float16", "fp16", "half"),
+    "bfloat16": ("bfloat16", "bf16"),
+}
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """K and V of one layer, per token: K [num_kv_heads, head_dim], V [num_kv_heads, v_head_dim]."""
+
+    layer: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    attention: MaskKind
+    window: int | None
+    kv_source: int  # the layer whose K/V this one reads (its own unless shared)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a KV cache needs to know of a model.
+
+    layers:            those with attention, in order
+    num_layers:        all of them
+    dtype:             "bfloat16", ...; None where the config names none
+    max_tokens:        the longest sequence the model was made for, where known
+    expanded_channels: MLA only: K and V channels per token over all layers, were they expanded per head
+    """
+
+    name: str
+    layers: tuple[LayerShape, ...]
+    num_layers: int
+    dtype: str | None
+    max_tokens: int | None
+    expanded_channels: int | None
+    notes: tuple[str, ...]
+
+
+def dtype_name(dtype: object) -> str:
+    """ "float32", "float16" or "bfloat16" for any usual spelling or a torch.dtype.
+
+    Raises:
+        ModelError: none of these.
+    """
+    text = str(dtype).removeprefix("torch.").lower()
+    for name, spellings in _DTYPES.items():
+        if text in spellings:
+            return name
+    raise ModelError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
+
+
+def model_shape(config: object) -> ModelShape:
+    """Read the shapes from a transformers config or a dict of one (both may nest a `text_config`).
+
+    Raises:
+        ModelError: a field is missing or makes no sense; all missing fields are named.
+    """
+    return _Reader(_text_config(config), outer=config).read()
+
+
+def _text_config(config: object) -> object:
+    if not isinstance(config, Mapping):
+        pick = getattr(config, "get_text_config", None)
+        return pick(decoder=True) if callable(pick) else config
+    known = as_transformers(config)
+    if known is not None:
+        return _text_config(known)
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config
+
+
+def as_transformers(config: Mapping[str, Any]) -> Any | None:
+    """The transformers config of a dict, with its class's defaults; None for an unknown model_type.
+
+    Raises:
+        ModelError: transformers refuses the values.
+    """
+    from transformers import CONFIG_MAPPING
+
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        return None
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(dict(config))
+    except Exception as error:  # each config class checks in its own way
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"config of model_type {model_type!r} is not valid: {reason}") from error
+
+
+class _Reader:
+    """Reads one (text) config; collects what is missing so that all of it is reported at once."""
+
+    def __init__(self, config: object, outer: object) -> None:
+        self.config = config
+        self.outer = outer
+        self.missing: list[str] = []
+
+    def read(self) -> ModelShape:
+        name = str(_get(self.outer, "model_type") or type(self.outer).__name__)
+        if _get(self.config, "is_encoder_decoder"):
+            raise ModelError(f"{name}: an encoder-decoder model; kvcompile is for decoders")
+        types = _get(self.config, "layer_types")
+        types = list(types) if isinstance(types, (list, tuple)) else None
+        count = _get(self.config, "num_hidden_layers")
+        if not isinstance(count, int):
+            count = len(types) if types else self._miss("num_hidden_layers")
+        if types is not None and len(types) != count:
+            raise ModelError(f"{name}: layer_types has {len(types)} entries for {count} layers")
+        if types is None:
+            types = ["sliding_attention" if _get(self.config, "sliding_window") else "full_attention"] * count
+        shared = _get(self.config, "num_kv_shared_layers") or 0
+        layers = []
+        for layer, kind in enumerate(types):
+            if (shape := self._layer(layer, str(kind), types, count - shared)) is not None:
+                layers.append(shape)
+        if self.missing:
+            fields = ", ".join(dict.fromkeys(self.missing))
+            raise ModelError(
+                f"config of {name}: cannot tell the KV shapes; missing: {fields}. Add them, or give the model"
+            )
+        if not layers:
+            raise ModelError(f"{name}: no layer has attention, so there is no KV cache to choose")
+        expanded = self._expanded_channels(len(layers))
+        return ModelShape(
+            name=name,
+            layers=tuple(layers),
+            num_layers=count,
+            dtype=self._dtype(),
+            max_tokens=_get(self.config, "max_position_embeddings"),
+            expanded_channels=expanded,
+            notes=self._notes(types, len(layers), shared),
+        )
+
+    def _layer(self, layer: int, kind: str, types: list[Any], first_shared: int) -> LayerShape | None:
+        if kind in _NO_ATTENTION:
+            return None
+        if kind not in _CAUSAL and kind not in _SLIDING:
+            known = ", ".join((*_CAUSAL, *_SLIDING, *_NO_ATTENTION))
+            raise ModelError(f"layer_types[{layer}]: the cache of {kind!r} is not known here; known: {known}")
+        config = self._config_of(layer)
+        window = None
+        if kind in _SLIDING:
+            window = _get(config, "sliding_window") or self._miss("sliding_window")
+        heads, head_dim, v_head_dim = self._dims(config, layer)
+        if heads == 0:
+            return None
+        source = layer
+        if layer >= first_shared:
+            source = max((i for i in range(first_shared) if types[i] == kind), default=layer)
+        return LayerShape(
+            layer, heads, head_dim, v_head_dim, "sliding" if window else "causal", window, source
+        )
+
+    def _config_of(self, layer: int) -> object:
+        if isinstance(self.config, Mapping) or not getattr(self.config, "is_heterogeneous", False):
+            return self.config
+        own: object = self.config.per_layer_config[layer]  # type: ignore[attr-defined]
+        return own
+
+    def _dims(self, config: object, layer: int) -> tuple[int, int, int]:
+        """num_kv_heads, head_dim, v_head_dim of a layer; heads 0: no attention there."""
+        rank = _get(config, "kv_lora_rank")
+        if rank:
+            rope = _get(config, "qk_rope_head_dim")
+            return 1, rank + (rope if rope is not None else self._miss("qk_rope_head_dim")), 0
+        qo_heads = _get(config, "num_attention_heads")
+        kv_heads = _get(config, "num_key_value_heads")
+        if _get(config, "multi_query") and not _get(config, "new_decoder_architecture"):
+            kv_heads = 1  # Falcon, GPTBigCode
+        if isinstance(kv_heads, (list, tuple)):
+            kv_heads = kv_heads[layer] if layer < len(kv_heads) else None
+        if kv_heads is None:
+            kv_heads = (
+                qo_heads
+                if isinstance(qo_heads, int)
+                else self._miss("num_key_value_heads or num_attention_heads")
+            )
+        head_dim = _get(config, "head_dim")
+        if not head_dim:
+            hidden = _get(config, "hidden_size")
+            if isinstance(hidden, int) and isinstance(qo_heads, int):
+                head_dim = hidden // qo_heads
+            else:
+                head_dim = self._miss("head_dim or hidden_size with num_attention_heads")
+        return int(kv_heads), int(head_dim), int(_get(config, "v_head_dim") or head_dim)
+
+    def _expanded_channels(self, layers: int) -> int | None:
+        heads, nope, v = (
+            _get(self.config, f) for f in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim")
+        )
+        if not _get(self.config, "kv_lora_rank") or None in (heads, nope, v):
+            return None
+        return int(layers * heads * (nope + _get(self.config, "qk_rope_head_dim") + v))
+
+    def _dtype(self) -> str | None:
+        dtype = _get(self.config, "dtype") or _get(self.outer, "dtype")
+        try:
+            return None if dtype is None else dtype_name(dtype)
+        except ModelError:
+            return None  # a checkpoint in fp8 or the like computes in something else
+
+    def _notes(self, types: list[Any], attending: int, shared: int) -> tuple[str, ...]:
+        notes = []
+        if attending < len(types):
+            others = (
+                ", ".join(sorted({str(kind) for kind in types if kind in _NO_ATTENTION})) or "no KV heads"
+            )
+            notes.append(
+                f"{len(types) - attending} of {len(types)} layers have no KV cache ({others}); "
+                "what state they keep is not counted"
+            )
+        if shared:
+            notes.append(f"the last {shared} layers read the K/V of earlier layers and add none")
+        if "chunked_attention" in types:
+            notes.append("chunked layers are counted as if they kept every token")
+        if "indexed_attention" in types:
+            notes.append("the keys of the sparse-attention indexer are not counted")
+        return tuple(notes)
+
+    def _miss(self, field: str) -> int:
+        self.missing.append(field)
+        return 1
+
+
+def _get(config: object, field: str) -> Any:
+    """A field by its name or one of its aliases; None if absent."""
+    names = (field, *_ALIASES.get(field, ()))
+    if isinstance(config, Mapping):
+        return next((config[name] for name in names if config.get(name) is not None), None)
+    for name in names:
+        try:
+            return getattr(config, name)
+        except AttributeError:
+            continue
+        except Exception:  # heterogeneous configs refuse a global value that layers differ in
+            return None
+    return None

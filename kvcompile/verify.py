@@ -1,0 +1,374 @@
+"""Translation validation: the rewritten graph against the original, before anybody trusts it.
+
+Three comparisons, each over several passes (a prompt, chunks, single tokens; ragged where the model can):
+
+    detection  the canonical graph, one full-sequence attention per site, against the original model
+    cache      the cached graph, with the plan's budgets made small so that every ring wraps and every budget is
+               met within a few dozen tokens, against the oracle of the same policy (kernels/policy.py)
+    lossless   a plan that forgets and rounds nothing, as it is, against the original model
+
+`thorough` repeats the last two with the budgets as they are (and `optimize` then also compares the compiled
+program). An error is the RMS over a site's outputs (or the logits), relative to their RMS. Its budget is
+measured, not chosen: how far the same outputs move in the oracle when every q, k, v and attention result is
+disturbed by a few units in the last place, which is what two correct orders of summation do.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+
+from kvcompile.errors import VerificationError
+from kvcompile.kernels import attention_op, ops
+from kvcompile.kernels.policy import policy_attention
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.layouts import CacheLayout, SinkWindow, Window
+from kvcompile.pipeline import Front, example_inputs, rewrite
+from kvcompile.plan import Decision, Plan
+from kvcompile.recipe.schema import VerifyMode
+
+log = logging.getLogger(__name__)
+
+ULPS = 4.0  # disturbance of the oracle, in units of the dtype's epsilon
+MARGIN = 8.0  # how many times the disturbed oracle's error a correct rewrite may have
+_SMALL_WINDOW, _SMALL_SINKS, _SMALL_TOKENS = 11, 3, 48
+_CHUNKS = (13, 1, 1, 7, 1, 1, 1, 9, 1)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: relative RMS errors, and the budget measured for them."""
+
+    name: str
+    tokens: int
+    error: float
+    budget: float
+    worst_layer: int | None
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.name}: error {self.error:.1e} of {self.budget:.1e} allowed, {self.tokens} tokens, {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Outputs of a run over [B, T] tokens: logits [B, T, V], and each site's [B, Hq, T, Dv]."""
+
+    logits: Tensor
+    sites: tuple[Tensor, ...]
+
+
+def verify(model: nn.Module, front: Front, plan: Plan, mode: VerifyMode) -> tuple[Check, ...]:
+    """Compare; returns what was measured.
+
+    Raises:
+        VerificationError: some comparison exceeds its budget; names the first layer that does, and the error.
+    """
+    if mode == "off":
+        return ()
+    checks = [_check_detection(model, front, plan)]
+    small = _shrink(plan)
+    checks.append(_check_cache("cache, small budgets", front, small, _CHUNKS))
+    if plan.lossless:
+        checks.append(_check_lossless(model, front, plan, _CHUNKS))
+    if mode == "thorough":
+        slots = [d.layout.slots(_SMALL_TOKENS) for d in plan.decisions if d.layout.bounded]
+        # One pass up to the edge of the largest ring, then over it in chunks and single tokens.
+        edge = max([*slots, _SMALL_TOKENS])
+        limit = plan.limits.max_tokens
+        edge = edge if limit is None else min(edge, limit - sum(_CHUNKS))
+        chunks = (*_pieces(max(edge - 6, 2), plan.limits.prefill_chunk), *_CHUNKS)
+        checks.append(_check_cache("cache, the plan's budgets", front, plan, chunks))
+    for check in checks:
+        log.info("verify %s", check)
+    return tuple(checks)
+
+
+def check_program(
+    step: Callable[[Tensor, Tensor | None], Tensor], front: Front, plan: Plan, chunks: Sequence[int] = _CHUNKS
+) -> Check:
+    """The emitted program against the oracle: `step(input_ids, attention_mask) -> logits`, called chunk by chunk."""
+    started = time.perf_counter()
+    ids, pads = _probe(front, sum(chunks))
+    oracle, noisy = _oracles(front, plan, ids, pads)
+    mask = torch.arange(ids.shape[1], device=ids.device) >= pads[:, None]
+    outs, start = [], 0
+    for size in chunks:
+        part = slice(start, start + size)
+        outs.append(step(ids[:, part], mask[:, part].long() if bool(pads.any()) else None))
+        start += size
+    got = _Run(torch.cat(outs, dim=1), ())
+    bare = _Run(oracle.logits, ())
+    return _compare("compiled program", got, bare, _Run(noisy.logits, ()), pads, plan, started)
+
+
+def _check_detection(model: nn.Module, front: Front, plan: Plan) -> Check:
+    started = time.perf_counter()
+    ids, _ = _probe(front, 27)
+    pads = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
+    lossless = _as_lossless(plan)
+    oracle, noisy = _oracles(front, lossless, ids, pads)
+    original = _Run(_original(model, front, ids), ())
+    return _compare(
+        "detection", _Run(oracle.logits, ()), original, _Run(_shift(original, oracle, noisy), ()), pads, plan, started
+    )
+
+
+def _check_lossless(model: nn.Module, front: Front, plan: Plan, chunks: Sequence[int]) -> Check:
+    started = time.perf_counter()
+    limit = plan.limits.max_tokens
+    chunks = _fit(chunks, limit)
+    ids, _ = _probe(front, sum(chunks))
+    pads = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
+    oracle, noisy = _oracles(front, plan, ids, pads)
+    original = _Run(_original(model, front, ids), ())
+    got = _cached(front, plan, ids, pads, chunks)
+    return _compare(
+        "lossless", _Run(got.logits, ()), original, _Run(_shift(original, oracle, noisy), ()), pads, plan, started
+    )
+
+
+def _check_cache(name: str, front: Front, plan: Plan, chunks: Sequence[int]) -> Check:
+    started = time.perf_counter()
+    chunks = _fit(chunks, plan.limits.max_tokens)
+    ids, pads = _probe(front, sum(chunks))
+    oracle, noisy = _oracles(front, plan, ids, pads)
+    got = _cached(front, plan, ids, pads, chunks)
+    return _compare(name, got, oracle, noisy, pads, plan, started)
+
+
+def _fit(chunks: Sequence[int], limit: int | None) -> tuple[int, ...]:
+    """As many of the chunks as a small limit of tokens has room for."""
+    kept: list[int] = []
+    for size in chunks:
+        if limit is not None and sum(kept) + size > limit:
+            size = limit - sum(kept)
+        if size > 0:
+            kept.append(size)
+    return tuple(kept)
+
+
+def _pieces(tokens: int, chunk: int) -> list[int]:
+    return [min(chunk, tokens - start) for start in range(0, tokens, chunk)]
+
+
+def _shift(original: _Run, oracle: _Run, noisy: _Run) -> Tensor:
+    """The disturbed oracle, moved to where the original stands."""
+    return original.logits + (noisy.logits - oracle.logits)
+
+
+def _probe(front: Front, tokens: int) -> tuple[Tensor, Tensor]:
+    """Token ids [2, T] (two different rows), and padding [2]: ragged where the model takes positions."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, _vocabulary(front), (2, tokens), generator=generator).to(front.device)
+    pads = [0, min(5, tokens - 1)] if front.captured.inputs.position_ids else [0, 0]
+    return ids, torch.tensor(pads, device=front.device)
+
+
+def _vocabulary(front: Front) -> int:
+    """Rows of the table that input_ids select from."""
+    start = next(n for n in front.canonical.graph.nodes if n.name == "input_ids")
+    for user in start.users:
+        if user.target is torch.ops.aten.embedding.default and user.args[1] is start:
+            table = user.args[0]
+            assert isinstance(table, Node)
+            return int(table.meta["val"].shape[0])
+    return 2
+
+
+def _original(model: nn.Module, front: Front, ids: Tensor) -> Tensor:
+    """The original model's logits, by the door that its users take."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            out = model(ids, use_cache=False) if hasattr(model, "config") else model(ids)
+    finally:
+        model.train(was_training)
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+    return leaves[front.captured.logits_index]
+
+
+def _oracles(front: Front, plan: Plan, ids: Tensor, pads: Tensor) -> tuple[_Run, _Run]:
+    """The policy's full-sequence run, as it is and disturbed."""
+    _, constants = rewrite(front, plan)
+    tables = _tables(front, plan, constants)
+    return tuple(_Oracle(front, plan, tables, pads, noise).run_on(ids) for noise in (False, True))  # type: ignore[return-value]
+
+
+def _tables(front: Front, plan: Plan, constants: dict[str, Tensor]) -> dict[int, list[Tensor]]:
+    """[cos, sin] of each layer that counts positions in the cache."""
+    rewritten, _ = rewrite(front, plan)
+    names = {(t.cos, t.sin): (t.cos_name, t.sin_name) for t in rewritten.ropes}
+    tables = {}
+    for site, decision in zip(front.sites, plan.decisions, strict=True):
+        if decision.layout.retention.in_cache and site.rope is not None:
+            tables[site.layer] = [constants[name] for name in names[(site.rope.cos, site.rope.sin)]]
+    return tables
+
+
+class _Oracle(Interpreter):
+    """Runs the canonical graph with every attention replaced by its policy's oracle."""
+
+    def __init__(self, front: Front, plan: Plan, tables: dict[int, list[Tensor]], pads: Tensor, noise: bool):
+        super().__init__(front.canonical, garbage_collect_values=False)
+        self.front, self.plan, self.tables, self.pads, self.noise = front, plan, tables, pads, noise
+        self.sites = {site.out: (site, decision) for site, decision in zip(front.sites, plan.decisions, strict=True)}
+        self.outputs: list[Tensor] = []
+        self.generator = torch.Generator(device=front.device).manual_seed(1)
+
+    def run_on(self, ids: Tensor) -> _Run:
+        inputs = example_inputs(self.front, *ids.shape) | {"input_ids": ids}
+        if "position_ids" in inputs:
+            inputs["position_ids"] = (inputs["position_ids"] - self.pads[:, None]).clamp(min=0)
+        names = [n.name for n in self.front.canonical.graph.nodes if n.op == "placeholder"]
+        with torch.no_grad():
+            out = self.run(*[inputs[name] for name in names])
+        return _Run(out[self.front.captured.logits_index], tuple(self.outputs))
+
+    def run_node(self, n: Node) -> Any:
+        if n not in self.sites:
+            return super().run_node(n)
+        site, decision = self.sites[n]
+        q, k, v = site.q, site.k, site.v
+        if decision.layout.retention.in_cache:
+            assert site.rope is not None
+            q, k = site.rope.q_input, site.rope.k_input
+        args = [self._disturbed(self.env[node]) for node in (q, k, v)]
+        spec = SiteSpec(decision.layout, decision.sm_scale, decision.mask.window)
+        out = policy_attention(*args, spec, self.tables.get(site.layer, []), self.pads)
+        self.outputs.append(self._disturbed(out))
+        return self.outputs[-1]
+
+    def _disturbed(self, x: Tensor) -> Tensor:
+        if not self.noise:
+            return x
+        unit = torch.rand(x.shape, generator=self.generator, device=x.device, dtype=torch.float32) * 2 - 1
+        return (x.float() * (1 + ULPS * torch.finfo(x.dtype).eps * unit)).to(x.dtype)
+
+
+class _Tap(Interpreter):
+    """Runs the cached graph and notes what every site gives."""
+
+    def __init__(self, module: GraphModule):
+        super().__init__(module)
+        self.outputs: list[Tensor] = []
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if n.target is ops.cached_attention:
+            self.outputs.append(result)
+        return result
+
+
+def _cached(front: Front, plan: Plan, ids: Tensor, pads: Tensor, chunks: Sequence[int]) -> _Run:
+    """The cached graph over `chunks`, from an empty cache."""
+    rewritten, constants = rewrite(front, plan)
+    batch, device = ids.shape[0], front.device
+    limit = plan.limits.max_tokens
+    caches = {
+        # A slot that was never written must not matter: it is not zero.
+        name: torch.full((batch, *spec.shape), 3, dtype=spec.dtype, device=device)
+        for names, d in zip(rewritten.caches, plan.decisions, strict=True)
+        for name, spec in zip(
+            names, d.layout.buffers(d.num_kv_heads, d.head_dim, d.v_head_dim, plan.torch_dtype, limit), strict=True
+        )
+    }
+    seq_lens = torch.zeros(batch, dtype=torch.int64, device=device)
+    names = [n.name for n in rewritten.graph_module.graph.nodes if n.op == "placeholder"]
+    logits, sites, start = [], [], 0
+    for size in chunks:
+        inputs = example_inputs(front, batch, size) | constants | caches
+        positions = (seq_lens - (pads - start).clamp(0, size))[:, None] + torch.arange(size, device=device)
+        inputs |= {
+            "input_ids": ids[:, start : start + size],
+            "position_ids": positions.clamp(min=0),
+            "past_length": torch.tensor(start, device=device),
+            "positions": positions,
+            "seq_lens": seq_lens,
+            "span": start + size,
+        }
+        tap = _Tap(rewritten.graph_module)
+        with torch.no_grad():
+            out = tap.run(*[inputs[name] for name in names])
+        logits.append(out[front.captured.logits_index])
+        sites.append(tap.outputs)
+        seq_lens = positions[:, -1] + 1
+        start += size
+    return _Run(torch.cat(logits, dim=1), tuple(torch.cat(parts, dim=2) for parts in zip(*sites, strict=True)))
+
+
+def _compare(
+    name: str, got: _Run, oracle: _Run, noisy: _Run, pads: Tensor, plan: Plan, started: float
+) -> Check:
+    """Errors against their budgets, site by site and then the logits; the first that exceeds raises."""
+    tokens = oracle.logits.shape[1]
+    real = torch.arange(tokens, device=pads.device) >= pads[:, None]
+    worst: tuple[float, float, float, int | None] = (-1.0, 0.0, 0.0, None)
+    rows: list[tuple[int | None, Tensor, Tensor, Tensor]] = [
+        (plan.decisions[i].layer, g, o, n) for i, (g, o, n) in enumerate(zip(got.sites, oracle.sites, noisy.sites, strict=True))
+    ]
+    rows.append((None, got.logits, oracle.logits, noisy.logits))
+    for layer, g, o, n in rows:
+        where = real[:, None, :] if layer is not None else real
+        error, noise = (_relative(x, o, where) for x in (g, n))
+        budget = MARGIN * (noise + torch.finfo(o.dtype).eps)
+        if not error <= budget:
+            raise VerificationError(_failure(name, layer, error, budget, plan), layer, error)
+        if error / budget > worst[0]:
+            worst = (error / budget, error, budget, layer)
+    return Check(name, tokens, worst[1], worst[2], worst[3], time.perf_counter() - started)
+
+
+def _relative(x: Tensor, reference: Tensor, where: Tensor) -> float:
+    """RMS of x - reference over RMS of reference, at real tokens."""
+    mask = where[..., None].expand(reference.shape)
+    difference = (x.double() - reference.double())[mask]
+    return float(difference.square().mean().sqrt() / reference.double()[mask].square().mean().sqrt().clamp(min=1e-30))
+
+
+def _failure(name: str, layer: int | None, error: float, budget: float, plan: Plan) -> str:
+    if layer is None:
+        where = "the logits differ"
+    else:
+        decision = next(d for d in plan.decisions if d.layer == layer)
+        where = f"layer {layer} ({decision.module_path}, {decision.source}; {decision.layout}) differs"
+    return (
+        f"verification '{name}' failed: {where} by {error:.2e} of its size, where rounding explains {budget:.2e}. "
+        "The rewritten model was not returned. Please report this model; verify: off skips the check"
+    )
+
+
+def _as_lossless(plan: Plan) -> Plan:
+    """The plan with layouts that forget and round nothing."""
+    limits = replace(plan.limits, max_tokens=_SMALL_TOKENS)
+    return replace(plan, limits=limits, decisions=tuple(replace(d, layout=CacheLayout()) for d in plan.decisions))
+
+
+def _shrink(plan: Plan) -> Plan:
+    """The plan with budgets that a few dozen tokens exceed; the arithmetic is the same."""
+
+    def small(decision: Decision) -> Decision:
+        retention = decision.layout.retention
+        match retention:
+            case Window(size=size):
+                retention = Window(min(size, _SMALL_WINDOW))
+            case SinkWindow():
+                retention = replace(
+                    retention, sinks=min(retention.sinks, _SMALL_SINKS), window=min(retention.window, _SMALL_WINDOW)
+                )
+        return replace(decision, layout=replace(decision.layout, retention=retention))
+
+    limit = plan.limits.max_tokens
+    limits = replace(plan.limits, max_tokens=None if limit is None else min(limit, _SMALL_TOKENS))
+    return replace(plan, limits=limits, decisions=tuple(small(d) for d in plan.decisions))
+
+
+__all__ = ["Check", "attention_op", "check_program", "verify"]

@@ -1,0 +1,110 @@
+"""Canonicalize: each attention block becomes one `kvcompile::attention` node; what it replaced is dead and gone."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from kvcompile.kernels import attention_op
+from kvcompile.passes.base import PassReport, call, expr, shape
+from kvcompile.passes.capture import Captured
+from kvcompile.passes.detect import Detection
+from kvcompile.types import AttentionSite
+
+log = logging.getLogger(__name__)
+aten = torch.ops.aten
+assert attention_op.LIBRARY  # importing it registers the op
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """The canonical graph (weights shared with the model) and its sites, whose nodes are nodes of this graph."""
+
+    graph_module: GraphModule
+    sites: tuple[AttentionSite, ...]
+    report: PassReport
+
+
+def canonicalize(captured: Captured, detection: Detection) -> Canonical:
+    """A copy of the captured graph with one kvcompile::attention node per site; equal to it on all inputs."""
+    start = time.perf_counter()
+    graph, mapping = _copy(captured.graph_module)
+    placeholders = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
+    batch, seq = (expr(dim) for dim in shape(placeholders["input_ids"]))
+    sites = []
+    for site in detection.sites:
+        moved = _moved(site, mapping)
+        window = -1 if moved.mask.window is None else moved.mask.window
+        old = moved.out
+        with graph.inserting_before(old):
+            args = (moved.q, moved.k, moved.v, moved.sm_scale, window, moved.layer)
+            new = call(graph, torch.ops.kvcompile.attention.default, args, old)
+            result = _in_shape_of(old, new, moved.q, batch, seq)
+        old.replace_all_uses_with(result)
+        graph.erase_node(old)
+        sites.append(replace(moved, out=new))
+    # The rope tables and the layouts that detection added have no users yet: a later pass reads them.
+    keep = {
+        node
+        for site in sites
+        if site.rope
+        for node in (site.rope.q_input, site.rope.k_input, site.rope.cos, site.rope.sin)
+    }
+    graph_module = GraphModule(captured.graph_module, graph, "Canonical")
+    _eliminate_except(graph_module, keep)
+    report = PassReport("canonicalize", len(sites), (), time.perf_counter() - start)
+    log.info("%s", report)
+    return Canonical(graph_module, tuple(sites), report)
+
+
+def _copy(graph_module: GraphModule) -> tuple[Graph, dict[Node, Node]]:
+    graph = Graph()
+    mapping: dict[Node, Node] = {}
+    output = graph.graph_copy(graph_module.graph, mapping)
+    graph.output(output)
+    return graph, mapping
+
+
+def _moved(site: AttentionSite, mapping: dict[Node, Node]) -> AttentionSite:
+    rope = site.rope and replace(
+        site.rope,
+        q_input=mapping[site.rope.q_input],
+        k_input=mapping[site.rope.k_input],
+        cos=mapping[site.rope.cos],
+        sin=mapping[site.rope.sin],
+    )
+    q, k, v, out = (mapping[node] for node in (site.q, site.k, site.v, site.out))
+    return replace(site, q=q, k=k, v=v, out=out, rope=rope)
+
+
+def _in_shape_of(old: Node, new: Node, q: Node, batch: Any, seq: Any) -> Node:
+    """[B, H, S, Dv] in the dimensions of the node it replaces, e.g. [B * H, S, Dv] for bmm."""
+    sizes = [expr(size) for size in shape(old)]
+    if len(sizes) == 4 and sizes == [expr(size) for size in shape(new)]:
+        return new
+    graph = old.graph
+    dims: list[Any] = []
+    for size in sizes:
+        if size.is_Integer:
+            dims.append(int(size))
+        elif size in (batch, seq):
+            dims.append(call(graph, aten.sym_size.int, (q, 0 if size == batch else 2), old))
+        else:
+            dims.append(-1)
+    return call(graph, aten.reshape.default, (new, dims), old)
+
+
+def _eliminate_except(graph_module: GraphModule, keep: set[Node]) -> None:
+    """Dead-code elimination that keeps some nodes (and so what they need)."""
+    output = next(node for node in graph_module.graph.nodes if node.op == "output")
+    results = output.args[0]
+    output.args = ((results, tuple(keep)),)
+    graph_module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    output.args = (results,)
+    graph_module.graph.lint()
+    graph_module.recompile()

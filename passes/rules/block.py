@@ -1,0 +1,33 @@
+"""What an anchor rule returns: the operands of one attention block, before heads are resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from kvcompile.passes.base import module_path, source_line
+from kvcompile.types import MaskSpec, NoMatch
+
+
+@dataclass(frozen=True)
+class Block:
+    """One attention block as the graph spells it.
+
+    q: [.., S, D], v: [.., S, Dv] operands; k: [.., D, S] when `k_transposed`, else [.., S, D]
+    out: the node whose value is the attention's result, in the same batch layout as q
+    """
+
+    idiom: str
+    q: Node
+    k: Node
+    v: Node
+    out: Node
+    k_transposed: bool
+    sm_scale: float
+    mask: MaskSpec
+
+
+def no_match(rule: str, reason: str, node: Node) -> NoMatch:
+    """A miss at `node`, with its module and source line."""
+    return NoMatch(rule, reason, node.name, source_line(node), module_path(node))

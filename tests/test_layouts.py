@@ -1,0 +1,127 @@
+"""Every layout: symbolic bytes are its tensors' bytes, address and token_at are inverse on live tokens."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import sympy
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcompile.layouts import CacheLayout, Contiguous, Full, Int4, Int8, ModelDtype, Ring, SinkWindow, Window
+from kvcompile.layouts import symbols as sy
+
+SCALES = ("float16", "float32")
+STORAGES = (
+    ModelDtype(),
+    *(Int8(scale_dtype=scale) for scale in SCALES),
+    *(Int4(group=group, scale_dtype=scale) for group in (0, 32, 64, 128) for scale in SCALES),
+)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+storages = st.sampled_from(STORAGES)
+retentions = st.one_of(
+    st.just(Full()),
+    st.builds(Window, st.integers(1, 40)),
+    st.builds(SinkWindow, st.integers(0, 6), st.integers(1, 40), st.sampled_from(("original", "in_cache"))),
+)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> CacheLayout:
+    retention = draw(retentions)
+    placement = draw(st.sampled_from((Contiguous(), Ring()))) if retention.window else Contiguous()
+    layout = CacheLayout(draw(storages), draw(storages), placement, retention)
+    assert layout.check() is None
+    return layout
+
+
+@given(
+    layout=layouts(),
+    batch=st.integers(1, 5),
+    heads=st.integers(1, 8),
+    dims=st.tuples(*[st.sampled_from((128, 256, 384))] * 2),
+    tokens=st.integers(1, 300),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_bytes_are_those_of_the_tensors(
+    layout: CacheLayout, batch: int, heads: int, dims: tuple[int, int], tokens: int, dtype: torch.dtype
+) -> None:
+    assert layout.keys.check(dims[0]) is None
+    buffers = layout.buffers(heads, *dims, dtype, tokens)
+    real = sum(torch.empty((batch, *b.shape), dtype=b.dtype, device="meta").nbytes for b in buffers)
+    values = {sy.B: batch, sy.T: tokens, sy.H: heads, sy.D: dims[0], sy.Dv: dims[1], sy.P: dtype.itemsize}
+    assert layout.bytes.subs(values) == real
+    assert layout.bytes_per_slot.subs(values) * layout.slots(tokens) * batch == real
+
+
+@settings(max_examples=200)
+@given(layout=layouts(), length=st.integers(1, 150))
+def test_address_and_token_at_are_inverse_on_live_tokens(layout: CacheLayout, length: int) -> None:
+    address = sympy.lambdify(sy.pos, layout.address, "math")
+    token_at = sympy.lambdify((sy.slot, sy.length), layout.token_at, "math")
+    slots = layout.slots(length)
+    sinks, window = layout.retention.sinks, layout.retention.window
+    live = [pos for pos in range(length) if window is None or pos < sinks or pos > length - 1 - window]
+    taken = [address(pos) for pos in live]
+    assert len(set(taken)) == len(live), "two live tokens in one slot"
+    assert all(0 <= slot < slots for slot in taken)
+    assert [token_at(slot, length) for slot in taken] == live
+    assert [address(token_at(slot, length)) for slot in taken] == taken
+
+
+@given(layout=layouts())
+def test_slots_that_hold_nothing_yet_name_no_live_token(layout: CacheLayout) -> None:
+    token_at = sympy.lambdify((sy.slot, sy.length), layout.token_at, "math")
+    address = sympy.lambdify(sy.pos, layout.address, "math")
+    sinks = layout.retention.sinks
+    for length in (0, 1, 2, 5):
+        written = {address(pos) for pos in range(length)}
+        for slot in set(range(min(layout.slots(64), 64))) - written:
+            token = token_at(slot, length)
+            # Below `sinks` a slot is its own token, which is not seen yet; a ring slot counts back too far.
+            assert token >= length or (slot >= sinks and token < sinks)
+
+
+@given(layout=layouts())
+def test_json_round_trip(layout: CacheLayout) -> None:
+    assert CacheLayout.from_json(layout.to_json()) == layout
+
+
+def test_a_ring_takes_a_constant_number_of_slots() -> None:
+    layout = CacheLayout(placement=Ring(), retention=SinkWindow(4, 1020))
+    assert layout.bounded and layout.slots(None) == layout.slots(7) == 1024
+    assert sy.T not in layout.bytes.free_symbols
+
+
+def test_a_ring_that_must_keep_everything_is_refused() -> None:
+    problem = CacheLayout(placement=Ring(), retention=Full()).check()
+    assert problem is not None and "contiguous" in problem
+
+
+@pytest.mark.parametrize(("storage", "dim"), [(Int4(), 63), (Int4(group=64), 96), (Int4(group=128), 64)])
+def test_int4_needs_a_dim_it_can_pack(storage: Int4, dim: int) -> None:
+    problem = storage.check(dim)
+    assert problem is not None and str(dim) in problem
+
+
+def test_bytes_per_token_head_of_each_storage() -> None:
+    """D = 128: data, plus scales (and minimums) at their own width."""
+    expected = {ModelDtype(): 256, Int8(): 130, Int8(scale_dtype="float32"): 132}
+    expected |= {
+        Int4(): 68,
+        Int4(group=32): 80,
+        Int4(group=64): 72,
+        Int4(group=128, scale_dtype="float32"): 72,
+    }
+    values = {sy.P: 2}
+    assert {s: int(s.bytes_per_vector(sympy.Integer(128)).subs(values)) for s in expected} == expected
+
+
+def test_str_names_all_axes() -> None:
+    pairs = itertools.product((ModelDtype(), Int4(group=32)), repeat=2)
+    texts = [str(CacheLayout(keys, values)) for keys, values in pairs]
+    assert texts[0] == "model · contiguous · full"
+    assert texts[1] == "K model, V int4/g32 · contiguous · full"

@@ -1,0 +1,189 @@
+"""Recipes: what is read, what is refused (all of it at once), and what each layer gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcompile.errors import RecipeError
+from kvcompile.layouts import CacheLayout, Contiguous, Full, Int4, Int8, ModelDtype, Ring, SinkWindow, Window
+from kvcompile.recipe import Recipe, load_recipe, shipped_recipes, shipped_text
+
+
+def problems(source: Any, **overrides: Any) -> str:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(source, **overrides)
+    assert len(caught.value.problems) == str(caught.value).count("\n  - ")
+    return str(caught.value)
+
+
+def layout(
+    recipe: Recipe, layer: int = 0, layers: int = 4, attention: str = "causal", window: int = 64
+) -> Any:
+    config, _ = recipe.cache_for(layer, layers, attention)
+    return config.build(window if attention == "sliding" else None)
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_shipped_recipes_load_and_say_what_they_are(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == name and recipe.description.endswith(".")
+    assert load_recipe(f"{name}.yaml") == recipe
+    assert load_recipe(recipe.model_dump(exclude_unset=True)) == recipe
+    assert load_recipe(recipe) is recipe
+    assert shipped_text(name).startswith(f"name: {name}\n")
+    for attention in ("causal", "sliding"):
+        assert layout(recipe, attention=attention).check() is None
+
+
+def test_what_the_shipped_recipes_choose() -> None:
+    assert layout(load_recipe("baseline")) == CacheLayout()
+    assert layout(load_recipe("baseline"), attention="sliding") == CacheLayout(
+        placement=Ring(), retention=Window(64)
+    )
+    assert layout(load_recipe("int8")) == CacheLayout(Int8(), Int8())
+    assert layout(load_recipe("int4")).keys == Int4(group=32)
+    streaming = layout(load_recipe("streaming"))
+    assert streaming == CacheLayout(placement=Ring(), retention=SinkWindow(4, 1020, "in_cache"))
+
+
+def test_a_file_takes_its_name_where_it_gives_none(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("cache: {values: {dtype: int8}}\n")
+    recipe = load_recipe(file)
+    assert recipe.name == "mine"
+    assert layout(recipe) == CacheLayout(ModelDtype(), Int8())
+    assert load_recipe(str(file)) == recipe
+
+
+def test_all_problems_come_at_once_with_path_and_what_is_allowed(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(
+        "cash: {}\n"
+        "cache:\n"
+        "  keys: {dtype: int7}\n"
+        "  values: {dtype: int4, group: 48}\n"
+        "  retention: {kind: sink_window, sinks: -1, window: 8}\n"
+        "layers:\n"
+        "  - where: {attention: diagonal}\n"
+        "    cache: {}\n"
+        "runtime: {max_batch: 0, max_tokens: many}\n"
+        "verify: maybe\n"
+    )
+    text = problems(file)
+    assert text.startswith(f"{file}: ")
+    for path in (
+        "cash: unknown key; allowed: name, description, cache",
+        "cache.keys.dtype",
+        "'int7'",
+        "cache.values.group",
+        "cache.retention.sinks",
+        "layers[0].where.attention",
+        "runtime.max_batch",
+        "runtime.max_tokens",
+        "verify",
+    ):
+        assert path in text
+    assert "sink_window.sinks" not in text
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"cache": {"retention": {"kind": "lru"}}}, "cache.retention.kind: expected one of"),
+        ({"cache": {"retention": {"window": 3}}}, "cache.retention.kind: is required"),
+        ({"cache": {"retention": {"kind": "sink_window"}}}, "window: is required"),
+        ({"cache": {"placement": {"kind": "ring"}}}, "must keep"),
+        ({"cache": {"keys": {"dtype": "int8", "group": 32}}}, "group is for dtype int4 only"),
+        ({"cache": {"keys": {"dtype": "model", "scale_dtype": "float32"}}}, "quantized dtypes only"),
+        ({"cache": {"keys": {"bits": 4}}}, "allowed: dtype, group, scale_dtype"),
+        ({"layers": [{"where": {}, "cache": {}}]}, "at least one of index, range, attention"),
+        ({"layers": [{"where": {"range": [3, 1]}, "cache": {}}]}, "is empty"),
+        (
+            {"layers": [{"where": {"index": 0}, "cache": {"keys": {"dtype": "x"}}}]},
+            "layers[0].cache.keys.dtype",
+        ),
+        ({"layers": [{"where": {"index": 0}, "cache": {"placement": {"kind": "ring"}}}]}, "layers[0].cache"),
+        ({"runtime": {"prefill_chunk": 1}}, "runtime.prefill_chunk"),
+        ({"runtime": {"max_tokens": "4096"}}, "runtime.max_tokens"),
+        ({"compile": {"mode": "fast"}}, "compile.mode"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(data: dict[str, Any], message: str) -> None:
+    assert message in problems(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cache: [", "not safe YAML"),
+        ("!!python/object/apply:os.system ['true']", "not safe YAML"),
+        ("- 1\n- 2\n", "expected a mapping"),
+        ("", "expected a mapping"),
+    ],
+)
+def test_files_that_are_no_recipe(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(text)
+    assert message in problems(file)
+
+
+def test_sources_that_are_no_recipe(tmp_path: Path) -> None:
+    assert "shipped: baseline" in problems("basline")
+    assert "no such file" in problems(tmp_path / "none.yaml")
+    assert "cannot be read" in problems(tmp_path)
+    assert "got int" in problems(3)
+
+
+def test_later_entries_of_layers_win_and_say_so() -> None:
+    recipe = load_recipe(
+        {
+            "cache": {"keys": {"dtype": "int8"}, "values": {"dtype": "int8"}},
+            "layers": [
+                {"where": {"range": [0, -2]}, "cache": {"keys": {"dtype": "int4", "group": 32}}},
+                {"where": {"index": [0, -1]}, "cache": {"values": {"dtype": "model"}}},
+                {"where": {"attention": "sliding"}, "cache": {"retention": {"kind": "window"}}},
+            ],
+        }
+    )
+    assert recipe.cache_for(0, 4, "causal")[1] == (0, 1)
+    assert layout(recipe, 0) == CacheLayout(Int4(group=32), ModelDtype())
+    assert layout(recipe, 2) == CacheLayout(Int4(group=32), Int8())
+    assert layout(recipe, 3) == CacheLayout(Int8(), ModelDtype())
+    assert layout(recipe, 1, attention="sliding") == CacheLayout(Int4(group=32), Int8(), Ring(), Window(64))
+
+
+def test_placement_follows_the_retention_unless_given() -> None:
+    window = {"kind": "window", "size": 8}
+    assert layout(load_recipe({"cache": {"retention": window}})).placement == Ring()
+    kept = load_recipe({"cache": {"retention": window, "placement": {"kind": "contiguous"}}})
+    assert layout(kept).placement == Contiguous()
+    assert layout(load_recipe("streaming", cache={"retention": {"kind": "full"}})) == CacheLayout()
+
+
+def test_a_window_without_a_size_needs_a_layer_with_one() -> None:
+    recipe = load_recipe({"cache": {"retention": {"kind": "window"}}})
+    assert layout(recipe, attention="sliding", window=9).retention == Window(9)
+    with pytest.raises(ValueError, match="no window of its own"):
+        layout(recipe)
+
+
+def test_overrides() -> None:
+    recipe = load_recipe("streaming", max_tokens=77, cache={"retention": {"window": 252}}, verify="off")
+    assert recipe.runtime.max_tokens == 77 and recipe.verify == "off"
+    assert layout(recipe).retention == SinkWindow(4, 252, "in_cache")
+    again = load_recipe(recipe, max_batch=2, runtime={"prefill_chunk": 64})
+    assert (again.runtime.max_batch, again.runtime.max_tokens, again.runtime.prefill_chunk) == (2, 77, 64)
+    assert isinstance(layout(load_recipe("baseline", cache={"keys": {"dtype": "int8"}})).retention, Full)
+    assert "override 'max_token' is unknown; allowed:" in problems("baseline", max_token=3)
+    assert "runtime.max_tokens" in problems("baseline", max_tokens=0)
+
+
+def test_the_digest_is_of_what_the_recipe_says() -> None:
+    first = load_recipe("int8")
+    assert first.digest() == load_recipe("int8.yaml").digest()
+    assert (
+        len({first.digest(), load_recipe("int4").digest(), load_recipe("int8", max_tokens=9).digest()}) == 3
+    )
