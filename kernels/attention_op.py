@@ -2,8 +2,8 @@
 
     out[b, h, i] = sum_j softmax_j(sm_scale * q[b, h, i] . k[b, h // G, j]) v[b, h // G, j],   G = Hq / Hkv
 
-over the keys j <= i, and j > i - window where window >= 0 (window = -1: causal). Queries and keys are the same
-full sequence: this op has no cache; `insert_cache` replaces it by one that has.
+over the keys j <= i, and j > i - window where window >= 0 (window = -1: causal). Queries and keys are the
+same full sequence: this op has no cache; `insert_cache` replaces it by one that has.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, sm_scale: float, window: int, lay
     """Full-sequence attention.
 
     q: [B, Hq, S, D], k: [B, Hkv, S, D], v: [B, Hkv, S, Dv], one floating dtype -> [B, Hq, S, Dv].
-    window: tokens a query sees, its own included; -1 for all before it. layer: names the site, changes nothing.
+    window: tokens a query sees, its own included; -1 for all before it. layer: names the site.
     """
     grouped = q.shape[1] != k.shape[1]
     if window < 0:

@@ -11,30 +11,26 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# These two load neither torch nor sympy until they are called. They are bound here because importing the
+# submodule of the same name would otherwise put the module in the function's place.
+from kvcompile.errors import KVCompileError
+from kvcompile.estimate import estimate
+from kvcompile.explain import explain
+
 if TYPE_CHECKING:
     from kvcompile.api import optimize as optimize
-    from kvcompile.errors import KVCompileError as KVCompileError
-    from kvcompile.estimate import estimate as estimate
-    from kvcompile.explain import explain as explain
     from kvcompile.recipe import Recipe as Recipe
 
 __version__ = "0.1.0"
 __all__ = ["KVCompileError", "Recipe", "estimate", "explain", "optimize"]
 
 # torch and transformers are slow to import: `kvcompile --help` and `kvcompile validate` do without.
-_HOMES = {
-    "optimize": "kvcompile.api",
-    "explain": "kvcompile.explain",
-    "estimate": "kvcompile.estimate",
-    "Recipe": "kvcompile.recipe",
-    "KVCompileError": "kvcompile.errors",
-}
+_HOMES = {"optimize": "kvcompile.api", "Recipe": "kvcompile.recipe"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'kvcompile' has no attribute {name!r}")
-    # Importing `kvcompile.explain` binds the submodule to the name: bind the function over it, once.
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

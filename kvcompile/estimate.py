@@ -101,7 +101,7 @@ class Estimate:
                 f"{format_layers(cost.layers)}",
                 cost.attention,
                 f"{cost.num_kv_heads} x {_dims(cost)}",
-                "shared with an earlier layer" if cost.shared else str(cost.layout),
+                "shared with an earlier layer" if cost.shared else _layout(cost),
                 format_bytes(count * cost.bytes_per_token),
                 format_bytes(count * cost.bytes_per_sequence),
             )
@@ -368,6 +368,11 @@ def _largest(line: sympy.Expr, symbol: sympy.Symbol, limit: int) -> int | None:
         return None if line <= limit else 0
     (root,) = sympy.solve(sympy.Eq(line.subs(symbol, x), limit), x)
     return max(0, int(sympy.floor(root)))
+
+
+def _layout(cost: LayerCost) -> str:
+    layout = cost.layout
+    return str(layout if cost.v_head_dim else replace(layout, values=layout.keys))
 
 
 def _dims(cost: LayerCost) -> str:

@@ -1,4 +1,4 @@
-"""Canonicalize: each attention block becomes one `kvcompile::attention` node; what it replaced is dead and gone."""
+"""Canonicalize: each attention block becomes one `kvcompile::attention` node; what it replaced is gone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from kvcompile.kernels import attention_op
 from kvcompile.passes.base import PassReport, call, expr, shape
 from kvcompile.passes.capture import Captured
+from kvcompile.passes.clean import eliminate_dead_code
 from kvcompile.passes.detect import Detection
 from kvcompile.types import AttentionSite
 
@@ -23,7 +24,7 @@ assert attention_op.LIBRARY  # importing it registers the op
 
 @dataclass(frozen=True)
 class Canonical:
-    """The canonical graph (weights shared with the model) and its sites, whose nodes are nodes of this graph."""
+    """The canonical graph (weights shared with the model) and its sites, with nodes of this graph."""
 
     graph_module: GraphModule
     sites: tuple[AttentionSite, ...]
@@ -56,7 +57,7 @@ def canonicalize(captured: Captured, detection: Detection) -> Canonical:
         for node in (site.rope.q_input, site.rope.k_input, site.rope.cos, site.rope.sin)
     }
     graph_module = GraphModule(captured.graph_module, graph, "Canonical")
-    _eliminate_except(graph_module, keep)
+    eliminate_dead_code(graph_module, keep)
     report = PassReport("canonicalize", len(sites), (), time.perf_counter() - start)
     log.info("%s", report)
     return Canonical(graph_module, tuple(sites), report)
@@ -97,14 +98,3 @@ def _in_shape_of(old: Node, new: Node, q: Node, batch: Any, seq: Any) -> Node:
         else:
             dims.append(-1)
     return call(graph, aten.reshape.default, (new, dims), old)
-
-
-def _eliminate_except(graph_module: GraphModule, keep: set[Node]) -> None:
-    """Dead-code elimination that keeps some nodes (and so what they need)."""
-    output = next(node for node in graph_module.graph.nodes if node.op == "output")
-    results = output.args[0]
-    output.args = ((results, tuple(keep)),)
-    graph_module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    output.args = (results,)
-    graph_module.graph.lint()
-    graph_module.recompile()

@@ -1,11 +1,13 @@
 """Capture: a model becomes one aten graph with dynamic batch and sequence, without a cache.
 
-`torch.export` (non-strict) traces a wrapper that calls the model with `input_ids` and, where its forward takes
-them, explicit `position_ids` [B, S] and `logits_to_keep` (an index tensor [K]); `use_cache=False`. Nothing depends
-on a model's class, only on the signature of its forward. The weights of the graph are the model's own tensors.
+`torch.export` (non-strict) traces a wrapper that calls the model with `input_ids` and, where its forward
+takes them, explicit `position_ids` [B, S] and `logits_to_keep` (an index tensor [K]); `use_cache=False`.
+Nothing depends on a model's class, only on the signature of its forward. The weights of the graph are the
+model's own tensors.
 
 Tried in order, the first that exports wins: the attention implementation the model has (or sdpa where it is
-neither sdpa nor eager), the other one; each with both extra inputs, without logits_to_keep, without position_ids.
+neither sdpa nor eager), the other one; each with both extra inputs, without logits_to_keep, without
+position_ids.
 """
 
 from __future__ import annotations
@@ -159,7 +161,8 @@ def capture(model: nn.Module) -> Captured:
                 return captured
     tried = "\n".join(f"  - {reason}" for reason in reasons)
     raise CaptureError(
-        f"{type(model).__name__} could not be traced into one graph with dynamic batch and sequence. Tried:\n{tried}\n"
+        f"{type(model).__name__} could not be traced into one graph with dynamic batch and sequence."
+        f" Tried:\n{tried}\n"
         "Remove Python control flow that depends on tensor values or on the exact batch or sequence length."
     )
 
@@ -266,7 +269,7 @@ def _export(wrapper: nn.Module, inputs: CapturedInputs, device: torch.device) ->
         isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
         for node in program.graph.nodes
     )
-    # In-place operators would make a node's value depend on when it is read. Slow, so only where there are any.
+    # In-place operators would make a node's value depend on when it is read. Slow: only where there are any.
     return program.run_decompositions({}) if mutates else program
 
 

@@ -1,9 +1,9 @@
 """Clean a captured graph: no guards, no no-ops, no dead code; few spellings of the same thing.
 
 Asserts and guards go first: they count as side effects, so a guard over a mask would keep the whole mask
-alive. Then: casts to the dtype a value has, dropout in eval mode, full slices, `detach`; `baddbmm` and
-equal calls merge; two-operand `einsum` become `matmul` with `permute` and `add`, so that the rules meet one spelling; `view` becomes
-`reshape`, so that no node depends on another's strides.
+alive. Then casts to the dtype a value has, dropout in eval mode, full slices and `detach` go, and equal calls
+merge. `baddbmm` and two-operand `einsum` become products with `permute` and `add`, so that the rules meet one
+spelling; `view` becomes `reshape`, so that no node depends on another's strides.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import operator
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -68,16 +69,20 @@ def clean(graph_module: GraphModule) -> PassReport:
     return report
 
 
-def eliminate_dead_code(graph_module: GraphModule) -> None:
-    """Drop every node that the outputs do not need; placeholders stay."""
+def eliminate_dead_code(graph_module: GraphModule, keep: Iterable[Node] = ()) -> None:
+    """Drop every node that neither the outputs nor `keep` need; placeholders stay."""
     graph = graph_module.graph
+    output = next(node for node in graph.nodes if node.op == "output")
+    results = output.args[0]
+    output.args = ((results, tuple(keep)),)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    output.args = (results,)
     graph.lint()
     graph_module.recompile()
 
 
 def _merge_equal(graph_module: GraphModule) -> int:
-    """One node for equal calls on equal arguments, e.g. the rotary tables and masks that every layer makes anew."""
+    """One node for equal calls on equal arguments, e.g. tables and masks that each layer makes anew."""
     seen: dict[Any, Node] = {}
     merged = 0
     for node in list(graph_module.graph.nodes):
@@ -166,7 +171,7 @@ def _split_einsum(node: Node) -> int:
     rows, columns = [label for label in a if label not in b], [label for label in b if label not in a]
     if len(contracted) != 1 or not rows or len(columns) != 1 or not set(rows + columns) <= set(out):
         return 0
-    # More than one label of `a` alone: all but the longest dimension (the queries) act as batch, e.g. the group of GQA.
+    # More than one label of `a` alone: all but the queries act as batch, e.g. GQA's groups.
     sizes = dict(zip(a, shape(first), strict=True))
     dynamic = [label for label in rows if expr(sizes[label]).free_symbols]
     row = rows[0] if len(rows) == 1 else dynamic[0] if len(dynamic) == 1 else ""

@@ -1,7 +1,7 @@
 """Detect: find every attention block of a captured graph, or say exactly what is in the way.
 
-A block is a call site: an SDPA node, or a softmax, over the sequence. Every candidate must match; one miss fails the
-whole call, because a block left alone would attend to the new tokens only.
+A block is a call site: an SDPA node, or a softmax, over the sequence. Every candidate must match; one miss
+fails the whole call, because a block left alone would attend to the new tokens only.
 """
 
 from __future__ import annotations

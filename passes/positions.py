@@ -3,11 +3,12 @@
 A graph that takes `position_ids` gets its positions from the caller. Any other makes them from the length S:
 
     arange(S)           ->  arange(S) + past_length
-    table[:S]           ->  index_select(table, arange(S) + past_length)      (a buffer or weight: cos_cached, wpe)
+    table[:S]           ->  index_select(table, arange(S) + past_length)   (cos_cached, wpe.weight, ..)
 
-with `past_length` a new placeholder, a 0-dim int64 tensor, after the others. Positions may go through arithmetic,
-trigonometry, casts, views, and indexing *into tables*. Every other live use of S refuses, with its source line: an
-index into the tokens themselves, a comparison, a cumulative sum over the sequence, S as a number.
+with `past_length` a new placeholder, a 0-dim int64 tensor, after the others. Positions may go through
+arithmetic, trigonometry, casts, views, and indexing *into tables*. Every other live use of S refuses, with
+its source line: an index into the tokens themselves, a comparison, a cumulative sum over the sequence, S as
+a number.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.fx import GraphModule, Node
 from kvcompile.errors import DetectionError
 from kvcompile.passes.base import PassReport, call, expr, module_path, shape, source_line, target_name, value
 from kvcompile.passes.canonicalize import Canonical
+from kvcompile.passes.clean import eliminate_dead_code
 from kvcompile.types import AttentionSite, NoMatch
 
 log = logging.getLogger(__name__)
@@ -135,7 +137,7 @@ def offset_positions(canonical: Canonical) -> Positions:
             offsets.append(f"{node.args[0]}[:S] ({source_line(node)})")
             moved[node] = _select(node, past, placeholders[0])
     sites = tuple(_remap(site, moved) for site in canonical.sites)
-    _finish(canonical.graph_module, {moved.get(node, node) for node in keep})
+    eliminate_dead_code(canonical.graph_module, {moved.get(node, node) for node in keep})
     report = PassReport(NAME, len(offsets), (), time.perf_counter() - start)
     log.info("%s", report)
     return Positions(canonical.graph_module, sites, bool(offsets), tuple(offsets), report)
@@ -150,16 +152,6 @@ def _remap(site: AttentionSite, moved: dict[Node, Node]) -> AttentionSite:
         return site
     cos, sin = moved.get(site.rope.cos, site.rope.cos), moved.get(site.rope.sin, site.rope.sin)
     return replace(site, rope=replace(site.rope, cos=cos, sin=sin))
-
-
-def _finish(graph_module: GraphModule, keep: set[Node]) -> None:
-    output = next(node for node in graph_module.graph.nodes if node.op == "output")
-    results = output.args[0]
-    output.args = ((results, tuple(keep)),)
-    graph_module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    output.args = (results,)
-    graph_module.graph.lint()
-    graph_module.recompile()
 
 
 def _tables(graph: torch.fx.Graph) -> set[Node]:
@@ -281,7 +273,7 @@ def _runs_over(node: Node, seq: Any, batch: Any) -> bool:
 
 
 def _takes_length(node: Node, seq: Any, batch: Any) -> bool:
-    """Whether a symbolic integer made of S (and not of B * S, a token count) is an argument of a tensor operator."""
+    """Whether a symbolic integer made of S (not of B * S, a token count) is an argument of an operator."""
     if not shape(node):
         return False
     symbols = [expr(value(n)) for n in node.all_input_nodes if isinstance(value(n), torch.SymInt)]

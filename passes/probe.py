@@ -1,15 +1,16 @@
 """Probing: what a mask shows and what happens to the scores, found by evaluating the graph, never assumed.
 
-The value that enters the softmax, as a function of the raw scores T = Q K^T, is evaluated for concrete T, lengths
-and tokens, and compared with
+The value that enters the softmax, as a function of the raw scores T = Q K^T, is evaluated for concrete T,
+lengths and tokens, and compared with
 
     f(T) = sm_scale * T + (row constant)   where the mask shows a key,
     f(T) <= -1000 below the row's largest   where it hides one.
 
-Masks are compared with causal (j <= i) and sliding(W) (i - W < j <= i) at several lengths: 29, 67, the length of
-every table in the mask subgraph, and beyond every integer constant in it, so no window or chunk escapes. Where that
-length is too large to evaluate, the large constants are *shrunk* (all by the same amount, twice) and the window found
-must follow them exactly. Two batch rows and two token inputs: a mask that differs is padding or data.
+Masks are compared with causal (j <= i) and sliding(W) (i - W < j <= i) at several lengths: 29, 67, the
+length of every table in the mask subgraph, and beyond every integer constant in it, so no window or chunk
+escapes. Where that length is too large to evaluate, the large constants are *shrunk* (all by the same
+amount, twice) and the window found must follow them exactly. Two batch rows and two token inputs: a mask
+that differs is padding or data.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class Prober:
             if factor:
                 generator = torch.Generator().manual_seed(seq)
                 ramp = factor * torch.randn(size, generator=generator, dtype=torch.float64).to(self.device)
-            # float64 finds the scale exactly even where the model computes in bfloat16; some operators decline it
+            # float64 finds the scale exactly even where the model computes in bfloat16; some ops decline it
             for dtype in (torch.float64, raw.meta["val"].dtype):
                 try:
                     known = (
@@ -157,7 +158,7 @@ class Prober:
         return Probed(self._scale(masked, visible, chain, head_dim), mask)
 
     def mask(self, node: Node) -> MaskSpec:
-        """The mask that an attn_mask argument (boolean: True is shown; or added to the scores) is; raises Refused."""
+        """The mask that an attn_mask argument (boolean, or added to the scores) is; raises Refused."""
 
         def raw(batch: int, seq: int, seed: int, constant: Callable[[int], int] | None) -> Tensor:
             found: Tensor = self.run([node], batch, seq, None, seed, constant)[0]

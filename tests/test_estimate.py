@@ -84,6 +84,7 @@ def test_mla_is_counted_in_its_latent_form() -> None:
     assert cost.bytes_per_token == 61 * 576 * 2
     (note,) = (note for note in cost.notes if "MLA" in note)
     assert "latent" in note and format_bytes(61 * 128 * (128 + 64 + 128) * 2) in note
+    assert "model · contiguous · full" in str(cost) and "1 x 576 (latent)" in str(cost)
     # No V: no scales for it either.
     assert estimate(config, "int8").bytes_per_token == 61 * (576 + 2)
 

@@ -1,4 +1,4 @@
-"""Masks and scales are probed: each kind is recognised exactly, everything else is refused with its reason."""
+"""Masks and scales are probed: each kind is recognised exactly, all else is refused with its reason."""
 
 from __future__ import annotations
 

@@ -2,9 +2,10 @@
 
     operand[b, h] = source[b, h // G],   source [B, H / G, S, D]
 
-The walk goes up through operators that only move elements (expand, reshape, transpose, repeat_interleave, index, ..);
-each ancestor of rank 4 is a candidate, in any order of its dimensions. Which candidate *is* the source is decided by
-evaluating: random values there must come out in the operand exactly as the formula says.
+The walk goes up through operators that only move elements (expand, reshape, transpose, repeat_interleave,
+index, ..); each ancestor of rank 4 is a candidate, in any order of its dimensions. Which candidate *is* the
+source is decided by evaluating: random values there must come out in the operand exactly as the formula
+says.
 """
 
 from __future__ import annotations

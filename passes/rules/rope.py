@@ -1,10 +1,10 @@
-"""Rule `rope`: rotary embedding of queries and keys in the rotate-half style (Su et al. 2021; GPT-NeoX order).
+"""Rule `rope`: rotary embedding of queries and keys in the rotate-half style (Su et al. 2021).
 
-    out = x * cos + rotate(x) * sin,   rotate((a, b)) = (-b, a) on the halves of the first `rotary_dim` channels
+    out = x * cos + rotate(x) * sin,   rotate((a, b)) = (-b, a) on halves of the first `rotary_dim` channels
 
-The walk goes up from q and k to the sum of two products; x, cos and sin are then *checked* by evaluating with random
-x, cos and sin against the formula. Whatever is not exactly this (interleaved, complex, scaled afterwards) stays in
-the graph as it is, which is correct, and the site has no RopeSpec.
+The walk goes up from q and k to the sum of two products; x, cos and sin are then *checked* by evaluating
+with random x, cos and sin against the formula. Whatever is not exactly this (interleaved, complex, scaled
+afterwards) stays in the graph as it is, which is correct, and the site has no RopeSpec.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def _rotation(node: Node, prober: Prober) -> Rotation | NoMatch:
 
 
 def _sums(node: Node) -> list[tuple[Node, int]]:
-    """Sums of two products that may be the rotated channels (or their first half), with the rotary_dim of each.
+    """Sums of two products that may be the rotated channels (or their first half), with their rotary_dim.
 
-    x * cos + ..;  cat([x * cos + .., rest]);  cat([a * c - b * s, ..]);  cat([cat([a * c - b * s, ..]), rest])
+    x * cos + ..; cat([x * cos + .., rest]); cat([a * c - b * s, ..]); cat([cat([a * c - b * s, ..]), rest])
     """
     found = []
     current = _skip(node)

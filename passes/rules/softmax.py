@@ -2,8 +2,9 @@
 
     T = matmul(q, k^T);  p = softmax(f(T), -1);  out = matmul(p, v)
 
-f is any mixture of scale, mask and casts, in any order and polarity: it is probed, not matched. Between the softmax
-and the second product: casts, views, dropout that does nothing. `bmm`, `baddbmm` and `einsum` arrive as matmul or bmm.
+f is any mixture of scale, mask and casts, in any order and polarity: it is probed, not matched. Between the
+softmax and the second product: casts, views, dropout that does nothing. `bmm`, `baddbmm` and `einsum`
+arrive as matmul or bmm.
 """
 
 from __future__ import annotations

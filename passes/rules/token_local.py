@@ -1,8 +1,8 @@
 """Rule `token_local`: outside its attention blocks, a decoder with a KV cache treats each token alone.
 
-A convolution over the sequence, a token shift or a recurrence would need state of its own beside the KV cache.
-Checked by evaluating: attention results are replaced by fixed random values, one token changes, and every q, k, v and
-logit at the other positions must stay. Costs two forward passes over 2 x 13 tokens.
+A convolution over the sequence, a token shift or a recurrence would need state of its own beside the KV
+cache. Checked by evaluating: attention results are replaced by fixed random values, one token changes, and
+every q, k, v and logit at the other positions must stay. Costs two forward passes over 2 x 13 tokens.
 """
 
 from __future__ import annotations
