@@ -157,7 +157,9 @@ def explain(model: object, recipe: object = None, **overrides: Any) -> Explanati
     if known is not None and recipe is None and not overrides:
         return _explanation(known)
     loaded = Recipe.load("baseline" if recipe is None else recipe, **overrides)
-    return _explanation(analyze(model, loaded))  # type: ignore[arg-type]
+    # An optimized module has a cache inside; what can be traced is the model it was made from.
+    original = getattr(model, "model", model) if known is not None else model
+    return _explanation(analyze(original, loaded))  # type: ignore[arg-type]
 
 
 def _explanation(analysis: Analysis) -> Explanation:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from kvcompile.emit.gemv import with_gemv
 from kvcompile.errors import CompileError
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,8 @@ def compile_region(module: GraphModule, inputs: Sequence[Any], tracer: Tracer, m
     Raises:
         CompileError: Inductor failed, or it fixed a size that must stay free.
     """
+    on_cpu = all(value.device.type == "cpu" for value in inputs if isinstance(value, Tensor))
+    module = with_gemv(module) if on_cpu else module
     try:
         with torch.no_grad(), tracing(TracingContext(tracer.mode)):
             artifact = torch._inductor.standalone_compile(

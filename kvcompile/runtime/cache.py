@@ -24,6 +24,12 @@ class KVCache:
         self.seq_lens = torch.zeros(0, dtype=torch.int64, device=device)
         self.buffers: dict[str, Tensor] = {}
         limit = plan.limits.max_tokens
+        self._contiguous = {
+            name
+            for decision, layer in zip(plan.decisions, names, strict=True)
+            for name in layer
+            if not decision.layout.bounded
+        }
         self._specs = {
             name: spec
             for decision, layer in zip(plan.decisions, names, strict=True)
@@ -50,6 +56,24 @@ class KVCache:
         """Shape (without batch) and dtype of each buffer."""
         return {name: (spec.shape, spec.dtype) for name, spec in self._specs.items()}
 
+    def check_limits(self, batch: int, tokens: int) -> None:
+        """Refuse `batch` sequences of `tokens` in all that could never fit.
+
+        Raises:
+            LimitError: more than the limits.
+        """
+        limits = self.plan.limits
+        if batch > limits.max_batch:
+            raise LimitError(
+                f"{batch} sequences, but runtime.max_batch is {limits.max_batch}: raise it in the recipe, or "
+                "pass fewer sequences"
+            )
+        if limits.max_tokens is not None and tokens > limits.max_tokens:
+            raise LimitError(
+                f"{tokens} tokens a sequence, but runtime.max_tokens is {limits.max_tokens}: raise it in the "
+                "recipe, pass fewer, or choose a bounded retention"
+            )
+
     def check_room(self, batch: int, tokens: int) -> None:
         """Refuse what does not fit, before anything is written.
 
@@ -57,22 +81,18 @@ class KVCache:
             LimitError: more sequences or tokens than the limits.
             InputError: another number of sequences than the cache holds.
         """
-        limits = self.plan.limits
-        if batch > limits.max_batch:
-            raise LimitError(
-                f"{batch} sequences, but runtime.max_batch is {limits.max_batch}: raise it in the recipe, or pass "
-                "fewer sequences"
-            )
+        limit = self.plan.limits.max_tokens
         if self.columns and batch != self.batch:
             raise InputError(
-                f"the cache holds {self.batch} sequences of {self.columns} tokens, and this call has {batch}: a "
-                "batch keeps its size until reset()"
+                f"the cache holds {self.batch} sequences of {self.columns} tokens, and this call has {batch}"
+                ": a batch keeps its size until reset()"
             )
-        if limits.max_tokens is not None and self.columns + tokens > limits.max_tokens:
+        if self.columns and limit is not None and self.columns + tokens > limit:
             raise LimitError(
                 f"{self.columns} tokens in the cache and {tokens} new ones are more than runtime.max_tokens "
-                f"{limits.max_tokens}: raise it in the recipe, call reset(), or choose a bounded retention"
+                f"{limit}: raise it in the recipe, call reset(), or choose a bounded retention"
             )
+        self.check_limits(batch, tokens)
 
     def reserve(self, batch: int) -> None:
         """Allocate for `batch` sequences, unless the buffers already are of that size."""
@@ -106,6 +126,8 @@ class KVCache:
     def reorder(self, index: Tensor) -> None:
         """Row i becomes what row index[i] was (beam search); in place, so that addresses stay."""
         index = index.to(self.device)
-        for buffer in self.buffers.values():
-            buffer.copy_(buffer.index_select(0, index))
+        for name, buffer in self.buffers.items():
+            # Of a contiguous layer only the slots that hold something.
+            used = buffer[:, :, : self.columns] if name in self._contiguous else buffer
+            used.copy_(used.index_select(0, index))
         self.seq_lens = self.seq_lens.index_select(0, index)

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
 
 from kvcompile.emit.executor import Executor
 from kvcompile.errors import InputError, LimitError
@@ -19,6 +21,13 @@ from kvcompile.plan import Plan
 from kvcompile.runtime.cache import KVCache
 from kvcompile.runtime.module import CachedModel
 from kvcompile.runtime.program import Program
+
+_MODES = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.BEAM_SEARCH,
+    GenerationMode.BEAM_SAMPLE,
+)
 
 
 class CacheHandle:
@@ -43,7 +52,8 @@ class CacheHandle:
         self._cache.reorder(beam_idx)
 
     def __repr__(self) -> str:
-        return f"CacheHandle({self._cache.batch} sequences, {self._cache.columns} tokens, {self._cache.nbytes} bytes)"
+        cache = self._cache
+        return f"CacheHandle({cache.batch} sequences, {cache.columns} tokens, {cache.nbytes} bytes)"
 
 
 class HuggingFaceCachedModel(CachedModel, GenerationMixin):  # type: ignore[misc]
@@ -65,40 +75,92 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):  # type: ignore[misc
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
+        *,
         past_key_values: CacheHandle | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As `CachedModel.forward`; the other arguments are those that generate() passes.
+        """As `CachedModel.forward`, with arguments that the original also takes.
 
         Args:
-            position_ids: follow from `attention_mask` and the cache; accepted only because generate() passes them.
-            past_key_values: this module's own handle, or None.
-            use_cache: the cache is always used.
+            past_key_values: this module's own handle, or None; the cache is used either way.
+            use_cache: not False.
             logits_to_keep: logits of the last n tokens only; 0 is all.
+            kwargs: position_ids that say what the cache and `attention_mask` say; nothing else.
 
         Raises:
             InputError: an argument that this module cannot honour; see `CachedModel.forward` for the rest.
         """
+        positions = kwargs.pop("position_ids", None)
         refused = {name: value for name, value in kwargs.items() if value is not None and value is not False}
         if input_ids is None or refused:
             what = ", ".join(sorted(refused)) or "no input_ids"
             raise InputError(f"this module takes input_ids and attention_mask; it cannot honour: {what}")
-        if past_key_values is not None and past_key_values is not self.handle:
-            raise InputError(
-                f"past_key_values: expected this module's own cache handle or None, got {type(past_key_values).__name__}"
-            )
-        if not isinstance(logits_to_keep, int) or logits_to_keep < 0:
+        self._check_cache_choice(past_key_values, use_cache)
+        # A bool is an int to Python.
+        if not isinstance(logits_to_keep, int) or isinstance(logits_to_keep, bool) or logits_to_keep < 0:
             raise InputError(f"logits_to_keep: expected a count of last tokens, got {logits_to_keep!r}")
+        if positions is not None:
+            self._check_positions(input_ids, attention_mask, positions)
         output = self.program.rebuild(self._call(input_ids, attention_mask, keep=logits_to_keep or None))
         if past_key_values is not None:
             output["past_key_values"] = past_key_values
         if return_dict is False:
             return output.to_tuple()
         return output
+
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Hugging Face's generate(): greedy, sampling, beams; see there for the arguments.
+
+        It starts from an empty cache, or goes on where `past_key_values=fast.handle` is passed.
+
+        Raises:
+            InputError: what the cache inside cannot serve (assisted generation, inputs_embeds, another
+                cache); see also `CachedModel.forward`.
+            LimitError: the prompt and what it asks for would not fit; nothing has been computed.
+        """
+        if kwargs.get("inputs_embeds") is not None:
+            raise InputError("generate: this module takes input_ids, not inputs_embeds")
+        self._check_cache_choice(kwargs.get("past_key_values"), kwargs.get("use_cache"))
+        return super().generate(inputs, *args, **kwargs)
+
+    def _check_cache_choice(self, past_key_values: Any, use_cache: bool | None) -> None:
+        if past_key_values is not None and past_key_values is not self.handle:
+            raise InputError(
+                "past_key_values: this module has its own cache: expected its `handle` (to go on) or None, "
+                f"got {type(past_key_values).__name__}"
+            )
+        if use_cache is False:
+            raise InputError(
+                "use_cache=False: this module has no form without its cache; call the original model"
+            )
+
+    def _check_positions(self, input_ids: Tensor, mask: Tensor | None, positions: Any) -> None:
+        self._check_ids(input_ids)
+        pads = self._pads(input_ids, mask)
+        batch, tokens = input_ids.shape
+        first = self.cache.seq_lens if self.cache.columns else self.cache.seq_lens.new_zeros(batch)
+        if pads is not None:
+            first = first - pads
+        own = first[:, None] + torch.arange(tokens, device=self.device)
+        fits = isinstance(positions, Tensor) and tuple(positions.shape) in ((batch, tokens), (1, tokens))
+        if not fits or not bool(((positions.to(self.device) == own) | (own < 0)).all()):
+            raise InputError(
+                "position_ids: they follow from attention_mask and from what is in the cache, and these "
+                "differ; leave them out"
+            )
+
+    def _validate_generation_mode(
+        self, generation_mode: Any, generation_config: Any, mode_kwargs: Any
+    ) -> None:
+        if generation_mode not in _MODES:
+            raise InputError(
+                f"{generation_mode.value}: it steps back in the text, and the cache of this module only goes "
+                "on; use greedy search, sampling or beam search, or the original model"
+            )
+        super()._validate_generation_mode(generation_mode, generation_config, mode_kwargs)
 
     def can_generate(self) -> bool:
         return True
@@ -128,24 +190,29 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):  # type: ignore[misc
     ) -> Any:
         """Hand generate() our handle, and refuse before the first token what would not fit at the end."""
         given = model_kwargs.get("past_key_values")
-        if given is not None and given is not self.handle:
-            raise InputError(
-                "past_key_values: this module has its own cache; pass `fast.handle` to go on from it, or nothing"
-            )
+        self._check_cache_choice(given, generation_config.use_cache)
         if generation_config.cache_implementation is not None:
             raise InputError(
-                f"cache_implementation={generation_config.cache_implementation!r}: the recipe has chosen the cache"
+                f"cache_implementation={generation_config.cache_implementation!r}: the recipe has chosen the "
+                "cache; leave it out"
             )
-        if generation_config.use_cache is False:
-            raise InputError("use_cache=False: this module has no form without its cache; call the original model")
+        for name in ("output_attentions", "output_hidden_states"):
+            if getattr(generation_config, name):
+                raise InputError(f"{name}: the rewritten graph gives logits only; call the original model")
         limit = self.plan.limits.max_tokens
         if limit is not None and max_cache_length > limit:
             raise LimitError(
-                f"prompt and max_new_tokens come to {max_cache_length} cached tokens, more than runtime.max_tokens "
-                f"{limit}: raise it in the recipe, ask for fewer tokens, or choose a bounded retention"
+                f"prompt and max_new_tokens come to {max_cache_length} cached tokens, more than "
+                f"runtime.max_tokens {limit}: raise it in the recipe, ask for fewer tokens, or choose a "
+                "bounded retention"
             )
+        self.cache.check_limits(
+            batch_size * max(generation_config.num_beams, generation_config.num_return_sequences), 1
+        )
         if given is None:
             self.reset()
+        # Every step is one token long; without this, generate() would send the whole sequence again.
+        generation_config.use_cache = True
         model_kwargs["past_key_values"] = self.handle
         return False
 
@@ -161,18 +228,24 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):  # type: ignore[misc
         past_key_values: Any = None,
         attention_mask: Tensor | None = None,
         is_first_iteration: bool | None = False,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The tokens that are not in the cache yet; of a prompt, only the last logits."""
+        if next_sequence_length is not None and next_sequence_length < 1:
+            raise InputError(
+                f"generate: the cache holds {self.cache.columns} tokens, and the input has "
+                f"{input_ids.shape[1]}: to go on, pass the whole conversation or only what is new; to start "
+                "over, leave out past_key_values"
+            )
         new = input_ids if next_sequence_length is None else input_ids[:, -next_sequence_length:]
-        refused = {k: v for k, v in kwargs.items() if v is not None and k in ("inputs_embeds", "token_type_ids")}
-        if refused:
-            raise InputError(f"generate: this module takes input_ids only, not {', '.join(refused)}")
+        # The prompt says where each sequence starts; what generate() adds is never padding.
+        first = is_first_iteration or self.cache.columns == 0
+        checked = first and position_ids is not None
         return {
             "input_ids": new.contiguous(),
-            # The first pass says where each sequence starts; what generate() adds is never padding.
-            "attention_mask": attention_mask if is_first_iteration or self.cache.columns == 0 else None,
+            "attention_mask": attention_mask if first else None,
+            "position_ids": position_ids[..., -new.shape[1] :] if checked else None,
             "past_key_values": past_key_values,
             "logits_to_keep": 1,
         }
-

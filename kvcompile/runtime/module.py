@@ -28,7 +28,7 @@ class CachedModel(nn.Module):
 
     def __init__(self, model: nn.Module, program: Program, plan: Plan, executor: Executor):
         super().__init__()
-        # Not registered as a submodule twice over: parameters() are the original's, by the same names.
+        # The weights are the original's own: parameters() gives them once, under "model.".
         self.model = model
         self.plan = plan
         self.program = program
@@ -36,6 +36,7 @@ class CachedModel(nn.Module):
         self.report: dict[str, Any] = {}
         self.analysis: Analysis | None = None
         self.cache = KVCache(plan, program.caches, program.device)
+        self._prepared: set[ShapeClass] = set()
         self.train(False)
 
     @property
@@ -94,7 +95,9 @@ class CachedModel(nn.Module):
             if kept:
                 pieces.append(outputs)
             start += size
-        return pieces[0] if len(pieces) == 1 else [torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True)]
+        if len(pieces) == 1:
+            return pieces[0]
+        return [torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True)]
 
     def _chunks(self, tokens: int) -> list[int]:
         """Sizes of the passes of a prompt, as even as can be."""
@@ -146,7 +149,7 @@ class CachedModel(nn.Module):
         )
 
     def _prepare(self, shapes: ShapeClass, progress: Progress | None) -> None:
-        if not self.executor.compiled:
+        if shapes in self._prepared or not self.executor.compiled:
             return
         program = self.program
         device = self.device
@@ -163,13 +166,16 @@ class CachedModel(nn.Module):
         for name, (shape, dtype) in self.cache.shapes().items():
             examples[name] = Symbolic(("batch", *shape), dtype, device)
         self.executor.prepare(shapes, examples, progress)
+        self._prepared.add(shapes)
 
     def _check_ids(self, input_ids: Any) -> None:
         if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or 0 in input_ids.shape:
             got = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
             raise InputError(f"input_ids: expected an int64 tensor [batch, new tokens], got {got}")
         if input_ids.dtype != torch.int64:
-            raise InputError(f"input_ids: expected dtype torch.int64, got {input_ids.dtype}; pass input_ids.long()")
+            raise InputError(
+                f"input_ids: expected dtype torch.int64, got {input_ids.dtype}; pass input_ids.long()"
+            )
         if input_ids.device != self.device:
             raise InputError(
                 f"input_ids: expected device {self.device} (the model's), got {input_ids.device}; "
@@ -185,7 +191,15 @@ class CachedModel(nn.Module):
         if not isinstance(mask, Tensor) or tuple(mask.shape) not in ((batch, tokens), (batch, total)):
             got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise InputError(f"attention_mask: expected [{batch}, {tokens}] or [{batch}, {total}], got {got}")
-        real = mask[:, -tokens:].to(self.device).bool()
+        mask = mask.to(self.device).bool()
+        past = torch.arange(self.cache.columns, device=self.device)
+        shown = past >= self.cache.columns - self.cache.seq_lens[:, None]
+        if mask.shape[1] > tokens and not torch.equal(mask[:, :-tokens], shown):
+            raise InputError(
+                "attention_mask: of the tokens in the cache, it must hide those that were padding when they "
+                "came, and no others; reset() forgets them all"
+            )
+        real = mask[:, -tokens:]
         if bool(real.all()):
             return None
         pads = (~real).sum(1)
@@ -210,8 +224,9 @@ class CachedModel(nn.Module):
         moved = fn(probe)
         if moved.dtype != probe.dtype or moved.device != probe.device:
             raise KVCompileError(
-                f"this module was optimized for {probe.dtype} on {probe.device}, and its cache and compiled code stay "
-                f"there; move the original model to {moved.dtype} on {moved.device} and call kvcompile.optimize again"
+                f"this module was optimized for {probe.dtype} on {probe.device}, and its cache and compiled "
+                f"code stay there; move the original model to {moved.dtype} on {moved.device} and call "
+                "kvcompile.optimize again"
             )
         return self
 
@@ -239,10 +254,12 @@ class PlainCachedModel(CachedModel):
         streamer: Any = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Generate after `input_ids` int64 [B, S]; returns [B, S + new tokens] (shorter where all rows end).
+        """Generate after `input_ids` int64 [B, S], from an empty cache.
+
+        Returns [B, S + new tokens], fewer where all rows end.
 
         Args:
-            do_sample: draw from the softmax at `temperature` (of the `top_k` likeliest); else take the likeliest.
+            do_sample: draw from the softmax at `temperature` (of the `top_k` likeliest), else take the first.
             eos_token_id: a row that has produced it goes on with it.
             streamer: has put(tokens) and end(), as Hugging Face's; one sequence only.
 
@@ -252,14 +269,16 @@ class PlainCachedModel(CachedModel):
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
         if do_sample and temperature <= 0:
-            raise InputError(f"temperature: expected more than 0, got {temperature}; do_sample=False is greedy")
+            raise InputError(
+                f"temperature: expected more than 0, got {temperature}; do_sample=False is greedy"
+            )
         if top_k is not None and top_k < 1:
             raise InputError(f"top_k: expected at least 1, got {top_k}")
         self._check_ids(input_ids)
         if streamer is not None and input_ids.shape[0] != 1:
             raise InputError(f"streamer: expected one sequence, got {input_ids.shape[0]}")
+        self.cache.check_limits(input_ids.shape[0], input_ids.shape[1] + max_new_tokens - 1)
         self.reset()
-        self.cache.check_room(input_ids.shape[0], input_ids.shape[1] + max_new_tokens - 1)
         if streamer is not None:
             streamer.put(input_ids)
         tokens, new, mask = input_ids, input_ids, attention_mask
@@ -292,4 +311,3 @@ def _pick(
         least = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)
-

@@ -1,0 +1,207 @@
+"""What a cold and a warm start of kvcompile cost, beside plain torch.compile of the same model.
+
+Every start is a process of its own. A cold one has an empty Inductor cache, the warm one runs after it with the
+same cache. Both sides compile what generation needs: a prompt of any length and a decode step.
+
+    python benchmarks/compile_time.py                 # SmolLM2, int8; about 5 minutes on 2 cores
+    python benchmarks/compile_time.py --only ours     # without plain torch.compile
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PROMPT_TOKENS = 48  # of the prompt that plain torch.compile is compiled with; its length stays dynamic
+
+
+def machine() -> dict[str, Any]:
+    """Where the figures come from."""
+    import torch
+    import transformers
+
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        cpu = names[0] if names else cpu
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def start(side: str, options: argparse.Namespace, cache: str | None) -> dict[str, Any]:
+    """One start of `side` ("ours" or "plain") in a process of its own; `cache`: its Inductor cache folder.
+
+    Raises:
+        RuntimeError: the process failed; the message has its last lines.
+    """
+    command = [sys.executable, __file__, "--worker", side, *_arguments(options)]
+    environment = os.environ if cache is None else {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(f"a start of {side!r} failed:\n" + "\n".join(done.stderr.splitlines()[-8:]))
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def _arguments(options: argparse.Namespace) -> list[str]:
+    listed = ["--model", options.model, "--recipe", options.recipe, "--device", options.device]
+    if options.dtype:
+        listed += ["--dtype", options.dtype]
+    for setting in options.settings:
+        listed += ["--set", setting]
+    return listed
+
+
+def _ours(options: argparse.Namespace) -> dict[str, Any]:
+    """A whole start: capture, verify, compile, and a first token."""
+    import kvcompile
+    from kvcompile.cli.common import overrides_from
+    from kvcompile.models import load_model
+
+    model = load_model(options.model, options.dtype, options.device).model
+    began = time.perf_counter()
+    fast: Any = kvcompile.optimize(model, options.recipe, **overrides_from(options.settings))
+    compile_began = time.perf_counter()
+    fast.warmup()
+    done = time.perf_counter()
+    verify = fast.report["verify_seconds"]
+    return {
+        "capture": compile_began - began - verify,
+        "verify": verify,
+        "compile": done - compile_began,
+        "total": done - began,
+        "plan": fast.plan.digest(),
+        **cache_use(),
+    }
+
+
+def _plain(options: argparse.Namespace) -> dict[str, Any]:
+    """torch.compile of the model with a StaticCache: a prompt of dynamic length, then a decode step.
+
+    The seconds are those of the first calls less those of the same calls again, once compiled.
+    """
+    import torch
+    from transformers import StaticCache
+
+    from kvcompile.models import load_model
+
+    model = load_model(options.model, options.dtype, options.device).model
+    forward = torch.compile(model.forward, dynamic=True)
+    cache = StaticCache(config=model.config, max_cache_len=2048)
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(model.config.vocab_size, (1, PROMPT_TOKENS), generator=generator).to(model.device)
+
+    def call(tokens: Any) -> float:
+        began = time.perf_counter()
+        with torch.no_grad():
+            logits = forward(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            logits.sum().item()
+        return time.perf_counter() - began
+
+    prefill_first = call(prompt)
+    decode_first = call(prompt[:, :1])
+    cache.reset()
+    seconds = prefill_first - call(prompt[:, : PROMPT_TOKENS - 5]) + decode_first - call(prompt[:, :1])
+    return {
+        "compile": seconds,
+        "total": seconds,
+        "graphs": torch._dynamo.utils.counters["stats"].get("unique_graphs", 0),
+        **cache_use(),
+    }
+
+
+def cache_use() -> dict[str, int]:
+    """How many compiled graphs of this process came from Inductor's cache, and how many did not."""
+    from torch._dynamo.utils import counters
+
+    inductor = counters["inductor"]
+    return {"cache_hits": inductor["fxgraph_cache_hit"], "cache_misses": inductor["fxgraph_cache_miss"]}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="as for kvcompile.models.load_model")
+    parser.add_argument("--recipe", default="int8")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default=None)
+    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--only", choices=("ours", "plain"), help="measure one side only")
+    parser.add_argument("--out", default="compile_time", help="name of the file in benchmarks/results, or a path")
+    parser.add_argument("--worker", choices=("ours", "plain"), help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    workers: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"ours": _ours, "plain": _plain}
+    if options.worker:
+        print(json.dumps(workers[options.worker](options)))
+        return 0
+    from rich.console import Console
+
+    from kvcompile.console import render, table
+
+    progress = Console(stderr=True)
+    starts: dict[str, dict[str, Any]] = {}
+    try:
+        for side in workers:
+            if options.only not in (None, side):
+                continue
+            # The same folder for both starts: the second finds what the first has left.
+            with tempfile.TemporaryDirectory(prefix="kvcompile-bench-") as folder:
+                for temperature in ("cold", "warm"):
+                    with progress.status(f"{side}, {temperature} start"):
+                        starts[f"{side} {temperature}"] = start(side, options, folder)
+                    if not progress.is_terminal:
+                        print(f"{side} {temperature}: {starts[f'{side} {temperature}']}", file=sys.stderr)
+    except RuntimeError as error:
+        progress.print(f"error: {error}", style="red", markup=False, highlight=False)
+        return 1
+    result = {
+        "benchmark": "compile_time",
+        "model": options.model,
+        "recipe": options.recipe,
+        "machine": machine(),
+        "starts": starts,
+    }
+    path = write(result, options.out)
+    made = table("start", "capture s", "verify s", "compile s", "in all s", right=("capture s", "verify s", "compile s"))
+    for name, row in starts.items():
+        cells = [f"{row[key]:.1f}" if key in row else "" for key in ("capture", "verify", "compile", "total")]
+        made.add_row(name.replace("plain", "torch.compile").replace("ours", f"kvcompile {options.recipe}"), *cells)
+    print(render(made))
+    print(f"written to {path}")
+    return 0
+
+
+def write(result: dict[str, Any], out: str) -> Path:
+    """JSON to benchmarks/results/<out>.json, or to `out` itself where it is a path."""
+    path = Path(out) if out.endswith(".json") or os.sep in out else RESULTS / f"{out}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())
