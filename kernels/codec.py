@@ -44,7 +44,8 @@ def decode(storage: Storage, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
             data, scale, minimum = parts
             q = torch.cat([data & 15, data >> 4], dim=-1).float()
             grouped = q.unflatten(-1, (storage.groups(q.shape[-1]), -1))
-            return (grouped * scale.float()[..., None] + minimum.float()[..., None]).flatten(-2).to(dtype)
+            x: Tensor = grouped * scale.float()[..., None] + minimum.float()[..., None]
+            return x.flatten(-2).to(dtype)
 
 
 def dot_keys(storage: Storage, q: Tensor, parts: list[Tensor]) -> Tensor:
@@ -69,7 +70,8 @@ def weigh_values(storage: Storage, p: Tensor, parts: list[Tensor]) -> Tensor:
 def _dot(q: Tensor, k: Tensor) -> Tensor:
     # A product and a sum, not a matmul: for one query, Inductor fuses it with the dequantization and reads
     # each key once from memory, where a batched GEMV of one row is 1.1x (fp32) to 3x (int8) slower on CPUs.
-    return (q.float()[:, :, :, None] * k.float()[:, :, None]).sum(-1)
+    product: Tensor = q.float()[:, :, :, None] * k.float()[:, :, None]
+    return product.sum(-1)
 
 
 def _weigh(p: Tensor, v: Tensor) -> Tensor:

@@ -55,7 +55,9 @@ def cached_attention(
     keys, values, key_positions = _stored(buffers, seq_lens, span, layout)
     k_all = torch.cat([codec.decode(layout.keys, keys, q.dtype), _as_stored(layout.keys, k)], dim=2)
     v_all = torch.cat([codec.decode(layout.values, values, q.dtype), _as_stored(layout.values, v)], dim=2)
-    out = _prefill(q, k_all, v_all, torch.cat([key_positions, positions], dim=1), positions, seq_lens, rope, spec)
+    out = _prefill(
+        q, k_all, v_all, torch.cat([key_positions, positions], dim=1), positions, seq_lens, rope, spec
+    )
     append(k, v, buffers, positions, seq_lens, layout)
     return out
 
@@ -189,4 +191,3 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
     """[B, Hq, S, D] x [B, Hkv, T, D] -> fp32 [B, Hkv, G, S, T]."""
     grouped = q.unflatten(1, (k.shape[1], q.shape[1] // k.shape[1])).float()
     return torch.matmul(grouped, k.float()[:, :, None].transpose(-1, -2))
-

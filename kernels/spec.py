@@ -30,4 +30,6 @@ class SiteSpec:
     @lru_cache(maxsize=1024)
     def from_json(text: str) -> SiteSpec:
         data = json.loads(text)
-        return SiteSpec(CacheLayout.from_json(json.dumps(data["layout"])), data["sm_scale"], data["mask_window"])
+        return SiteSpec(
+            CacheLayout.from_json(json.dumps(data["layout"])), data["sm_scale"], data["mask_window"]
+        )

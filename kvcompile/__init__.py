@@ -1,9 +1,9 @@
 """kvcompile gives any PyTorch decoder the KV cache you choose.
 
-    fast = kvcompile.optimize(model, recipe="long_context.yaml")
-    fast.generate(**tokens, max_new_tokens=256, streamer=streamer)
-    print(kvcompile.explain(model, recipe="long_context.yaml"))
-    print(kvcompile.estimate(model.config, recipe="int8", memory="24GiB"))
+fast = kvcompile.optimize(model, recipe="long_context.yaml")
+fast.generate(**tokens, max_new_tokens=256, streamer=streamer)
+print(kvcompile.explain(model, recipe="long_context.yaml"))
+print(kvcompile.estimate(model.config, recipe="int8", memory="24GiB"))
 """
 
 from __future__ import annotations

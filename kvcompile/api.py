@@ -70,7 +70,7 @@ def optimize(
 def _emit(model: nn.Module, front: Front, plan: Plan, recipe: Recipe, dump: Dump) -> CachedModel:
     rewritten, constants = rewrite(front, plan)
     regions = cut(rewritten.graph_module, lambda node: node.target is ops.cached_attention)
-    dump.back(rewritten, regions, recipe)
+    dump.back(model, rewritten, regions, recipe)
     executor = Executor(regions, recipe.compile.mode)
     program = Program(
         rewritten.caches,

@@ -1,12 +1,20 @@
-"""KVCOMPILE_DUMP=dir: the graph before and after each pass, the plan, the regions, the recipe."""
+"""KVCOMPILE_DUMP=dir: the graph after each stage, the plan, the regions, the recipe and a script that runs.
+
+The files go to `<dir>/<plan digest>/`. The plan and the cached graph also go to torch's structured trace, where
+tlparse shows them.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 
+import torch
 import yaml
+from torch import nn
 from torch.fx import GraphModule
 
 from kvcompile.emit.regions import Regions
@@ -16,10 +24,11 @@ from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe
 
 VARIABLE = "KVCOMPILE_DUMP"
+_REPRO_LIMIT = 64 * 2**20  # bytes of weights of a plain module that are worth saving beside the script
 
 
 class Dump:
-    """Writes files into `<dir>/<plan digest>/`; does nothing where the variable is not set."""
+    """Writes what `optimize` did; no files where the variable is not set."""
 
     def __init__(self, folder: Path | None, plan: Plan):
         self.folder = folder
@@ -32,25 +41,58 @@ class Dump:
 
     def front(self, front: Front) -> None:
         """The captured and the canonical graph, and the plan."""
+        _trace("kvcompile_plan", lambda: str(self.plan))
+        if self.folder is None:
+            return
         self._graph("1_captured", front.captured.graph_module)
         self._graph("2_canonical", front.canonical)
         self._text("plan.txt", f"{self.plan}\n")
         self._text("plan.json", json.dumps(self.plan.to_dict(), indent=2))
 
-    def back(self, rewritten: Rewritten, regions: Regions, recipe: Recipe) -> None:
-        """The cached graph, its distinct regions, and the recipe."""
+    def back(self, model: nn.Module, rewritten: Rewritten, regions: Regions, recipe: Recipe) -> None:
+        """The cached graph, its distinct regions, the recipe, and `repro.py`."""
+        _trace("kvcompile_cached_graph", lambda: _code(rewritten.graph_module))
+        if self.folder is None:
+            return
         self._graph("3_cached", rewritten.graph_module)
         for index, module in enumerate(regions.modules):
             calls = sum(call.region == index for call in regions.calls)
-            self._graph(f"4_region_{index}", module, f"called {calls} times")
-        self._text("recipe.yaml", yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False))
+            self._graph(f"4_region_{index}", module, f", called {calls} times")
+        self._text("recipe.yaml", yaml.safe_dump(_plain(recipe), sort_keys=False))
+        self._repro(model)
+
+    def _repro(self, model: nn.Module) -> None:
+        """A script that optimizes the same architecture with the same recipe and generates a few tokens."""
+        assert self.folder is not None
+        script = (resources.files("kvcompile") / "repro.py.txt").read_text("utf-8")
+        config = getattr(model, "config", None)
+        if hasattr(config, "to_json_string"):
+            self._text("config.json", config.to_json_string(use_diff=False))
+        elif sum(p.nbytes for p in model.parameters()) <= _REPRO_LIMIT:
+            try:
+                torch.save(model, self.folder / "model.pt")
+            except Exception as error:  # a module may hold anything; a dump must not break optimize()
+                script = f"# The model could not be saved ({error}): set `model` below yourself.\n{script}"
+        self._text("repro.py", script)
 
     def _graph(self, name: str, module: GraphModule, note: str = "") -> None:
-        if self.folder is not None:
-            code = module.print_readable(print_output=False, include_stride=False, include_device=False)
-            self._text(f"{name}.py", f"# {name} {note}\n{code}\n")
+        self._text(f"{name}.py", f"# {name}{note}\n{_code(module)}\n")
 
     def _text(self, name: str, text: str) -> None:
-        if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / name).write_text(text, "utf-8")
+        assert self.folder is not None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / name).write_text(text, "utf-8")
+
+
+def _code(module: GraphModule) -> str:
+    return str(module.print_readable(print_output=False))
+
+
+def _plain(recipe: Recipe) -> dict[str, object]:
+    return recipe.model_dump(mode="json", exclude_none=True)
+
+
+def _trace(name: str, payload: Callable[[], str]) -> None:
+    torch._logging.trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload
+    )

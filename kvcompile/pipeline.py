@@ -132,7 +132,7 @@ def example_inputs(front: Front, batch: int, tokens: int) -> dict[str, Any]:
 def _max_tokens(model: nn.Module, captured: Captured) -> int | None:
     if captured.max_seq_len is not None:
         return captured.max_seq_len
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     limit = getattr(text, "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None

@@ -175,7 +175,10 @@ def _decide(site: AttentionSite, num_layers: int, recipe: Recipe) -> Decision:
     config, rules = recipe.cache_for(site.layer, num_layers, site.mask.kind)
     layout = config.build(own_window=site.mask.window)
     because = [f"layers[{i}] of the recipe: {_where(recipe, i)}" for i in rules] or ["the recipe's cache"]
-    for side, storage, dim in (("keys", layout.keys, site.head_dim), ("values", layout.values, site.v_head_dim)):
+    for side, storage, dim in (
+        ("keys", layout.keys, site.head_dim),
+        ("values", layout.values, site.v_head_dim),
+    ):
         problem = storage.check(dim)
         if problem:
             raise ValueError(f"cache.{side}: {problem}")
@@ -192,7 +195,9 @@ def _decide(site: AttentionSite, num_layers: int, recipe: Recipe) -> Decision:
         )
     exact_retention, why = _exact(layout, site.mask)
     because.append(why)
-    lossless = exact_retention and isinstance(layout.keys, ModelDtype) and isinstance(layout.values, ModelDtype)
+    lossless = (
+        exact_retention and isinstance(layout.keys, ModelDtype) and isinstance(layout.values, ModelDtype)
+    )
     return Decision(
         layer=site.layer,
         module_path=site.module_path,

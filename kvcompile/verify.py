@@ -8,9 +8,11 @@ Two comparisons prove the two halves of the way:
                tokens, against the oracle of the same policy (kernels/policy.py)
 
 `thorough` adds longer passes, the budgets as they are, a plan that forgets and rounds nothing directly against
-the original, and (in `optimize`) the compiled program. An error is the RMS over a site's outputs (or the logits), relative to their RMS. Its budget is
-measured, not chosen: how far the same outputs move in the oracle when every q, k, v and attention result is
-disturbed by a few units in the last place, which is what two correct orders of summation do.
+the original, and (in `optimize`) the compiled program.
+
+An error is the RMS over a site's outputs (or the logits), relative to their RMS. Its budget is measured, not
+chosen: how far the same outputs move in the oracle when every q, k, v and attention result is disturbed by a few
+units in the last place, which is what two correct orders of summation do.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Check:
     seconds: float
 
     def __str__(self) -> str:
-        return f"{self.name}: error {self.error:.1e} of {self.budget:.1e} allowed, {self.tokens} tokens, {self.seconds:.1f} s"
+        errors = f"error {self.error:.1e} of {self.budget:.1e} allowed"
+        return f"{self.name}: {errors}, {self.tokens} tokens, {self.seconds:.1f} s"
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def verify(model: nn.Module, front: Front, plan: Plan, mode: VerifyMode) -> tupl
     """
     if mode == "off":
         return ()
-    chunks = _QUICK_CHUNKS if mode == "quick" else _CHUNKS
+    chunks: tuple[int, ...] = _QUICK_CHUNKS if mode == "quick" else _CHUNKS
     checks = [_check_detection(model, front, plan, sum(chunks))]
     checks.append(_check_cache("cache, small budgets", front, _shrink(plan), chunks))
     if mode == "thorough":
@@ -119,7 +122,13 @@ def _check_detection(model: nn.Module, front: Front, plan: Plan, tokens: int) ->
     oracle, noisy = _oracles(front, lossless, {}, ids, pads)
     original = _Run(_original(model, front, ids), ())
     return _compare(
-        "detection", _Run(oracle.logits, ()), original, _Run(_shift(original, oracle, noisy), ()), pads, plan, started
+        "detection",
+        _Run(oracle.logits, ()),
+        original,
+        _Run(_shift(original, oracle, noisy), ()),
+        pads,
+        plan,
+        started,
     )
 
 
@@ -134,7 +143,13 @@ def _check_lossless(model: nn.Module, front: Front, plan: Plan, chunks: Sequence
     original = _Run(_original(model, front, ids), ())
     got = _cached(front, plan, rewritten, constants, ids, pads, chunks)
     return _compare(
-        "lossless", _Run(got.logits, ()), original, _Run(_shift(original, oracle, noisy), ()), pads, plan, started
+        "lossless",
+        _Run(got.logits, ()),
+        original,
+        _Run(_shift(original, oracle, noisy), ()),
+        pads,
+        plan,
+        started,
     )
 
 
@@ -226,7 +241,9 @@ class _Oracle(Interpreter):
     def __init__(self, front: Front, plan: Plan, tables: dict[int, list[Tensor]], pads: Tensor, noise: bool):
         super().__init__(front.canonical, garbage_collect_values=False)
         self.front, self.plan, self.tables, self.pads, self.noise = front, plan, tables, pads, noise
-        self.sites = {site.out: (site, decision) for site, decision in zip(front.sites, plan.decisions, strict=True)}
+        self.sites = {
+            site.out: (site, decision) for site, decision in zip(front.sites, plan.decisions, strict=True)
+        }
         self.outputs: list[Tensor] = []
         self.generator = torch.Generator(device=front.device).manual_seed(1)
 
@@ -247,9 +264,9 @@ class _Oracle(Interpreter):
         if decision.layout.retention.in_cache:
             assert site.rope is not None
             q, k = site.rope.q_input, site.rope.k_input
-        args = [self._disturbed(self.env[node]) for node in (q, k, v)]
+        q_in, k_in, v_in = (self._disturbed(self.env[node]) for node in (q, k, v))
         spec = SiteSpec(decision.layout, decision.sm_scale, decision.mask.window)
-        out = policy_attention(*args, spec, self.tables.get(site.layer, []), self.pads)
+        out = policy_attention(q_in, k_in, v_in, spec, self.tables.get(site.layer, []), self.pads)
         self.outputs.append(self._disturbed(out))
         return self.outputs[-1]
 
@@ -291,7 +308,9 @@ def _cached(
         name: torch.full((batch, *spec.shape), 3, dtype=spec.dtype, device=device)
         for names, d in zip(rewritten.caches, plan.decisions, strict=True)
         for name, spec in zip(
-            names, d.layout.buffers(d.num_kv_heads, d.head_dim, d.v_head_dim, plan.torch_dtype, limit), strict=True
+            names,
+            d.layout.buffers(d.num_kv_heads, d.head_dim, d.v_head_dim, plan.torch_dtype, limit),
+            strict=True,
         )
     }
     seq_lens = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -315,7 +334,9 @@ def _cached(
         sites.append(tap.outputs)
         seq_lens = positions[:, -1] + 1
         start += size
-    return _Run(torch.cat(logits, dim=1), tuple(torch.cat(parts, dim=2) for parts in zip(*sites, strict=True)))
+    return _Run(
+        torch.cat(logits, dim=1), tuple(torch.cat(parts, dim=2) for parts in zip(*sites, strict=True))
+    )
 
 
 def _compare(
@@ -326,7 +347,8 @@ def _compare(
     real = torch.arange(tokens, device=pads.device) >= pads[:, None]
     worst: tuple[float, float, float, int | None] = (-1.0, 0.0, 0.0, None)
     rows: list[tuple[int | None, Tensor, Tensor, Tensor]] = [
-        (plan.decisions[i].layer, g, o, n) for i, (g, o, n) in enumerate(zip(got.sites, oracle.sites, noisy.sites, strict=True))
+        (plan.decisions[i].layer, g, o, n)
+        for i, (g, o, n) in enumerate(zip(got.sites, oracle.sites, noisy.sites, strict=True))
     ]
     rows.append((None, got.logits, oracle.logits, noisy.logits))
     for layer, g, o, n in rows:
@@ -344,7 +366,9 @@ def _relative(x: Tensor, reference: Tensor, where: Tensor) -> float:
     """RMS of x - reference over RMS of reference, at real tokens."""
     mask = where[..., None].expand(reference.shape)
     difference = (x.double() - reference.double())[mask]
-    return float(difference.square().mean().sqrt() / reference.double()[mask].square().mean().sqrt().clamp(min=1e-30))
+    return float(
+        difference.square().mean().sqrt() / reference.double()[mask].square().mean().sqrt().clamp(min=1e-30)
+    )
 
 
 def _failure(name: str, layer: int | None, error: float, budget: float, plan: Plan) -> str:
@@ -362,7 +386,9 @@ def _failure(name: str, layer: int | None, error: float, budget: float, plan: Pl
 def _as_lossless(plan: Plan) -> Plan:
     """The plan with layouts that forget and round nothing."""
     limits = replace(plan.limits, max_tokens=_SMALL_TOKENS)
-    return replace(plan, limits=limits, decisions=tuple(replace(d, layout=CacheLayout()) for d in plan.decisions))
+    return replace(
+        plan, limits=limits, decisions=tuple(replace(d, layout=CacheLayout()) for d in plan.decisions)
+    )
 
 
 def _shrink(plan: Plan) -> Plan:
@@ -375,7 +401,9 @@ def _shrink(plan: Plan) -> Plan:
                 retention = Window(min(size, _SMALL_WINDOW))
             case SinkWindow():
                 retention = replace(
-                    retention, sinks=min(retention.sinks, _SMALL_SINKS), window=min(retention.window, _SMALL_WINDOW)
+                    retention,
+                    sinks=min(retention.sinks, _SMALL_SINKS),
+                    window=min(retention.window, _SMALL_WINDOW),
                 )
         return replace(decision, layout=replace(decision.layout, retention=retention))
 

@@ -85,7 +85,17 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
         with graph.inserting_before(old):
             new = graph.call_function(
                 ops.cached_attention,
-                (copied[q], copied[k], copied[site.v], buffers, positions, seq_lens, rope, span, spec.to_json()),
+                (
+                    copied[q],
+                    copied[k],
+                    copied[site.v],
+                    buffers,
+                    positions,
+                    seq_lens,
+                    rope,
+                    span,
+                    spec.to_json(),
+                ),
             )
         new.meta = dict(old.meta) | {"kvcompile_layer": decision.layer}
         old.replace_all_uses_with(new)
@@ -100,6 +110,10 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
 
 def _buffer_names(decision: Decision, plan: Plan) -> list[str]:
     specs = decision.layout.buffers(
-        decision.num_kv_heads, decision.head_dim, decision.v_head_dim, plan.torch_dtype, plan.limits.max_tokens
+        decision.num_kv_heads,
+        decision.head_dim,
+        decision.v_head_dim,
+        plan.torch_dtype,
+        plan.limits.max_tokens,
     )
     return [f"cache_{decision.layer}_{spec.name.replace('.', '_')}" for spec in specs]

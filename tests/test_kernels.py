@@ -36,7 +36,12 @@ def rope_tables(count: int, dim: int = D) -> list[torch.Tensor]:
 
 
 def run_cached(
-    spec: SiteSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunks: list[int], padding: torch.Tensor
+    spec: SiteSpec,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    chunks: list[int],
+    padding: torch.Tensor,
 ) -> torch.Tensor:
     batch, total = q.shape[0], q.shape[2]
     limit = total + 2
@@ -54,7 +59,15 @@ def run_cached(
         span = min(limit, -(-(start + size) // 8) * 8)
         outs.append(
             torch.ops.kvcompile.cached_attention(
-                q[:, :, part], k[:, :, part], v[:, :, part], buffers, positions, seq_lens, rope, span, spec.to_json()
+                q[:, :, part],
+                k[:, :, part],
+                v[:, :, part],
+                buffers,
+                positions,
+                seq_lens,
+                rope,
+                span,
+                spec.to_json(),
             )
         )
         seq_lens = positions[:, -1] + 1
@@ -62,9 +75,13 @@ def run_cached(
     return torch.cat(outs, dim=2)
 
 
-def budget(spec: SiteSpec, args: list[torch.Tensor], padding: torch.Tensor, oracle: torch.Tensor) -> torch.Tensor:
+def budget(
+    spec: SiteSpec, args: list[torch.Tensor], padding: torch.Tensor, oracle: torch.Tensor
+) -> torch.Tensor:
     """Twice the error of the same computation in this dtype against float64, plus rounding (per element)."""
-    exact = policy_attention(*[a.double() for a in args], spec, [t.double() for t in rope_tables(64)], padding)
+    exact = policy_attention(
+        *[a.double() for a in args], spec, [t.double() for t in rope_tables(64)], padding
+    )
     # The quantized grids differ between dtypes where a value sits on an edge: rounding is compared in-dtype only.
     eps = torch.finfo(oracle.dtype).eps
     own = (oracle.double() - exact).abs().max() if isinstance(spec.layout.keys, ModelDtype) else 0.0

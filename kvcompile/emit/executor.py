@@ -83,7 +83,9 @@ class Executor:
     def run(self, shapes: ShapeClass, inputs: dict[str, Any]) -> tuple[Tensor, ...]:
         """Run all regions; `inputs` by placeholder name. `prepare` must have been called for `shapes`."""
         programs: Sequence[Compiled] = (
-            self._programs[shapes] if self.compiled else [self.regions.modules[c.region] for c in self.regions.calls]
+            self._programs[shapes]
+            if self.compiled
+            else [self.regions.modules[c.region] for c in self.regions.calls]
         )
         weights = self.regions.weights
         values = dict(inputs)

@@ -57,7 +57,9 @@ class Tracer:
 
     def _symbol(self, name: str) -> Any:
         source = ConstantSource(name)
-        symbol = self.env.create_symbol(HINTS[name], source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+        symbol = self.env.create_symbol(
+            HINTS[name], source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
+        )
         return self.env.create_symintnode(symbol, hint=HINTS[name], source=source)
 
     def empty(self, shape: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -66,7 +66,9 @@ def cut(module: GraphModule, is_site: Callable[[Node], bool]) -> Regions:
         members = groups[key]
         inside = set(members)
         inputs = list(dict.fromkeys(i for n in members for i in n.all_input_nodes if i not in inside))
-        outputs = [n for n in members if n in final or any(u not in inside and u.op != "output" for u in n.users)]
+        outputs = [
+            n for n in members if n in final or any(u not in inside and u.op != "output" for u in n.users)
+        ]
         text = _text(members, inputs, outputs, {n: tensors[weights[n]] for n in inputs if n in weights})
         if text not in known:
             known[text] = len(modules)
@@ -110,7 +112,8 @@ def _text(members: list[Node], inputs: list[Node], outputs: list[Node], weights:
     """The structure as text: equal texts compute the same function of their inputs."""
     number = {n: f"%{i}" for i, n in enumerate([*inputs, *members])}
     lines = [
-        f"{number[n]} = " + (f"{w.dtype}{tuple(w.shape)}{w.stride()}{w.device}" if (w := weights.get(n)) is not None else "in")
+        f"{number[n]} = "
+        + (f"{w.dtype}{tuple(w.shape)}{w.stride()}{w.device}" if (w := weights.get(n)) is not None else "in")
         for n in inputs
     ]
     for n in members:

@@ -54,7 +54,9 @@ class Ring:
         window = retention.window
         assert window is not None, "check() refuses a ring without a window"
         ring = retention.sinks + sympy.Mod(sy.pos - retention.sinks, window)
-        return ring if not retention.sinks else sympy.Piecewise((sy.pos, sy.pos < retention.sinks), (ring, True))
+        return (
+            ring if not retention.sinks else sympy.Piecewise((sy.pos, sy.pos < retention.sinks), (ring, True))
+        )
 
     def token_at(self, retention: Retention) -> sympy.Expr:
         # The newest position below `length` that address() maps to `slot`; below `sinks` (or negative)

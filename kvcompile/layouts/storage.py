@@ -4,7 +4,7 @@
 |---|---|---|
 | ModelDtype | dim elements of the model's dtype | - |
 | Int8 | dim int8 + one scale, x ~ q * scale, scale = absmax / 127 | LMDeploy, vLLM int8 per token-head |
-| Int4 | dim/2 bytes + scale and minimum per group, x ~ q * scale + minimum, scale = (max - min) / 15 | LMDeploy, QServe |
+| Int4 | dim/2 bytes + scale, minimum per group, x ~ q * scale + minimum, scale = (max - min) / 15 | LMDeploy |
 
 A storage is data; `kernels/reference.py` encodes and decodes by it. To add one, see CONTRIBUTING.md.
 """

@@ -1,12 +1,12 @@
 """The symbols every layout's address and byte expressions are written in.
 
-    pos     position of a token in its sequence, 0-based
-    slot    index into a layer's array of slots
-    length  tokens a sequence has seen
-    B       sequences          T   limit on tokens per sequence
-    H       KV heads of a layer
-    D, Dv   channels of one K / V vector
-    P       bytes of one model-dtype element
+pos     position of a token in its sequence, 0-based
+slot    index into a layer's array of slots
+length  tokens a sequence has seen
+B       sequences          T   limit on tokens per sequence
+H       KV heads of a layer
+D, Dv   channels of one K / V vector
+P       bytes of one model-dtype element
 """
 
 from __future__ import annotations

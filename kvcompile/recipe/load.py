@@ -49,7 +49,9 @@ def load_recipe(source: object, **overrides: Any) -> Recipe:
     elif isinstance(source, (str, Path)):
         data, where = _read(source)
     else:
-        raise RecipeError("recipe", [f"expected a name, a path, a mapping or a Recipe, got {type(source).__name__}"])
+        raise RecipeError(
+            "recipe", [f"expected a name, a path, a mapping or a Recipe, got {type(source).__name__}"]
+        )
     if overrides:
         data = _override(data, overrides, where)
     return _validate(data, where)
@@ -67,7 +69,9 @@ def _read(source: str | Path) -> tuple[dict[str, Any], str]:
             text = path.read_text("utf-8")
         except FileNotFoundError:
             known = ", ".join(shipped_recipes())
-            raise RecipeError(where, [f"no such file, and no shipped recipe of that name; shipped: {known}"]) from None
+            raise RecipeError(
+                where, [f"no such file, and no shipped recipe of that name; shipped: {known}"]
+            ) from None
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(where, [f"cannot be read: {error}"]) from error
     try:
@@ -137,14 +141,23 @@ def _rule_problems(data: dict[str, Any]) -> list[str]:
 
 
 def _tuples(data: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if key == "layers" and isinstance(value, list) else value for key, value in data.items()}
+    return {
+        key: tuple(value) if key == "layers" and isinstance(value, list) else value
+        for key, value in data.items()
+    }
 
 
 def _say(item: Any, prefix: tuple[str | int, ...] = ()) -> str:
     """One pydantic error as `path: what was expected, got what came`."""
     tags = {"full", "window", "sink_window"}
-    loc = [part for i, part in enumerate((*prefix, *item["loc"])) if not (part in tags and i and _is_tag(item, part))]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".") or "(top)"
+    loc = [
+        part
+        for i, part in enumerate((*prefix, *item["loc"]))
+        if not (part in tags and i and _is_tag(item, part))
+    ]
+    path = (
+        "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".") or "(top)"
+    )
     given, kind, context = item.get("input"), item["type"], item.get("ctx", {})
     if kind == "extra_forbidden":
         return f"{path}: unknown key{_allowed(loc)}"

@@ -1,10 +1,10 @@
 """The recipe as YAML has it, checked by pydantic; `layout_for` turns it into a CacheLayout per site.
 
-    cache:     keys, values, placement, retention   the three axes, K and V apart
-    layers:    [{where: ..., cache: ...}]           later entries win
-    runtime:   max_batch, max_tokens, prefill_chunk
-    compile:   mode
-    verify:    quick | thorough | off
+cache:     keys, values, placement, retention   the three axes, K and V apart
+layers:    [{where: ..., cache: ...}]           later entries win
+runtime:   max_batch, max_tokens, prefill_chunk
+compile:   mode
+verify:    quick | thorough | off
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class FullConfig(_Strict):
 
 class WindowConfig(_Strict):
     kind: Literal["window"] = "window"
-    size: Annotated[int, Field(ge=1)] | None = Field(None, description="tokens; the model's own window if absent")
+    size: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="tokens; the model's own window if absent"
+    )
 
 
 class SinkWindowConfig(_Strict):
@@ -118,7 +120,11 @@ class Where(_Strict):
     def _not_empty(self) -> Where:
         if self.index is None and self.range is None and self.attention is None:
             raise ValueError("name at least one of index, range, attention")
-        if self.range is not None and self.range[0] > self.range[1] and (self.range[0] >= 0) == (self.range[1] >= 0):
+        if (
+            self.range is not None
+            and self.range[0] > self.range[1]
+            and (self.range[0] >= 0) == (self.range[1] >= 0)
+        ):
             raise ValueError(f"range {self.range} is empty: give [first, last]")
         return self
 
@@ -143,7 +149,8 @@ class LayerRule(_Strict):
 class RuntimeConfig(_Strict):
     max_batch: Annotated[int, Field(ge=1)] = 64
     max_tokens: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="tokens per sequence; absent: what the model was made for, without limit where bounded"
+        None,
+        description="tokens per sequence; absent: what the model was made for, without limit where bounded",
     )
     prefill_chunk: Annotated[int, Field(ge=2)] = Field(512, description="tokens of a prompt in one pass")
 
