@@ -11,8 +11,9 @@ import pytest
 
 import kvcompile
 from kvcompile.recipe import load_recipe
-from models import NanoGPT, make, tiny_hf
+from tests.models import NanoGPT, make, tiny_hf
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 EAGER = {"compile": {"mode": "none"}}
 
 
@@ -34,7 +35,7 @@ def test_dump_has_every_stage_and_a_script_that_runs(kind, tmp_path, monkeypatch
     assert json.loads((folder / "plan.json").read_text())["recipe_digest"] == fast.plan.recipe_digest
     assert load_recipe(folder / "recipe.yaml").cache == load_recipe("int8").cache
     env = {k: v for k, v in os.environ.items() if k != "KVCOMPILE_DUMP"}
-    env["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), env.get("PYTHONPATH", "")])
+    env["PYTHONPATH"] = os.pathsep.join([ROOT, env.get("PYTHONPATH", "")])
     run = subprocess.run(
         [sys.executable, str(folder / "repro.py")], capture_output=True, text=True, env=env, cwd=tmp_path
     )
@@ -51,10 +52,10 @@ def test_nothing_is_written_without_the_variable(tmp_path, monkeypatch) -> None:
 
 def test_torch_logs_shows_one_line_per_pass(tmp_path) -> None:
     code = (
-        "import kvcompile; from models import NanoGPT, make\n"
+        "import kvcompile; from tests.models import NanoGPT, make\n"
         "kvcompile.optimize(make(NanoGPT), 'baseline', compile={'mode': 'none'})"
     )
-    env = dict(os.environ, TORCH_LOGS="+kvcompile", PYTHONPATH=os.path.dirname(__file__))
+    env = dict(os.environ, TORCH_LOGS="+kvcompile", PYTHONPATH=ROOT)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     for name in ("capture:", "detect:", "canonicalize:", "verify detection:"):
