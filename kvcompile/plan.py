@@ -139,13 +139,14 @@ def make_plan(
     Raises:
         PlanError: the recipe asks something of a site that it cannot do; all problems are listed.
     """
-    problems: list[str] = []
+    refused: dict[str, list[AttentionSite]] = {}
     decisions: list[Decision] = []
     for site in sites:
         try:
             decisions.append(_decide(site, len(sites), recipe))
         except ValueError as error:
-            problems.append(f"layer {site.layer} ({site.module_path}, {site.source}): {error}")
+            refused.setdefault(str(error), []).append(site)
+    problems = [f"{_name(where)}: {error}" for error, where in refused.items()]
     unmatched = [
         f"layers[{i}]: no layer of this model matches `where: {rule.where.model_dump(exclude_none=True)}`"
         for i, rule in enumerate(recipe.layers)
@@ -213,6 +214,13 @@ def _decide(site: AttentionSite, num_layers: int, recipe: Recipe) -> Decision:
         lossless=lossless,
         because=tuple(because),
     )
+
+
+def _name(sites: list[AttentionSite]) -> str:
+    """The layers that one reason is for, with the first one's place in the model's code."""
+    first = sites[0]
+    layers = ", ".join(str(site.layer) for site in sites[:8]) + (", ..." if len(sites) > 8 else "")
+    return f"layer{'s' if len(sites) > 1 else ''} {layers} ({first.module_path}, {first.source})"
 
 
 def _where(recipe: Recipe, rule: int) -> str:

@@ -39,7 +39,9 @@ from kvcompile.recipe.schema import VerifyMode
 
 log = logging.getLogger(__name__)
 
-ULPS = 4.0  # disturbance of the oracle, in units of the dtype's epsilon
+# Disturbance of the oracle, in units of the dtype's epsilon. Sums of float32 products round in float32, a little
+# at every step; those of half precision are kept in float32 and rounded once.
+ULPS = {torch.float32: 4.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 MARGIN = 8.0  # how many times the disturbed oracle's error a correct rewrite may have
 _SMALL_WINDOW, _SMALL_SINKS, _SMALL_TOKENS = 5, 2, 48
 _QUICK_CHUNKS = (9, 1, 1, 6, 1)  # over the edge of a small ring in a prompt, in single tokens, in a chunk
@@ -274,7 +276,7 @@ class _Oracle(Interpreter):
         if not self.noise:
             return x
         unit = torch.rand(x.shape, generator=self.generator, device=x.device, dtype=torch.float32) * 2 - 1
-        return (x.float() * (1 + ULPS * torch.finfo(x.dtype).eps * unit)).to(x.dtype)
+        return (x.float() * (1 + ULPS[x.dtype] * torch.finfo(x.dtype).eps * unit)).to(x.dtype)
 
 
 class _Tap(Interpreter):

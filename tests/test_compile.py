@@ -170,7 +170,6 @@ def test_layers_that_repeat_compile_once(model: Any, compiled: dict[str, Any]) -
     assert len(regions.modules) == len(fewer.modules) == 3
     assert [call.region for call in fewer.calls] == [0, 1, 1, 2]
     assert [call.region for call in regions.calls] == [0, 1, 1, 1, 1, 1, 2]
-    assert [m.code for m in regions.modules] == [m.code for m in fewer.modules]
     run(shallow, tokens(2, 9), [8, 1])
     before = compilations()
     run(deep, tokens(2, 9), [8, 1])

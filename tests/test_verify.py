@@ -1,0 +1,296 @@
+"""Verification catches a rewrite or a kernel that is broken on purpose, names the layer, and passes healthy ones.
+
+Errors of healthy rewrites as a part of their budget, quick, tiny Llama of three layers (two CPU machines agree):
+
+| dtype | detection | baseline | int8 | int4 | streaming | streaming_int8 |
+|---|---|---|---|---|---|---|
+| float32 | 0.04 | 0.05 | 0.06 | 0.01 | 0.04 | 0.04 |
+| bfloat16 | 0.02 | 0.02 | 0.02 | 0.02 | 0.01 | 0.01 |
+| float16 | 0.02 | 0.02 | 0.02 | 0.01 | 0.01 | 0.01 |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+import kvcompile
+from kvcompile import pipeline
+from kvcompile.errors import VerificationError
+from kvcompile.kernels import codec, ops, reference
+from kvcompile.layouts import Ring
+from kvcompile.layouts import symbols as sy
+from kvcompile.pipeline import Front, plan_for, understand
+from kvcompile.recipe import Recipe
+from kvcompile.verify import Check, verify
+from tests.models import NanoGPT, TinyConfig, TinyLlama, make, tiny_hf
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+RECIPES: dict[str, dict[str, Any]] = {
+    "baseline": {"max_tokens": 64},
+    "int8": {"max_tokens": 64},
+    "int4": {"max_tokens": 64, "cache": {"keys": {"group": 0}, "values": {"group": 0}}},
+    "streaming": {},
+    "streaming_int8": {},
+}
+
+
+_SHARPER = 1.5  # standard deviation of q and k
+
+
+@lru_cache
+def fronts(kind: str, dtype: str) -> tuple[nn.Module, Front]:
+    models: dict[str, Callable[[], nn.Module]] = {
+        "llama": lambda: tiny_hf("llama", layers=3),
+        "mistral": lambda: tiny_hf("mistral", layers=3),
+        "nanogpt": lambda: make(NanoGPT, TinyConfig(num_layers=3)),
+        "tinyllama": lambda: make(TinyLlama, TinyConfig(num_layers=3)),
+    }
+    model = models[kind]()
+    # Random weights attend to all tokens alike, and hide what mixes them up: make the scores matter.
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("q_proj.weight", "k_proj.weight", "c_attn.weight")):
+                parameter.mul_(_SHARPER / (parameter.std() * parameter.shape[-1] ** 0.5))
+    model.to(DTYPES[dtype])
+    return model, understand(model)
+
+
+def check(recipe: str, kind: str = "llama", dtype: str = "float32", mode: Any = "quick") -> tuple[Check, ...]:
+    model, front = fronts(kind, dtype)
+    return verify(model, front, plan_for(front, Recipe.load(recipe, **RECIPES[recipe])), mode)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_healthy_ones_pass_well_under_their_budget(recipe: str, dtype: str) -> None:
+    for result in check(recipe, dtype=dtype):
+        assert result.error < result.budget / 5, str(result)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "nanogpt", "tinyllama"])
+def test_other_models_pass(kind: str) -> None:
+    for result in check("baseline", kind):
+        assert result.error < result.budget / 5, str(result)
+
+
+def test_thorough_passes_and_measures_more() -> None:
+    quick, thorough = (check("streaming_int8", mode=mode) for mode in ("quick", "thorough"))
+    assert len(thorough) > len(quick) and {c.name for c in quick} < {c.name for c in thorough}
+    assert max(c.tokens for c in thorough) > 1024  # the plan's own ring is full
+    assert check("baseline", mode="off") == ()
+
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def _attribute(owner: Any, name: str, make_new: Callable[[Any], Any]) -> Patch:
+    return lambda patch: patch.setattr(owner, name, make_new(getattr(owner, name)))
+
+
+def _graph(change: Callable[[GraphModule, list[Node]], None]) -> Patch:
+    """Change every rewritten graph; the second argument has the attention nodes."""
+
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        inner = pipeline.insert_cache
+
+        def broken(*args: Any) -> Any:
+            rewritten = inner(*args)
+            module = rewritten.graph_module
+            change(module, [n for n in module.graph.nodes if n.target is ops.cached_attention])
+            module.recompile()
+            return rewritten
+
+        patch.setattr(pipeline, "insert_cache", broken)
+
+    return apply
+
+
+def _at(node: Node, index: int, value: Any) -> None:
+    node.args = (*node.args[:index], value, *node.args[index + 1 :])
+
+
+def _spec(node: Node, **changes: Any) -> None:
+    _at(node, len(node.args) - 1, json.dumps(json.loads(node.args[-1]) | changes, sort_keys=True))
+
+
+def _blind_to_itself(visible: Any) -> Any:
+    return lambda query, key, spec: visible(query, key, spec) & ((key < query) | (query <= 0))
+
+
+def _sees_the_next(visible: Any) -> Any:
+    return lambda query, key, spec: visible(query + 1, key, spec)
+
+
+def _window_one_short(visible: Any) -> Any:
+    def short(query: Tensor, key: Tensor, spec: Any) -> Tensor:
+        retention = spec.layout.retention
+        oldest = (key == query - retention.window + 1) & (key >= retention.sinks)
+        return visible(query, key, spec) & ~oldest
+
+    return short
+
+
+def _sinks_forgotten(visible: Any) -> Any:
+    return lambda query, key, spec: (
+        visible(query, key, spec) & ((key > query - spec.layout.retention.window) | (query < 0))
+    )
+
+
+def _padding_seen(visible: Any) -> Any:
+    return lambda query, key, spec: visible(query, key, spec) | (key < 0)
+
+
+def _next_slot(address: Any) -> Any:
+    return lambda ring, retention: address(ring, retention).subs(sy.pos, sy.pos + 1)
+
+
+def _q_one_place_on(rotate: Any) -> Any:
+    """In a decode step only, where q is one token and the keys are many."""
+
+    def broken(x: Tensor, positions: Tensor, *tables: Tensor) -> Tensor:
+        return rotate(x, positions + (x.shape[2] == 1), *tables)
+
+    return broken
+
+
+def _last_token_lost(append: Any) -> Any:
+    def broken(k: Tensor, v: Tensor, *rest: Any) -> None:
+        if k.shape[2] == 1:
+            append(k, v, *rest)
+        else:  # the last of a chunk is written as the one before it
+            append(*(torch.cat([x[:, :, :-1], x[:, :, -2:-1]], dim=2) for x in (k, v)), *rest)
+
+    return broken
+
+
+def _offset_one_on(module: GraphModule, sites: list[Node]) -> None:
+    """Positions after the first chunk are one too large."""
+    past = next(n for n in module.graph.nodes if n.name == "past_length")
+    with module.graph.inserting_after(past):
+        later = module.graph.call_function(torch.ops.aten.gt.Scalar, (past, 0))
+    with module.graph.inserting_after(later):
+        wrong = module.graph.call_function(torch.ops.aten.add.Tensor, (past, later))
+    past.replace_all_uses_with(wrong, delete_user_cb=lambda user: user not in (later, wrong))
+
+
+def _positions_late(module: GraphModule, sites: list[Node]) -> None:
+    """position_ids, where the model takes them, are one too small from the second token of a chunk on."""
+    node = next(n for n in module.graph.nodes if n.name == "position_ids")
+    with module.graph.inserting_after(node):
+        wrong = module.graph.call_function(_late, (node,))
+    node.replace_all_uses_with(wrong, delete_user_cb=lambda user: user is not wrong)
+
+
+def _late(positions: Tensor) -> Tensor:
+    return torch.cat([positions[:, :1], (positions[:, 1:] - 1).clamp(min=0)], dim=1)
+
+
+def _swap_k_and_v(module: GraphModule, sites: list[Node]) -> None:
+    k, v = sites[1].args[1:3]
+    _at(sites[1], 1, v)
+    _at(sites[1], 2, k)
+
+
+def _heads_mixed(module: GraphModule, sites: list[Node]) -> None:
+    """K of one layer has its heads in another order than V."""
+    with module.graph.inserting_before(sites[2]):
+        flipped = module.graph.call_function(torch.ops.aten.flip.default, (sites[2].args[1], [1]))
+    _at(sites[2], 1, flipped)
+
+
+# what is broken: (how, recipe, model, the layer that differs first; None: any)
+BROKEN: dict[str, tuple[Patch, str, str, int | None]] = {
+    "a query does not see itself": (
+        _attribute(reference, "_visible", _blind_to_itself),
+        "baseline",
+        "llama",
+        0,
+    ),
+    "a query sees the next": (_attribute(reference, "_visible", _sees_the_next), "baseline", "llama", 0),
+    "window one short": (_attribute(reference, "_visible", _window_one_short), "streaming", "llama", 0),
+    "own window one short": (_attribute(reference, "_visible", _window_one_short), "baseline", "mistral", 0),
+    "sinks are forgotten": (_attribute(reference, "_visible", _sinks_forgotten), "streaming", "llama", 0),
+    "padding is seen": (_attribute(reference, "_visible", _padding_seen), "baseline", "llama", 0),
+    "the next slot of the ring": (_attribute(Ring, "address", _next_slot), "streaming", "llama", 0),
+    "the next slot, int8": (_attribute(Ring, "address", _next_slot), "streaming_int8", "llama", 0),
+    "a token is not appended": (_attribute(reference, "append", _last_token_lost), "baseline", "llama", 0),
+    "a place in the cache off by one": (
+        _attribute(reference, "rotate", _q_one_place_on),
+        "streaming",
+        "llama",
+        0,
+    ),
+    "K's scale is dropped": (
+        _attribute(codec, "dot_keys", lambda inner: lambda storage, q, parts: codec._dot(q, parts[0])),
+        "int8",
+        "llama",
+        0,
+    ),
+    "V's scale is dropped": (
+        _attribute(codec, "weigh_values", lambda inner: lambda storage, p, parts: codec._weigh(p, parts[0])),
+        "int8",
+        "llama",
+        0,
+    ),
+    "the offset is off by one, learned": (_graph(_offset_one_on), "baseline", "nanogpt", 0),
+    "the offset is off by one, RoPE": (_graph(_offset_one_on), "baseline", "tinyllama", 0),
+    "position_ids off by one": (_graph(_positions_late), "baseline", "llama", 0),
+    "scale of a layer": (_graph(lambda m, sites: _spec(sites[1], sm_scale=0.25)), "baseline", "llama", 1),
+    "window of a layer": (_graph(lambda m, sites: _spec(sites[2], mask_window=9)), "baseline", "llama", 2),
+    "K and V of a layer swapped": (_graph(_swap_k_and_v), "baseline", "llama", 1),
+    "heads of a layer mixed": (_graph(_heads_mixed), "int8", "llama", 2),
+    "a layer writes into another's cache": (
+        _graph(lambda m, sites: _at(sites[2], 3, sites[1].args[3])),
+        "baseline",
+        "llama",
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_on_purpose(monkeypatch: pytest.MonkeyPatch, what: str, dtype: str) -> None:
+    breaks, recipe, kind, layer = BROKEN[what]
+    check(recipe, kind, dtype)
+    breaks(monkeypatch)
+    with pytest.raises(VerificationError) as caught:
+        check(recipe, kind, dtype)
+    assert caught.value.layer == layer and caught.value.error > 0
+    model, front = fronts(kind, dtype)
+    site = front.sites[layer or 0]
+    assert f"layer {layer} ({site.module_path}, {site.source}" in str(caught.value)
+
+
+def test_optimize_returns_nothing_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    _graph(_swap_k_and_v)(monkeypatch)
+    model = tiny_hf("llama", layers=3)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(VerificationError, match="layer 1"):
+        kvcompile.optimize(model, "int8", max_tokens=64, compile={"mode": "none"})
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_a_mask_read_wrongly_is_seen_against_the_original() -> None:
+    """Detection is checked against the model itself: a causal site taken for a sliding one."""
+    model, front = fronts("llama", "float32")
+    from kvcompile.kernels import attention_op  # noqa: F401
+
+    for node in front.canonical.graph.nodes:
+        if node.target is torch.ops.kvcompile.attention.default:
+            break
+    wrong = replace(front.sites[1], mask=replace(front.sites[1].mask, kind="sliding", window=5))
+    plan = plan_for(
+        replace(front, sites=(front.sites[0], wrong, front.sites[2])), Recipe.load("baseline", max_tokens=64)
+    )
+    with pytest.raises(VerificationError, match="detection"):
+        verify(model, front, plan, "quick")
