@@ -1,7 +1,7 @@
 """What a cold and a warm start of kvcompile cost, beside plain torch.compile of the same model.
 
-Every start is a process of its own. A cold one has an empty Inductor cache, the warm one runs after it with the
-same cache. Both sides compile what generation needs: a prompt of any length and a decode step.
+Every start is a process of its own. A cold one has an empty Inductor cache, the warm one runs after it with
+the same cache. Both sides compile what generation needs: a prompt of any length and a decode step.
 
     python benchmarks/compile_time.py                 # SmolLM2, int8; about 5 minutes on 2 cores
     python benchmarks/compile_time.py --only ours     # without plain torch.compile
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ def machine() -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
-        cpu = names[0] if names else cpu
+        lines = info.read_text().splitlines()
+        cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu)
     return {
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -45,7 +45,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
 
@@ -140,14 +140,16 @@ def cache_use() -> dict[str, int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2", help="as for kvcompile.models.load_model")
     parser.add_argument("--recipe", default="int8")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--only", choices=("ours", "plain"), help="measure one side only")
-    parser.add_argument("--out", default="compile_time", help="name of the file in benchmarks/results, or a path")
+    parser.add_argument("--out", default="compile_time", help="a name in benchmarks/results, or a path")
     parser.add_argument("--worker", choices=("ours", "plain"), help=argparse.SUPPRESS)
     return parser
 
@@ -186,10 +188,14 @@ def main(argv: list[str] | None = None) -> int:
         "starts": starts,
     }
     path = write(result, options.out)
-    made = table("start", "capture s", "verify s", "compile s", "in all s", right=("capture s", "verify s", "compile s"))
+    numbers = ("capture s", "verify s", "compile s", "in all s")
+    made = table("start", *numbers, right=numbers)
     for name, row in starts.items():
         cells = [f"{row[key]:.1f}" if key in row else "" for key in ("capture", "verify", "compile", "total")]
-        made.add_row(name.replace("plain", "torch.compile").replace("ours", f"kvcompile {options.recipe}"), *cells)
+        side, temperature = name.split()
+        made.add_row(
+            f"{f'kvcompile {options.recipe}' if side == 'ours' else 'torch.compile'}, {temperature}", *cells
+        )
     print(render(made))
     print(f"written to {path}")
     return 0

@@ -1,10 +1,11 @@
-"""The demo: SmolLM2 answers a prompt from an int8 cache, streamed, and a report says what that saves and costs.
+"""The demo: SmolLM2 answers a prompt from an int8 cache, and a report says what that saves and costs.
 
     python examples/generate.py
     python examples/generate.py --recipe streaming_int8 --prompt "Tell me a story about a lighthouse."
 
-kvcompile and plain transformers generate from the same prompt, the same number of tokens, in turns. The first start
-compiles (a minute or two); the demo then starts once more in another process, to show what the caches save.
+kvcompile and plain transformers generate from the same prompt, the same number of tokens, in turns. The
+first start compiles (a minute or two); the demo then starts once more in another process, to show what the
+caches save.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Run:
     @property
     def rate(self) -> float:
         """Tokens per second after the first."""
-        return (len(self.times) - 1) / (self.times[-1] - self.times[0]) if len(self.times) > 1 else float("nan")
+        if len(self.times) < 2:
+            return float("nan")
+        return (len(self.times) - 1) / (self.times[-1] - self.times[0])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,10 +62,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="smollm2, a .gguf file, or a folder of a checkpoint")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="smollm2", help="smollm2, a .gguf file, or a folder of a checkpoint"
+    )
     parser.add_argument("--recipe", default="int8", help="a shipped name or a YAML file")
-    parser.add_argument("--prompt", default="Write a short story about a lighthouse keeper who finds a letter.")
+    parser.add_argument(
+        "--prompt", default="Write a short story about a lighthouse keeper who finds a letter."
+    )
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", help="float32, bfloat16, ...; the model's by default")
@@ -71,7 +80,9 @@ def _parser() -> argparse.ArgumentParser:
         "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="change the recipe"
     )
     parser.add_argument(
-        "--compare-compile", action="store_true", help="measure a cold torch.compile of the same model too (minutes)"
+        "--compare-compile",
+        action="store_true",
+        help="measure a cold torch.compile of the same model too (minutes)",
     )
     parser.add_argument(
         "--second-start",
@@ -121,7 +132,8 @@ def _demo(options: argparse.Namespace) -> None:
         for _ in range(options.rounds):
             plain.append(_generate(loaded.model, loaded.tokenizer, prompt, count, exactly=True))
             ours.append(_generate(fast, loaded.tokenizer, prompt, count, exactly=True))
-    _say(_speeds(fast, prompt["input_ids"].shape[1], ours or [answer], plain))
+    agree = _agreement(fast, loaded.model, prompt["input_ids"], plain[0].tokens) if plain else ""
+    _say(_speeds(fast, prompt["input_ids"].shape[1], ours or [answer], plain, agree))
     _say(*_starts(options, fast, start))
 
 
@@ -161,13 +173,26 @@ def _generate(
     return run
 
 
-def _speeds(fast: Any, prompt_tokens: int, ours: list[Run], plain: list[Run]) -> Any:
+def _agreement(fast: Any, model: Any, prompt: Any, tokens: list[int]) -> str:
+    """How often both take the same next token, when both have read the same text."""
+    import torch
+
+    text = torch.cat([prompt, torch.tensor([tokens], device=prompt.device)], dim=1)[:, :-1]
+    fast.reset()
+    with torch.no_grad():
+        theirs = model(input_ids=text, use_cache=False, logits_to_keep=len(tokens)).logits[0].argmax(-1)
+    pieces = text.split([prompt.shape[1], *[1] * (len(tokens) - 1)], dim=1)
+    ours = torch.cat([fast(input_ids=piece, logits_to_keep=1).logits[0, -1:] for piece in pieces]).argmax(-1)
+    return f"{int((ours == theirs).sum())} of {len(tokens)}"
+
+
+def _speeds(fast: Any, prompt_tokens: int, ours: list[Run], plain: list[Run], agree: str) -> Any:
     """Table: the recipe's cache beside transformers' own."""
     from kvcompile.console import format_bytes, table
 
     def row(name: str, mine: float, other: float, unit: str) -> None:
-        cells = [f"{mine:.2f} {unit}"] + ([f"{other:.2f} {unit}", f"{mine / other:.2f}×"] if plain else ["", ""])
-        made.add_row(name, *cells)
+        theirs = [f"{other:.2f} {unit}", f"{mine / other:.2f}×"] if plain else ["", ""]
+        made.add_row(name, f"{mine:.2f} {unit}", *theirs)
 
     new = len(ours[0].tokens)
     cached = prompt_tokens + new - 1
@@ -184,11 +209,8 @@ def _speeds(fast: Any, prompt_tokens: int, ours: list[Run], plain: list[Run]) ->
     in_all = [format_bytes(other), f"{mine / other:.2f}×"] if other else ["", ""]
     made.add_row(f"cache, {cached} tokens", format_bytes(mine), *in_all)
     made.add_row("cache, as allocated", format_bytes(fast.cache.nbytes), in_all[0], "")
-    if plain:
-        same = next(
-            (i for i, (a, b) in enumerate(zip(ours[0].tokens, plain[0].tokens, strict=True)) if a != b), new
-        )
-        made.add_row("same tokens as transformers", f"the first {same} of {new}", "", "")
+    if agree:
+        made.add_row("same next token, same text", agree, "", "")
     return made
 
 
@@ -231,7 +253,7 @@ def _starts(options: argparse.Namespace, fast: Any, start: dict[str, float]) -> 
 
 
 def _measure(side: str, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds of one start in another process: "ours" with this machine's caches, "plain" with an empty one."""
+    """Seconds of one start in another process: "ours" with the caches of this one, "plain" with empty ones."""
     import os
     import tempfile
 
@@ -256,13 +278,20 @@ def _memory() -> Path:
     return cache_dir() / "demo_starts.json"
 
 
+def _what(fast: Any) -> str:
+    """Which code was compiled, and by which torch."""
+    import torch
+
+    return f"{fast.plan.digest()} {fast.executor.digest()} {torch.__version__}"
+
+
 def _remember(fast: Any, start: dict[str, float]) -> None:
     """Keep what a cold start took, for the report of the warm ones after it."""
     with suppress(OSError):  # a report without that row is still a report
         path = _memory()
         known = json.loads(path.read_text("utf-8")) if path.is_file() else {}
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        known[fast.plan.digest()] = {**start, "date": date.today().isoformat()}
+        known[_what(fast)] = {**start, "date": date.today().isoformat()}
         path.write_text(json.dumps(known, indent=2), encoding="utf-8")
 
 
@@ -271,7 +300,7 @@ def _remembered(fast: Any) -> dict[str, Any] | None:
         known: dict[str, dict[str, Any]] = json.loads(_memory().read_text("utf-8"))
     except (OSError, ValueError):
         return None
-    return known.get(fast.plan.digest())
+    return known.get(_what(fast))
 
 
 def _recorded(options: argparse.Namespace) -> list[str]:

@@ -26,7 +26,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", type=int, default=12_000)
     parser.add_argument("--every", type=int, default=1000, help="tokens between two lines of figures")
-    parser.add_argument("--recipe", default="streaming", help="any; one that keeps every token ends at its limit")
+    parser.add_argument(
+        "--recipe", default="streaming", help="any; one that keeps every token ends at its limit"
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args(argv)
@@ -66,7 +68,9 @@ def _stream(options: argparse.Namespace) -> None:
         loaded = load_model(options.model)
         if loaded.tokenizer is None:
             raise KVCompileError(f"{options.model}: no tokenizer beside it, which reading text needs")
-        tokens = loaded.tokenizer(text(), return_tensors="pt", verbose=False)["input_ids"][:, : options.tokens + 1]
+        tokens = loaded.tokenizer(text(), return_tensors="pt", verbose=False)["input_ids"][
+            :, : options.tokens + 1
+        ]
     with stages() as progress:
         fast: Any = kvcompile.optimize(loaded.model, recipe=recipe, progress=progress)
 
@@ -78,7 +82,9 @@ def _stream(options: argparse.Namespace) -> None:
         for start in range(first, last, PIECE):
             stop = min(start + PIECE, last)
             logits = fast(tokens[:, start:stop]).logits[0].float()
-            loss += float(torch.nn.functional.cross_entropy(logits, tokens[0, start + 1 : stop + 1], reduction="sum"))
+            loss += float(
+                torch.nn.functional.cross_entropy(logits, tokens[0, start + 1 : stop + 1], reduction="sum")
+            )
         rate = (last - first) / (time.perf_counter() - began)
         print(
             f"{f'{first:,} – {last:,}':>15} {math.exp(loss / (last - first)):>11.2f} "

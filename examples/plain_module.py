@@ -1,7 +1,7 @@
 """A decoder of your own, not from transformers: an nn.Module from token ids to logits is all that is needed.
 
-    python examples/plain_module.py
-    python examples/plain_module.py --recipe streaming --compile default
+python examples/plain_module.py
+python examples/plain_module.py --recipe streaming --compile default
 """
 
 from __future__ import annotations

@@ -278,7 +278,7 @@ def test_files_of_recipes(tmp_path: Path) -> None:
 
 def test_positions_in_the_cache_need_rope() -> None:
     with pytest.raises(
-        PlanError, match=r"(?s)layer 0.*in_cache needs a rotary embedding.*positions: original"
+        PlanError, match=r"(?s)layers 0, 1.*in_cache needs a rotary embedding.*positions: original"
     ):
         kvcompile.optimize(make(NanoGPT), {"cache": IN_CACHE, **EAGER})
 

@@ -1,0 +1,369 @@
+"""Decode speed, time to first token and memory of recipes, beside transformers and what the memory could do.
+
+Speed: all variants stand in one process with the same text in their caches and take turns, a few tokens each; the
+figures are medians of the rounds, ratios are taken within each round. Between the turns a probe reads memory, so
+that the limit (bytes of weights and cache that a token must read, over the bandwidth) is of the same minutes.
+Memory: every variant runs alone in its own process; peak is that of the process less what it had before the
+prompt, with the model loaded and warm.
+
+The loop is the bare one (forward, argmax) on both sides, without what generate() adds. `static` is transformers'
+StaticCache sized for the context, its decode step under torch.compile and its prompt eager, as generate() does.
+
+    python benchmarks/decode.py                                   # 15 to 20 minutes on 2 cores
+    python benchmarks/decode.py --contexts 512 --rounds 3 --variants dynamic,int8
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from compile_time import machine, write
+
+VARIANTS = ("dynamic", "static", "baseline", "int8", "streaming_int8")
+WARM_TOKENS = 8  # a short prompt that compiles and touches everything before anything is measured
+
+
+class Variant(Protocol):
+    """A model with a cache of its own. `prefill` starts anew; both give the next token, [1, 1] int64."""
+
+    def prefill(self, tokens: Any) -> Any: ...
+    def step(self, token: Any) -> Any: ...
+    def free(self) -> None: ...
+    def cache_bytes(self) -> int: ...
+    def read_bytes(self, context: int) -> int:
+        """Bytes of cache that one token must read with `context` tokens before it."""
+        ...
+
+
+class Ours:
+    """kvcompile with a recipe; one compilation for all contexts."""
+
+    def __init__(self, model: Any, recipe: str, compiled: bool, progress: Any):
+        import kvcompile
+
+        more = {} if compiled else {"compile": {"mode": "none"}}
+        # Capture is the same for each recipe; what it proves is in the tests and in compile_time.py.
+        self.fast: Any = kvcompile.optimize(model, recipe, verify="off", progress=progress, **more)
+        self.fast.warmup(progress=progress)
+
+    def prefill(self, tokens: Any) -> Any:
+        self.fast.reset()
+        return self.step(tokens)
+
+    def step(self, token: Any) -> Any:
+        return self.fast(input_ids=token, logits_to_keep=1).logits[:, -1:].argmax(-1)
+
+    def free(self) -> None:
+        self.fast.release()
+
+    def cache_bytes(self) -> int:
+        return int(self.fast.cache.nbytes)
+
+    def read_bytes(self, context: int) -> int:
+        return min(context * self.fast.plan.bytes_per_token, int(self.fast.plan.bytes(1)))
+
+
+class Plain:
+    """The model as transformers runs it, with its default cache or a compiled static one."""
+
+    def __init__(self, model: Any, static_tokens: int | None = None, compiled: bool = True):
+        import torch
+
+        self.model = self.decode = model
+        self.static_tokens = static_tokens
+        self.cache: Any = None
+        if static_tokens is not None and compiled:
+            self.decode = torch.compile(model.forward, dynamic=False)
+
+    def prefill(self, tokens: Any) -> Any:
+        from transformers import DynamicCache, StaticCache
+
+        if self.static_tokens is None:
+            self.cache = DynamicCache(config=self.model.config)
+        elif self.cache is None:
+            self.cache = StaticCache(config=self.model.config, max_cache_len=self.static_tokens)
+        else:
+            self.cache.reset()
+        return self._call(self.model, tokens)
+
+    def step(self, token: Any) -> Any:
+        return self._call(self.decode, token)
+
+    def _call(self, forward: Any, tokens: Any) -> Any:
+        import torch
+
+        with torch.no_grad():
+            output = forward(input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        return output.logits[:, -1:].argmax(-1)
+
+    def free(self) -> None:
+        self.cache = None
+
+    def cache_bytes(self) -> int:
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+
+    def read_bytes(self, context: int) -> int:
+        text = self.model.config.get_text_config()
+        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        slot = 2 * text.num_hidden_layers * text.num_key_value_heads * dim * self.model.dtype.itemsize
+        return int(slot * context)
+
+
+def make(name: str, model: Any, room: int, compiled: bool, progress: Any) -> Variant:
+    """`room`: tokens that a static cache must hold."""
+    if name == "dynamic":
+        return Plain(model)
+    if name == "static":
+        return Plain(model, room, compiled)
+    return Ours(model, name, compiled, progress)
+
+
+def measure_speed(options: argparse.Namespace, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Time to first token and decode speed by context and variant."""
+    import torch
+
+    from kvcompile.models import load_model
+
+    tell("loading")
+    loaded = load_model(options.model, options.dtype)
+    text = read_text(loaded, max(options.contexts))
+    weights = weight_bytes(loaded.model)
+    variants: dict[str, Variant] = {}
+    figures: dict[str, Any] = {}
+    for context in options.contexts:
+        room = context + options.rounds * options.tokens + 1
+        for name in options.variants:
+            if name == "static":
+                torch._dynamo.reset()  # a cache of another size is another compilation
+            if name not in variants or name == "static":
+                tell(f"{context}: preparing {name}")
+                variants[name] = make(
+                    name, loaded.model, room, options.compile, lambda stage, done, total: tell(stage)
+                )
+                token = variants[name].prefill(text[:, :WARM_TOKENS])
+                for _ in range(2):
+                    token = variants[name].step(token)
+        first: dict[str, list[float]] = {name: [] for name in options.variants}
+        speed: dict[str, list[float]] = {name: [] for name in options.variants}
+        bandwidth = []
+        prompts = max(1, min(options.rounds, 1024 // context))
+        for number in range(prompts):
+            for name in options.variants:
+                tell(f"{context}: prompt {number + 1} of {prompts}, {name}")
+                began = time.perf_counter()
+                variants[name].prefill(text[:, :context]).item()
+                first[name].append(time.perf_counter() - began)
+        token = dict.fromkeys(options.variants, text[:, context : context + 1])
+        for number in range(options.rounds):
+            tell(f"{context}: round {number + 1} of {options.rounds}")
+            bandwidth.append(read_bandwidth())
+            # Another one begins in each round, so that none always follows the same one.
+            turn = number % len(options.variants)
+            for name in (*options.variants[turn:], *options.variants[:turn]):
+                began = time.perf_counter()
+                for _ in range(options.tokens):
+                    token[name] = variants[name].step(token[name])
+                token[name].sum().item()
+                speed[name].append(options.tokens / (time.perf_counter() - began))
+        measured = statistics.median(bandwidth)
+        against = speed.get("dynamic")
+        figures[str(context)] = {"bandwidth_gb_s": measured / 1e9, "variants": {}}
+        for name, variant in variants.items():
+            limit = measured / (weights + variant.read_bytes(context))
+            median = statistics.median(speed[name])
+            figures[str(context)]["variants"][name] = {
+                "first_token_s": statistics.median(first[name]),
+                "prompts": prompts,
+                "tokens_s": median,
+                "rounds": speed[name],
+                "ratio_to_dynamic": None
+                if against is None
+                else statistics.median(a / b for a, b in zip(speed[name], against, strict=True)),
+                "limit_tokens_s": limit,
+                "of_limit": median / limit,
+                "cache_bytes": variant.cache_bytes(),
+            }
+    return {"weight_bytes": weights, "contexts": figures}
+
+
+def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
+    """Peak memory of one variant in this process, by context. Linux: elsewhere there is no way to reset a peak."""
+    from kvcompile.models import load_model
+
+    name = options.worker
+    loaded = load_model(options.model, options.dtype)
+    text = read_text(loaded, max(options.contexts))
+    variant: Variant | None = None
+    result = {}
+    for context in options.contexts:
+        if variant is None or name == "static":
+            room = context + options.tokens + 1
+            variant = make(name, loaded.model, room, options.compile, None)
+            token = variant.prefill(text[:, :WARM_TOKENS])
+            for _ in range(2):
+                token = variant.step(token)
+        variant.free()
+        gc.collect()
+        before = _status("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+        token = variant.prefill(text[:, :context])
+        prompt_peak = _status("VmHWM") - before
+        for _ in range(options.tokens):
+            token = variant.step(token)
+        token.item()
+        result[str(context)] = {
+            "prompt_peak_bytes": prompt_peak,
+            "peak_bytes": _status("VmHWM") - before,
+            "cache_bytes": variant.cache_bytes(),
+            "process_bytes": _status("VmRSS"),
+        }
+        variant.free()
+    return result
+
+
+def _status(key: str) -> int:
+    """Bytes of a line of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def read_text(loaded: Any, tokens: int) -> Any:
+    """The first tokens of pydoc_data.topics, [1, tokens + 1] int64."""
+    from pydoc_data.topics import topics
+
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    return loaded.tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][:, : tokens + 1]
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of weights that a token must read: all, but of an embedding that is not the head too, one row."""
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    apart = head is None or embedding.weight is not head.weight
+    return int(total - (embedding.weight.nbytes if apart else 0))
+
+
+def read_bandwidth() -> float:
+    """Bytes per second that all threads together read from memory; the best of three passes over 1 GiB."""
+    import torch
+
+    if not hasattr(read_bandwidth, "block"):
+        read_bandwidth.block = torch.ones(2**28)  # type: ignore[attr-defined]
+    block = read_bandwidth.block  # type: ignore[attr-defined]
+    best = 0.0
+    for _ in range(3):
+        began = time.perf_counter()
+        block.sum()
+        best = max(best, block.nbytes / (time.perf_counter() - began))
+    return best
+
+
+def _alone(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--worker", name, "--model", options.model]
+    command += ["--contexts", ",".join(map(str, options.contexts)), "--tokens", str(options.tokens)]
+    command += ["--dtype", options.dtype] if options.dtype else []
+    command += [] if options.compile else ["--no-compile"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{name}: " + "\n".join(done.stderr.splitlines()[-8:]))
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def _tables(result: dict[str, Any]) -> list[Any]:
+    from kvcompile.console import format_bytes, table
+
+    tables = []
+    for context, speeds in result["contexts"].items():
+        numbers = ("first token", "tokens/s", "× dynamic", "limit", "of limit", "cache", "peak")
+        made = table("variant", *numbers, right=numbers)
+        made.title = f"{context} tokens of context, {speeds['bandwidth_gb_s']:.1f} GB/s read"
+        for name, row in speeds["variants"].items():
+            ratio, peak = row["ratio_to_dynamic"], result["memory"].get(name, {}).get(context)
+            made.add_row(
+                name,
+                f"{row['first_token_s']:.2f} s",
+                f"{row['tokens_s']:.1f}",
+                "" if ratio is None else f"{ratio:.2f}",
+                f"{row['limit_tokens_s']:.1f}",
+                f"{row['of_limit']:.0%}",
+                format_bytes(row["cache_bytes"]),
+                format_bytes(peak["peak_bytes"]) if peak else "",
+            )
+        tables.append(made)
+    return tables
+
+
+def _parser() -> argparse.ArgumentParser:
+    def numbers(text: str) -> list[int]:
+        return sorted(int(part) for part in text.split(","))
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2", help="as for kvcompile.models.load_model")
+    parser.add_argument("--dtype", default=None)
+    parser.add_argument("--contexts", type=numbers, default=[512, 2048, 8000], help="512,2048,8000")
+    parser.add_argument("--tokens", type=int, default=16, help="new tokens of each variant in a round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--variants",
+        type=lambda text: text.split(","),
+        default=list(VARIANTS),
+        help=f"of {','.join(VARIANTS)}, or any recipe",
+    )
+    parser.add_argument("--out", default="decode", help="a name in benchmarks/results, or a path")
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="without the memory runs")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="run everything eagerly")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    if options.worker:
+        print(json.dumps(measure_memory(options)))
+        return 0
+    from rich.console import Console
+
+    from kvcompile.console import render
+    from kvcompile.errors import KVCompileError
+
+    progress = Console(stderr=True)
+    result: dict[str, Any] = {"benchmark": "decode", "model": options.model, "machine": machine()}
+    result |= {"tokens_per_round": options.tokens, "rounds": options.rounds, "compiled": options.compile}
+    began = time.perf_counter()
+    try:
+        with progress.status("starting") as status:
+
+            def tell(text: str) -> None:
+                status.update(f"{time.perf_counter() - began:4.0f} s  {text}")
+
+            result |= measure_speed(options, tell)
+            result["memory"] = {}
+            # One after the other: this process keeps its own model, which the others do not count.
+            for name in options.variants if options.memory and Path("/proc/self/clear_refs").exists() else ():
+                tell(f"memory of {name}, in a process of its own")
+                result["memory"][name] = _alone(name, options)
+    except (KVCompileError, RuntimeError) as error:
+        progress.print(f"error: {error}", style="red", markup=False, highlight=False)
+        return 1
+    result["seconds"] = time.perf_counter() - began
+    path = write(result, options.out)
+    for made in _tables(result):
+        print(render(made) + "\n")
+    print(f"peak: above the loaded model. {result['seconds']:.0f} s in all; written to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
