@@ -28,7 +28,7 @@ help: ## list the targets
 demo: $(READY) ## generate text with a small model and a cache of your choice
 	@$(BIN)/python examples/generate.py $(ARGS)
 
-test: $(READY) ## run the tests; ARGS="-k kivi" selects, ARGS="-m slow" runs the slow ones
+test: $(READY) ## run the tests; ARGS="-k verify" selects, ARGS="-m slow" runs the slow ones
 	@$(BIN)/pytest $(ARGS)
 
 lint: $(READY) ## ruff check, ruff format --check, mypy --strict

@@ -2,7 +2,7 @@
 
 fast = kvcompile.optimize(model, recipe="long_context.yaml")
 fast.generate(**tokens, max_new_tokens=256, streamer=streamer)
-print(kvcompile.explain(model, recipe="long_context.yaml"))
+print(kvcompile.explain(model, recipe="int8"))
 print(kvcompile.estimate(model.config, recipe="int8", memory="24GiB"))
 """
 

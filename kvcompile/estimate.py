@@ -180,7 +180,14 @@ def estimate(
     if shape.expanded_channels is not None:
         notes.append(
             "MLA is counted in its latent form (absorbed, one latent and one rope key for all heads); "
-            f"expanded K and V heads would take {format_bytes(shape.expanded_channels * itemsize)} a token"
+            f"optimize still caches the expanded K and V heads, {format_bytes(shape.expanded_channels * itemsize)} "
+            "a token"
+        )
+    readers = [cost for cost in costs if cost.shared]
+    if readers:
+        count = sum(len(cost.layers) for cost in readers)
+        notes.append(
+            f"{count} layers read the K/V of others and are counted with them; optimize still gives each its own cache"
         )
     if shape.max_tokens and tokens > shape.max_tokens:
         notes.append(f"the model was made for {shape.max_tokens:,} tokens")

@@ -88,7 +88,8 @@ def analyze(model: nn.Module, recipe: Recipe) -> Analysis:
 
 def plan_for(front: Front, recipe: Recipe) -> Plan:
     """The plan of a recipe for an understood model."""
-    return make_plan(front.sites, recipe, front.sites[0].dtype, front.max_tokens)
+    table = front.captured.max_seq_len
+    return make_plan(front.sites, recipe, front.sites[0].dtype, front.max_tokens, table)
 
 
 def analysis_of(front: Front, plan: Plan) -> Analysis:

@@ -15,7 +15,7 @@ import sympy
 import torch
 
 from kvcompile.errors import PlanError
-from kvcompile.layouts import CacheLayout, Full, ModelDtype, SinkWindow, Window
+from kvcompile.layouts import CacheLayout, Full, ModelDtype, SinkWindow
 from kvcompile.layouts import symbols as sy
 from kvcompile.recipe import Recipe
 from kvcompile.types import AttentionSite, MaskSpec
@@ -126,7 +126,11 @@ class Plan:
 
 
 def make_plan(
-    sites: Sequence[AttentionSite], recipe: Recipe, dtype: torch.dtype, model_max_tokens: int | None
+    sites: Sequence[AttentionSite],
+    recipe: Recipe,
+    dtype: torch.dtype,
+    model_max_tokens: int | None,
+    position_table: int | None = None,
 ) -> Plan:
     """Decide a layout for every site.
 
@@ -135,6 +139,7 @@ def make_plan(
         recipe: the checked recipe.
         dtype: the model's dtype, which `dtype: model` storage takes.
         model_max_tokens: the longest sequence the model was made for, where that is known.
+        position_table: rows of the model's table of positions, if it has one: no sequence can be longer.
 
     Raises:
         PlanError: the recipe asks something of a site that it cannot do; all problems are listed.
@@ -168,6 +173,13 @@ def make_plan(
                 "set runtime.max_tokens"
             )
         max_tokens = model_max_tokens
+    if position_table is not None:
+        if max_tokens is not None and max_tokens > position_table:
+            raise PlanError(
+                f"recipe {recipe.name!r} sets runtime.max_tokens to {max_tokens}, but the model has a table of "
+                f"{position_table} positions: no retention lets it count further; set at most {position_table}"
+            )
+        max_tokens = max_tokens or position_table
     limits = Limits(recipe.runtime.max_batch, max_tokens, recipe.runtime.prefill_chunk)
     return Plan(recipe.name, recipe.digest(), _DTYPE_NAMES[dtype], limits, tuple(decisions))
 
@@ -233,6 +245,6 @@ def _exact(layout: CacheLayout, mask: MaskSpec) -> tuple[bool, str]:
     retention = layout.retention
     if isinstance(retention, Full):
         return True, f"keeps all that a {mask} mask shows"
-    if isinstance(retention, Window) and mask.window is not None and retention.size >= mask.window:
-        return True, f"the layer sees {mask.window} tokens, the window keeps {retention.size}"
+    if mask.window is not None and retention.window is not None and retention.window >= mask.window:
+        return True, f"the layer sees {mask.window} tokens, the window keeps {retention.window}"
     return False, f"forgets tokens that a {mask} mask would still show"

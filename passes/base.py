@@ -6,20 +6,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import Any
 
 import sympy
 import torch
 from torch.fx import Graph, Node
-
-
-class Pass(Protocol):
-    """A named step over a graph. Passes never print; they log one info line and return a report."""
-
-    @property
-    def name(self) -> str: ...
-
-    def __call__(self, graph_module: torch.fx.GraphModule, *args: Any) -> PassReport: ...
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,7 @@ def generate(
     ready = time.perf_counter()
     with stages() as progress:
         fast: Any = kvcompile.optimize(loaded.model, recipe=loaded_recipe, progress=progress)
+        fast.warmup(progress=progress)
     optimized = time.perf_counter()
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
@@ -100,7 +101,7 @@ def generate(
     plan = fast.plan
     stderr().print(
         f"{clock.summary()} · recipe {plan.recipe}, {format_bytes(plan.bytes_per_token)} a token · "
-        f"load {ready - started:.1f} s, optimize {optimized - ready:.1f} s",
+        f"load {ready - started:.1f} s, optimize and compile {optimized - ready:.1f} s",
         style="dim",
         highlight=False,
         soft_wrap=True,
