@@ -4,7 +4,8 @@ Speed: all variants stand in one process with the same text in their caches and 
 figures are medians of the rounds, ratios are taken within each round. Between the turns a probe reads memory, so
 that the limit (bytes of weights and cache that a token must read, over the bandwidth) is of the same minutes.
 Memory: every variant runs alone in its own process; peak is that of the process less what it had before the
-prompt, with the model loaded and warm.
+prompt, with the model loaded and warm. kvcompile's contiguous caches have room for the model's longest text
+from the start (runtime.max_tokens), whatever the context; the others take what the context needs.
 
 The loop is the bare one (forward, argmax) on both sides, without what generate() adds. `static` is transformers'
 StaticCache sized for the context, its decode step under torch.compile and its prompt eager, as generate() does.
@@ -149,20 +150,22 @@ def measure_speed(options: argparse.Namespace, tell: Callable[[str], None]) -> d
                 variants[name] = make(
                     name, loaded.model, room, options.compile, lambda stage, done, total: tell(stage)
                 )
-                token = variants[name].prefill(text[:, :WARM_TOKENS])
+                warm = variants[name].prefill(text[:, :WARM_TOKENS])
                 for _ in range(2):
-                    token = variants[name].step(token)
+                    warm = variants[name].step(warm)
         first: dict[str, list[float]] = {name: [] for name in options.variants}
         speed: dict[str, list[float]] = {name: [] for name in options.variants}
         bandwidth = []
+        token: dict[str, Any] = {}
         prompts = max(1, min(options.rounds, 1024 // context))
         for number in range(prompts):
             for name in options.variants:
                 tell(f"{context}: prompt {number + 1} of {prompts}, {name}")
                 began = time.perf_counter()
-                variants[name].prefill(text[:, :context]).item()
+                token[name] = variants[name].prefill(text[:, :context])
+                token[name].item()
                 first[name].append(time.perf_counter() - began)
-        token = dict.fromkeys(options.variants, text[:, context : context + 1])
+        compiled = compilations()
         for number in range(options.rounds):
             tell(f"{context}: round {number + 1} of {options.rounds}")
             bandwidth.append(read_bandwidth())
@@ -174,6 +177,10 @@ def measure_speed(options: argparse.Namespace, tell: Callable[[str], None]) -> d
                     token[name] = variants[name].step(token[name])
                 token[name].sum().item()
                 speed[name].append(options.tokens / (time.perf_counter() - began))
+        if compilations() != compiled:
+            raise RuntimeError(
+                f"{context}: something was compiled while decode was timed; the speeds are void"
+            )
         measured = statistics.median(bandwidth)
         against = speed.get("dynamic")
         figures[str(context)] = {"bandwidth_gb_s": measured / 1e9, "variants": {}}
@@ -228,6 +235,15 @@ def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
         }
         variant.free()
     return result
+
+
+def compilations() -> tuple[int, int, int]:
+    """A count that rises with everything torch compiles, or takes from its cache, in this process."""
+    from torch._dynamo.utils import counters
+
+    inductor = counters["inductor"]
+    graphs = counters["stats"]["unique_graphs"]
+    return graphs, inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_miss"]
 
 
 def _status(key: str) -> int:

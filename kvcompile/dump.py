@@ -11,10 +11,12 @@ import os
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 from torch import nn
+from torch._logging._internal import trace_structured
 from torch.fx import GraphModule
 
 from kvcompile.emit.regions import Regions
@@ -65,7 +67,7 @@ class Dump:
         """A script that optimizes the same architecture with the same recipe and generates a few tokens."""
         assert self.folder is not None
         script = (resources.files("kvcompile") / "repro.py.txt").read_text("utf-8")
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         if hasattr(config, "to_json_string"):
             self._text("config.json", config.to_json_string(use_diff=False))
         elif sum(p.nbytes for p in model.parameters()) <= _REPRO_LIMIT:
@@ -93,6 +95,6 @@ def _plain(recipe: Recipe) -> dict[str, object]:
 
 
 def _trace(name: str, payload: Callable[[], str]) -> None:
-    torch._logging.trace_structured(
+    trace_structured(
         "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload
     )

@@ -31,7 +31,8 @@ from kvcompile.errors import VerificationError
 from kvcompile.kernels import ops
 from kvcompile.kernels.policy import policy_attention
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.layouts import CacheLayout, SinkWindow, Window
+from kvcompile.layouts import CacheLayout, ModelDtype, SinkWindow, Storage, Window
+from kvcompile.passes.capture import eval_mode
 from kvcompile.passes.insert_cache import Rewritten
 from kvcompile.pipeline import Front, example_inputs, rewrite
 from kvcompile.plan import Decision, Plan
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 # Disturbance of the oracle, in units of the dtype's epsilon. Sums of float32 products round in float32, a little
 # at every step; those of half precision are kept in float32 and rounded once.
 ULPS = {torch.float32: 4.0, torch.bfloat16: 1.0, torch.float16: 1.0}
+QUANTIZED = 2.0**-15  # disturbance of what is quantized, at least
 # How many times the disturbed oracle's error a correct rewrite may have. Correct ones were seen to have a tenth
 # of the budget in float32 and a fifth in half precision; a token too many or too few in a mask has 10 times it.
 MARGIN = {torch.float32: 8.0, torch.bfloat16: 2.0, torch.float16: 2.0}
@@ -208,13 +210,8 @@ def _vocabulary(front: Front) -> int:
 
 def _original(model: nn.Module, front: Front, ids: Tensor) -> Tensor:
     """The original model's logits, by the door that its users take."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            out = model(ids, use_cache=False) if hasattr(model, "config") else model(ids)
-    finally:
-        model.train(was_training)
+    with eval_mode(model), torch.no_grad():
+        out = model(ids, use_cache=False) if hasattr(model, "config") else model(ids)
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
     return leaves[front.captured.logits_index]
 
@@ -268,17 +265,26 @@ class _Oracle(Interpreter):
         if decision.layout.retention.in_cache:
             assert site.rope is not None
             q, k = site.rope.q_input, site.rope.k_input
-        q_in, k_in, v_in = (self._disturbed(self.env[node]) for node in (q, k, v))
+        storages = (ModelDtype(), decision.layout.keys, decision.layout.values)
+        q_in, k_in, v_in = (
+            self._disturbed(self.env[node], storage)
+            for node, storage in zip((q, k, v), storages, strict=True)
+        )
         spec = SiteSpec(decision.layout, decision.sm_scale, decision.mask.window)
         out = policy_attention(q_in, k_in, v_in, spec, self.tables.get(site.layer, []), self.pads)
-        self.outputs.append(self._disturbed(out))
+        self.outputs.append(self._disturbed(out, ModelDtype()))
         return self.outputs[-1]
 
-    def _disturbed(self, x: Tensor) -> Tensor:
+    def _disturbed(self, x: Tensor, storage: Storage) -> Tensor:
         if not self.noise:
             return x
+        amount = ULPS[x.dtype] * torch.finfo(x.dtype).eps
+        if not isinstance(storage, ModelDtype):
+            # A value on the edge between two steps falls to either side. That is rare, and then far larger than a
+            # rounding: without enough of it in the disturbed run, one such value would look like a defect.
+            amount = max(amount, QUANTIZED)
         unit = torch.rand(x.shape, generator=self.generator, device=x.device, dtype=torch.float32) * 2 - 1
-        return (x.float() * (1 + ULPS[x.dtype] * torch.finfo(x.dtype).eps * unit)).to(x.dtype)
+        return (x.float() * (1 + amount * unit)).to(x.dtype)
 
 
 class _Tap(Interpreter):

@@ -140,7 +140,7 @@ def capture(model: nn.Module) -> Captured:
         )
     )
     reasons: list[str] = []
-    with _eval_mode(model):
+    with eval_mode(model):
         for implementation in _implementations(model, reasons):
             for inputs in variants:
                 route = ", ".join(["export", *([implementation] if implementation else []), *inputs.names])
@@ -195,7 +195,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 @contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Eval mode, with each module's own training flag put back."""
     flags = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -56,7 +56,7 @@ class CacheHandle:
         return f"CacheHandle({cache.batch} sequences, {cache.columns} tokens, {cache.nbytes} bytes)"
 
 
-class HuggingFaceCachedModel(CachedModel, GenerationMixin):  # type: ignore[misc]
+class HuggingFaceCachedModel(CachedModel, GenerationMixin):
     """A rewritten `transformers` model; call it and generate from it as from the original."""
 
     main_input_name = "input_ids"
@@ -71,7 +71,7 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):  # type: ignore[misc
         self.generation_config = model.generation_config
         self.handle = CacheHandle(self.cache)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -124,7 +124,7 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):  # type: ignore[misc
         if kwargs.get("inputs_embeds") is not None:
             raise InputError("generate: this module takes input_ids, not inputs_embeds")
         self._check_cache_choice(kwargs.get("past_key_values"), kwargs.get("use_cache"))
-        return super().generate(inputs, *args, **kwargs)
+        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def _check_cache_choice(self, past_key_values: Any, use_cache: bool | None) -> None:
         if past_key_values is not None and past_key_values is not self.handle:
@@ -160,7 +160,9 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):  # type: ignore[misc
                 f"{generation_mode.value}: it steps back in the text, and the cache of this module only goes "
                 "on; use greedy search, sampling or beam search, or the original model"
             )
-        super()._validate_generation_mode(generation_mode, generation_config, mode_kwargs)
+        super()._validate_generation_mode(  # type: ignore[misc]
+            generation_mode, generation_config, mode_kwargs
+        )
 
     def can_generate(self) -> bool:
         return True
@@ -170,10 +172,12 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):  # type: ignore[misc
         return False
 
     def get_output_embeddings(self) -> Any:
-        return self.model.get_output_embeddings()
+        model: Any = self.model
+        return model.get_output_embeddings()
 
     def get_input_embeddings(self) -> Any:
-        return self.model.get_input_embeddings()
+        model: Any = self.model
+        return model.get_input_embeddings()
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -221,13 +225,14 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):  # type: ignore[misc
         # The graph is fixed: there are no expert implementations left to switch.
         yield
 
-    def prepare_inputs_for_generation(
+    def prepare_inputs_for_generation(  # type: ignore[override]
         self,
         input_ids: Tensor,
         next_sequence_length: int | None = None,
         past_key_values: Any = None,
         attention_mask: Tensor | None = None,
         is_first_iteration: bool | None = False,
+        *,
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
@@ -241,11 +246,11 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):  # type: ignore[misc
         new = input_ids if next_sequence_length is None else input_ids[:, -next_sequence_length:]
         # The prompt says where each sequence starts; what generate() adds is never padding.
         first = is_first_iteration or self.cache.columns == 0
-        checked = first and position_ids is not None
+        given = None if position_ids is None or not first else position_ids[..., -new.shape[1] :]
         return {
             "input_ids": new.contiguous(),
             "attention_mask": attention_mask if first else None,
-            "position_ids": position_ids[..., -new.shape[1] :] if checked else None,
+            "position_ids": given,
             "past_key_values": past_key_values,
             "logits_to_keep": 1,
         }
