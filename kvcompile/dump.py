@@ -95,6 +95,4 @@ def _plain(recipe: Recipe) -> dict[str, object]:
 
 
 def _trace(name: str, payload: Callable[[], str]) -> None:
-    trace_structured(
-        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload
-    )
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload)
