@@ -31,10 +31,10 @@ LEVELS = {
     "kvcompile.passes": 5,
     "kvcompile.pipeline": 6,
     "kvcompile.emit": 7,
-    "kvcompile.runtime": 7,
-    "kvcompile": 8,  # the public API
-    "kvcompile.cli": 9,
-    "kvcompile.__main__": 10,
+    "kvcompile.runtime": 8,  # calls what emit has compiled
+    "kvcompile": 9,  # the public API
+    "kvcompile.cli": 10,
+    "kvcompile.__main__": 11,
 }
 
 

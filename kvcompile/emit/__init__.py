@@ -1,0 +1,1 @@
+"""From a cached graph to something that runs: regions, Inductor, the executor."""

@@ -1,0 +1,1 @@
+"""What users hold: the optimized module, its cache, and generation."""
