@@ -184,8 +184,8 @@ def _prefill(
     to_sinks = _scores(rotate(q, positions.clamp(max=budget - 1), *rope), rotate(k, key_positions, *rope))
     scores = torch.where(is_sink[:, None, None, None], to_sinks, scores) * spec.sm_scale
     p = scores.masked_fill(~seen[:, :, None], float("-inf")).softmax(-1)
-    out = torch.matmul(p.flatten(2, 3), v.float()).unflatten(2, p.shape[2:4])
-    return out.flatten(1, 2).to(q.dtype)
+    out: Tensor = torch.matmul(p.flatten(2, 3), v.float())
+    return out.reshape(*q.shape[:3], v.shape[-1]).to(q.dtype)
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
@@ -193,4 +193,5 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
     group = q.shape[1] // k.shape[1]
     # The queries of a group are rows of one product: K is not repeated for each of them.
     rows = q.unflatten(1, (k.shape[1], group)).flatten(2, 3).float()
-    return torch.matmul(rows, k.float().transpose(-1, -2)).unflatten(2, (group, q.shape[2]))
+    scores: Tensor = torch.matmul(rows, k.float().transpose(-1, -2))
+    return scores.reshape(*k.shape[:2], group, q.shape[2], k.shape[2])
