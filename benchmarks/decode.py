@@ -17,6 +17,7 @@ StaticCache sized for the context, its decode step under torch.compile and its p
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import statistics
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,7 +72,8 @@ class Ours:
         return int(self.fast.cache.nbytes)
 
     def read_bytes(self, context: int) -> int:
-        return min(context * self.fast.plan.bytes_per_token, int(self.fast.plan.bytes(1)))
+        plan = self.fast.plan
+        return min(context * int(plan.bytes_per_token), int(plan.bytes(1)))
 
 
 class Plain:
@@ -199,6 +202,7 @@ def measure_speed(options: argparse.Namespace, tell: Callable[[str], None]) -> d
                 "of_limit": median / limit,
                 "cache_bytes": variant.cache_bytes(),
             }
+        figures[str(context)]["bandwidth_rounds_gb_s"] = [value / 1e9 for value in bandwidth]
     return {"weight_bytes": weights, "contexts": figures}
 
 
@@ -219,14 +223,16 @@ def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
             for _ in range(2):
                 token = variant.step(token)
         variant.free()
-        gc.collect()
-        before = _status("VmRSS")
+        before = _settled()
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
         token = variant.prefill(text[:, :context])
         prompt_peak = _status("VmHWM") - before
         for _ in range(options.tokens):
             token = variant.step(token)
         token.item()
+        if _status("VmHWM") - before < 0.98 * variant.cache_bytes():
+            # An earlier cache was still in `before`: what is left would be far too small.
+            raise RuntimeError(f"{name}, {context}: the peak is less than the cache; the figures are void")
         result[str(context)] = {
             "prompt_peak_bytes": prompt_peak,
             "peak_bytes": _status("VmHWM") - before,
@@ -235,6 +241,14 @@ def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
         }
         variant.free()
     return result
+
+
+def _settled() -> int:
+    """Bytes of this process once the C library has given back what was freed; it keeps it otherwise."""
+    gc.collect()
+    with suppress(AttributeError):  # not glibc: the check of the peak tells
+        ctypes.CDLL(None).malloc_trim(0)
+    return _status("VmRSS")
 
 
 def compilations() -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm_1(x)).view(batch, size, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(batch, size, WIDTH))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm_2(x))))
+        return out
 
 
 class Decoder(nn.Module):
@@ -63,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     prompt = torch.tensor([list(b"The weights are random")])
     try:
         # The position table ends at LONGEST, which nothing in a plain module says: so max_tokens does.
-        fast = kvcompile.optimize(
+        fast: Any = kvcompile.optimize(
             model, recipe=options.recipe, max_tokens=LONGEST, compile={"mode": options.compile}
         )
         tokens = fast.generate(prompt, max_new_tokens=options.max_new_tokens)

@@ -43,8 +43,21 @@ def optimize(
     started = time.perf_counter()
     tell("capture and detect", 0, 1)
     front = understand(model)
-    plan = plan_for(front, checked)
     tell("capture and detect", 1, 1)
+    return build(model, front, checked, tell, started)
+
+
+def build(
+    model: nn.Module, front: Front, checked: Recipe, tell: Progress | None = None, started: float | None = None
+) -> CachedModel:
+    """`optimize` from where the model is understood: `front` serves any number of recipes.
+
+    Raises:
+        PlanError, VerificationError: as `optimize`.
+    """
+    tell = tell or (lambda stage, done, total: None)
+    started = time.perf_counter() if started is None else started
+    plan = plan_for(front, checked)
     understood = time.perf_counter()
     dump = Dump.from_environment(plan)
     dump.front(front)

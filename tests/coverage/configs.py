@@ -1,0 +1,270 @@
+"""Tiny configurations of every causal-LM type, made from the defaults of their config classes.
+
+Nothing here is known to kvcompile: it is test data. Sizes are set by the names that configs use for them, and
+what a type needs beside that stands in `SPECIAL`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+SLIDING = 8  # tokens; chunks of attention too
+# Common names of sizes, and what they become where a config has them as an integer.
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "d_model": 48,
+    "n_embd": 48,
+    "emb_dim": 48,
+    "word_embed_proj_dim": 48,
+    "embedding_size": 48,
+    "input_embedding_size": 48,
+    "output_embedding_size": 48,
+    "embedding_dim": 48,
+    "lru_width": 48,
+    "intermediate_size": 56,
+    "decoder_ffn_dim": 56,
+    "encoder_ffn_dim": 56,
+    "ffn_dim": 56,
+    "dim_ff": 56,
+    "dff": 56,
+    "d_inner": 56,
+    "ffn_hidden_size": 56,
+    "expert_ffn_hidden_size": 24,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+    "shared_experts_intermediate_size": 24,
+    "dense_intermediate_size": 56,
+    "intermediate_size_mlp": 56,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "n_layers": 2,
+    "num_layers": 2,
+    "decoder_layers": 2,
+    "encoder_layers": 2,
+    "num_decoder_layers": 2,
+    "num_encoder_layers": 2,
+    "num_blocks": 2,
+    "num_attention_heads": 6,
+    "n_head": 6,
+    "n_heads": 6,
+    "num_heads": 6,
+    "decoder_attention_heads": 6,
+    "encoder_attention_heads": 6,
+    "num_decoder_attention_heads": 6,
+    "num_encoder_attention_heads": 6,
+    "attention_heads": 6,
+    "swa_num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_kv_heads": 2,
+    "num_query_groups": 2,
+    "swa_num_key_value_heads": 2,
+    "head_dim": 8,
+    "swa_head_dim": 8,
+    "global_head_dim": 8,
+    "kv_channels": 8,
+    "dim_head": 8,
+    "d_head": 8,
+    "rotary_dim": 8,
+    "attention_head_size": 8,
+    "max_position_embeddings": 256,
+    "n_positions": 256,
+    "n_ctx": 256,
+    "max_seq_len": 256,
+    "max_target_positions": 256,
+    "max_source_positions": 256,
+    "model_max_length": 256,
+    "context_length": 256,
+    "sliding_window": SLIDING,
+    "sliding_window_size": SLIDING,
+    "attention_window_size": SLIDING,
+    "attention_chunk_size": SLIDING,
+    "window_size": SLIDING,
+    "local_attention": SLIDING,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_expert_group": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "qk_head_dim": 24,
+    "v_head_dim": 16,
+    "index_topk": 8,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "first_k_dense_replace": 1,
+    "moe_layer_start_index": 0,
+    "mamba_n_heads": 6,
+    "mamba_num_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_head_dim": 16,
+    "mamba_headdim": 16,
+    "mamba_n_groups": 1,
+    "mamba_ngroups": 1,
+    "n_groups": 1,
+    "mamba_d_state": 8,
+    "ssm_state_size": 8,
+    "state_size": 8,
+    "mamba_expand": 2,
+    "mamba_d_ssm": 96,
+    "mamba_chunk_size": 8,
+    "chunk_size": 8,
+    "n_mamba_heads": 2,
+    "linear_num_heads": 2,
+    "linear_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "vocab_size_per_layer_input": 61,
+    "hidden_size_per_layer_input": 8,
+    "query_pre_attn_scalar": 8,
+    "num_kv_shared_layers": 0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "sep_token_id": 2,
+    "cls_token_id": 1,
+    "decoder_start_token_id": 1,
+    "original_max_position_embeddings": 256,
+    "pronunciation_vocab_size": 61,
+    "shape_vocab_size": 61,
+    "decoder_vocab_size": 61,
+    "prompt_length": 4,
+    "adapter_rank": 8,
+    "num_mem_blocks": 1,
+    "router_hidden_size": 16,
+    "d_rel": 8,
+    "rel_extent": 8,
+    "gated_norm_rank": 8,
+    "unpadded_vocab_size": 61,
+    "type_vocab_size": 2,
+}
+# Parts of a composite config that carry the decoder.
+PARTS = ("text_config", "decoder", "decoder_config")
+
+_CONV = ("conv", "full_attention")
+_LINEAR = ("linear_attention", "full_attention")
+_WINDOW = ("sliding_attention", "full_attention")
+_INDEXED = ("indexed_attention", "indexed_attention")
+_SHARED = ("sliding_attention", "full_attention", "sliding_attention", "full_attention")
+# Kinds of layers, where the default of the config would give one kind only, or the wrong number.
+LAYERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("afmoe", "beam", "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "exaone4"), _WINDOW),
+    **dict.fromkeys(("dots1", "exaone_moe", "flint", "gemma2", "gemma3", "gemma3_text", "gpt_oss"), _WINDOW),
+    **dict.fromkeys(("granite_swa", "granitemoe_swa", "kolibri1", "laguna", "mellum", "mimo_v2_flash"), _WINDOW),
+    **dict.fromkeys(("ministral", "modernbert-decoder", "olmo3", "vaultgemma"), _WINDOW),
+    **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), _SHARED),
+    **dict.fromkeys(("bailing_hybrid", "granitemoehybrid", "kimi_linear", "minimax", "olmo_hybrid"), _LINEAR),
+    **dict.fromkeys(("bamba", "jamba", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _LINEAR),
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), _INDEXED),
+    **dict.fromkeys(("dots3_note", "dots3_note_text"), ("indexed_attention", "sliding_attention")),
+    **dict.fromkeys(("inkling_text", "inkling2_text", "zaya"), ("hybrid_sliding", "hybrid")),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _CONV),
+    "lfm3": ("conv", "sliding_attention", "full_attention"),
+    "llama4_text": ("chunked_attention", "full_attention"),
+    "deepseek_v4": ("heavily_compressed_attention", "compressed_sparse_attention"),
+    "minimax_m3_vl_text": ("full_attention", "full_attention"),
+    "qwen4_exp": ("linear_attention", "indexed_attention"),
+    "qwen4_exp_text": ("linear_attention", "indexed_attention"),
+}
+_BIDIRECTIONAL = (  # encoders that are decoders when they are told to
+    "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
+    "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod reformer"
+).split()
+_TINY_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SPECIAL: dict[str, dict[str, Any]] = {
+    **{name: {"is_decoder": True} for name in _BIDIRECTIONAL},
+    "xmod": {"is_decoder": True, "default_language": "en_XX"},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "mimo_v2_flash": {"v_head_dim": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "codegen": {"n_head": 4, "n_embd": 32, "rotary_dim": 4},
+    "gptj": {"rotary_dim": 4},
+    "zaya": {"num_experts_per_tok": 1},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4}
+    | {"attention_hidden_size": 96, "attention_head_dim": 16, "num_key_value_heads": 6, "mamba_dt_rank": 4},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4}
+    | {"attention_head_dim": 16, "num_key_value_heads": 6, "n_mamba_heads": 6, "mamba_headdim": 16},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "mlp", "full_attention"]},
+    "mamba2": {"num_heads": 6, "head_dim": 16},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}}
+    | {"ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 48}},
+    "gemma3": {"vision_config": {**_TINY_VISION, "image_size": 28, "patch_size": 14}},
+    "git": {"vision_config": {**_TINY_VISION, "image_size": 28, "patch_size": 14}},
+    "mllama": {},
+}
+
+
+def tiny_config(model_type: str) -> Any:
+    """The config of a type, tiny."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return _shrink(CONFIG_MAPPING[model_type], model_type)
+
+
+def _shrink(cls: Any, model_type: str) -> Any:
+    special = SPECIAL.get(model_type, {})
+    base = special.get("__base__", {})
+    defaults = cls(**base).to_dict()
+    changes: dict[str, Any] = dict(base)
+    layers = LAYERS.get(model_type)
+    for name, value in defaults.items():
+        if name in SIZES and (isinstance(value, (int, float)) or value is None) and not isinstance(value, bool):
+            if value is None and name not in ("head_dim", "num_key_value_heads", "pad_token_id"):
+                continue
+            changes[name] = SIZES[name]
+        elif name in PARTS and isinstance(value, dict) and value.get("model_type"):
+            from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+            if value["model_type"] in CONFIG_MAPPING:
+                part = _shrink(CONFIG_MAPPING[value["model_type"]], value["model_type"])
+                changes[name] = part.to_dict()
+    if layers:
+        changes |= {"num_hidden_layers": len(layers), "layer_types": list(layers)}
+    if "mlp_layer_types" in defaults:  # one of each kind
+        kinds = list(dict.fromkeys(defaults["mlp_layer_types"]))
+        count = changes["num_hidden_layers"]
+        changes["mlp_layer_types"] = (["dense", "sparse"] * count)[:count] if "dense" in kinds else (kinds * count)[:count]
+    if "kv_lora_rank" in changes and "num_key_value_heads" in changes:
+        changes["num_key_value_heads"] = changes["num_attention_heads"]  # as latent attention has it
+    changes |= {key: value for key, value in special.items() if not key.startswith("__")}
+    changes = {key: value for key, value in changes.items() if value != "__default__"}
+    return cls(**changes)
+
+
+def tiny_model(model_type: str, attn: str | None = None) -> nn.Module:
+    """A seeded random model in eval mode whose every parameter matters (none is zero, none is tiny)."""
+    import transformers
+
+    config = tiny_config(model_type)
+    torch.manual_seed(0)
+    kwargs = {} if attn is None else {"attn_implementation": attn}
+    model = transformers.AutoModelForCausalLM.from_config(config, **kwargs).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter += (0.1 * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype)
+    return model
+
+
+def all_types() -> list[str]:
+    """Every causal-LM type of the installed release, sorted."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
