@@ -29,6 +29,7 @@ class PassReport:
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 # Frames of libraries and of transformers' plumbing; the model's own line is the innermost of the others.
 _PLUMBING = (
+    "<eval_with_key",
     "/torch/",
     "/transformers/integrations/",
     "/transformers/utils/",

@@ -13,43 +13,46 @@ position_ids.
 from __future__ import annotations
 
 import inspect
+import io
 import logging
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from kvcompile.errors import CaptureError, ModelError
+from kvcompile.errors import CaptureError, DetectionError, ModelError
+from kvcompile.kernels.opaque import OpaqueModule, State, opaque
 from kvcompile.passes.base import expr
+from kvcompile.passes.calls import WRAPPED, CapturedInputs, example, wrap
 from kvcompile.passes.clean import clean
 from kvcompile.passes.evaluate import fetch_attr
+from kvcompile.passes.feeding import prove
+from kvcompile.passes.flex import spell_out
+from kvcompile.passes.functionalize import functionalize, mutates
+from kvcompile.passes.opaque import CannotBeOpaque, Run, Tracing, innermost, observe, settle
+from kvcompile.passes.state import StateRefused, attributes_restored, find_states
 
 log = logging.getLogger(__name__)
 
-_WRAPPED = "kvcompile_wrapped"  # the wrapper's attribute; stripped from every name afterwards
+# What errors of tracing say where Python asks for values of tensors.
+_DATA_DEPENDENT = (
+    "data-dependent",
+    "DataDependent",
+    "DynamicOutputShape",
+    "aten._local_scalar_dense",
+    "aten.nonzero",
+    "unbacked",
+)
 _BATCH, _SEQ, _KEEP = 3, 11, 5  # example sizes: different, so that no two dynamic sizes share a symbol
-
-
-@dataclass(frozen=True)
-class CapturedInputs:
-    """Which inputs the graph has besides `input_ids` [B, S]: `position_ids` [B, S], `logits_to_keep` [K]."""
-
-    position_ids: bool
-    logits_to_keep: bool
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        extra = (("position_ids", self.position_ids), ("logits_to_keep", self.logits_to_keep))
-        return ("input_ids", *(name for name, present in extra if present))
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ class Captured:
     constants:    leaves of the model's output that are not tensors, by leaf index
     max_seq_len:  the longest sequence the model's own tables and asserts allow; None: no limit in the graph
     route:        how it was captured, e.g. "export, sdpa"; reasons: what failed before, one line each
+    opaques:      the modules that run as Python; they live as long as this record
+    state_problem: recurrent state that was seen and cannot be carried; empty: none
     """
 
     graph_module: GraphModule
@@ -73,6 +78,8 @@ class Captured:
     seconds: float
     constants: tuple[tuple[int, Any], ...] = ()
     max_seq_len: int | None = None
+    opaques: tuple[OpaqueModule, ...] = ()
+    state_problem: str = ""
 
     def rebuild(self, outputs: Sequence[Any]) -> Any:
         """The model's own output class around the graph's flat outputs."""
@@ -82,55 +89,18 @@ class Captured:
         return pytree.tree_unflatten(leaves, self.out_spec)
 
 
-class _Wrapper(nn.Module):
-    """Calls the model by keyword; the forward of each subclass names exactly the inputs of the graph."""
-
-    def __init__(self, model: nn.Module, first: str, fixed: dict[str, Any]):
-        super().__init__()
-        setattr(self, _WRAPPED, model)
-        self.first, self.fixed = first, fixed
-
-    def call(self, input_ids: Tensor, **extra: Tensor) -> Any:
-        model = getattr(self, _WRAPPED)
-        return model(**{self.first: input_ids}, **extra, **self.fixed)
-
-
-class _Plain(_Wrapper):
-    def forward(self, input_ids: Tensor) -> Any:
-        return self.call(input_ids)
-
-
-class _Positions(_Wrapper):
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Any:
-        return self.call(input_ids, position_ids=position_ids)
-
-
-class _Keep(_Wrapper):
-    def forward(self, input_ids: Tensor, logits_to_keep: Tensor) -> Any:
-        return self.call(input_ids, logits_to_keep=logits_to_keep)
-
-
-class _PositionsKeep(_Wrapper):
-    def forward(self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor) -> Any:
-        return self.call(input_ids, position_ids=position_ids, logits_to_keep=logits_to_keep)
-
-
-_WRAPPERS = {
-    CapturedInputs(False, False): _Plain,
-    CapturedInputs(True, False): _Positions,
-    CapturedInputs(False, True): _Keep,
-    CapturedInputs(True, True): _PositionsKeep,
-}
-
-
 def capture(model: nn.Module) -> Captured:
     """Trace `model` into one graph. The model is left exactly as it was.
 
-    Raises ModelError for what is no decoder over token ids, CaptureError when every route fails.
+    Raises ModelError for what is no decoder over token ids, CaptureError when every route fails, DetectionError
+    for recurrent state that cannot be carried.
     """
     start = time.perf_counter()
     first, parameters = _signature(model)
-    fixed = {"use_cache": False} if "use_cache" in parameters else {}
+    reasons: list[str] = []
+    if "position_ids" in parameters and not _counts_from_zero(model, first):
+        parameters -= {"position_ids"}
+        reasons.append("the model's own positions are not 0, 1, 2, ..: it makes them itself, in the graph")
     variants = list(
         dict.fromkeys(
             CapturedInputs(
@@ -139,32 +109,129 @@ def capture(model: nn.Module) -> Captured:
             for positions, keep in ((True, True), (True, False), (False, True), (False, False))
         )
     )
-    reasons: list[str] = []
-    with eval_mode(model):
+    with eval_mode(model), attributes_restored(model):
+        route = _Route(model, first, "use_cache" in parameters, reasons)
         for implementation in _implementations(model, reasons):
             for inputs in variants:
-                route = ", ".join(["export", *([implementation] if implementation else []), *inputs.names])
+                name = ", ".join(["export", *([implementation] if implementation else []), *inputs.names])
                 try:
-                    with _attention_implementation(model, implementation), torch.no_grad():
-                        program = _export(_WRAPPERS[inputs](model, first, fixed), inputs, _device(model))
-                    captured = _finish(program, inputs, route, reasons, start)
+                    with _configured(model, implementation), torch.no_grad():
+                        program, opaques = route.export(inputs, name)
+                    captured = _finish(program, opaques, inputs, name, reasons, start)
+                except DetectionError:
+                    raise
                 except Exception as error:  # export raises many kinds; each becomes one line of the report
-                    reasons.append(f"{route}: {_first_line(error)}")
+                    reasons.append(f"{name}: {_first_line(error)}")
                     log.debug("capture route failed: %s", reasons[-1], exc_info=True)
                     continue
                 log.info(
-                    "capture: %s, %d nodes, %.2f s",
-                    route,
+                    "capture: %s, %d nodes, %d opaque, %.2f s",
+                    name,
                     len(captured.graph_module.graph.nodes),
+                    len(captured.opaques),
                     captured.seconds,
                 )
-                return captured
+                return replace(captured, state_problem=route.state_problem)
     tried = "\n".join(f"  - {reason}" for reason in reasons)
     raise CaptureError(
         f"{type(model).__name__} could not be traced into one graph with dynamic batch and sequence."
         f" Tried:\n{tried}\n"
         "Remove Python control flow that depends on tensor values or on the exact batch or sequence length."
     )
+
+
+class _Route:
+    """Exports of one model; remembers between attempts which of its parts must stay opaque."""
+
+    def __init__(self, model: nn.Module, first: str, takes_use_cache: bool, reasons: list[str]):
+        self.model, self.first, self.reasons = model, first, reasons
+        self.names = {module: name for name, module in model.named_modules()}
+        self.device = _device(model)
+        self.opaque: dict[nn.Module, tuple[str, str]] = {}
+        # Until a pass with a cache has shown that there is none. Some models only look at their config.
+        self.has_state = takes_use_cache or any(hasattr(config, "use_cache") for config in _configs(model))
+        self.state_problem = ""
+        self.fixed = {"use_cache": False} if takes_use_cache else {}
+
+    def export(self, inputs: CapturedInputs, name: str) -> tuple[ExportedProgram, tuple[OpaqueModule, ...]]:
+        """One attempt; what Python it must not look into is found on the way."""
+        wrapper = wrap(self.model, inputs, self.first, self.fixed)
+
+        run = self._eager(wrapper, inputs)
+        states = self._states(inputs, run)
+        modules = {module: (self.names[module], "keeps recurrent state") for module in states} | self.opaque
+        while True:
+            observed = observe(list(modules), run) if modules else {}
+            tracing = Tracing(modules, observed, states, lambda: wrapper.sizes)
+            try:
+                with tracing.patched():
+                    program = _export(wrapper, inputs, self.device)
+                break
+            except Exception as error:
+                found = self._culprits(error, modules)
+                if not found:
+                    raise
+                self.reasons.append(
+                    f"{name}: {_first_line(error)}: {', '.join(path for path, _ in found.values())} "
+                    "will run as Python"
+                )
+                self.opaque |= found
+                modules |= found
+        for record, number in tracing.made:
+            try:
+                known = settle(record, observed[record.module], number)
+                if record.state is not None:
+                    prove(record, *known)
+            except (StateRefused, CannotBeOpaque, ValueError) as refused:
+                if record.state is None:
+                    raise
+                raise DetectionError(f"recurrent state cannot be carried: {refused}") from refused
+        return program, tuple(record for record, _ in tracing.made)
+
+    def _eager(self, wrapper: nn.Module, inputs: CapturedInputs) -> Run:
+        def run(batch: int, tokens: int) -> object:
+            return wrapper(*example(inputs, batch, tokens, 2, self.device))
+
+        return run
+
+    def _states(self, inputs: CapturedInputs, run: Run) -> dict[nn.Module, State]:
+        if not self.has_state:
+            return {}
+        cached = wrap(self.model, inputs, self.first, dict.fromkeys(self.fixed, True))
+        try:
+            with _caching(self.model):
+                states = find_states(self.model, self._eager(cached, inputs), run)
+        except StateRefused as refused:
+            self.state_problem, states = str(refused), {}
+        except Exception as error:  # whatever the model raises; it matters only where tokens mix
+            log.debug("no pass with the model's own cache", exc_info=True)
+            problem = f"the model does not run with a cache of its own: {_first_line(error)}"
+            self.state_problem, states = problem, {}
+        self.has_state = bool(states)
+        return states
+
+    def _culprits(
+        self, error: Exception, known: Mapping[nn.Module, object]
+    ) -> dict[nn.Module, tuple[str, str]]:
+        """The part of the model whose Python depends on values, with all that are like it."""
+        if not _depends_on_values(error):
+            return {}
+        found = innermost(error, self.model)
+        if found is None or found[1] in known:
+            return {}
+        reason = _first_line(error)
+        like = [module for module in self.names if type(module) is type(found[1]) and module not in known]
+        return {module: (self.names[module], reason) for module in like}
+
+
+def _depends_on_values(error: BaseException | None) -> bool:
+    """Whether tracing met Python that needs to know the values in a tensor."""
+    while error is not None:
+        text = f"{type(error).__name__}: {error}"
+        if any(sign in text for sign in _DATA_DEPENDENT):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _signature(model: nn.Module) -> tuple[str, frozenset[str]]:
@@ -188,6 +255,27 @@ def _signature(model: nn.Module) -> tuple[str, frozenset[str]]:
     if "decoder_input_ids" in parameters:
         raise ModelError(f"{name} is an encoder-decoder model; kvcompile takes decoder-only models")
     return first, frozenset(parameters)
+
+
+def _counts_from_zero(model: nn.Module, first: str) -> bool:
+    """Whether leaving out position_ids is the same as passing 0, 1, 2, .. (True where the model cannot be called)."""
+    inputs = CapturedInputs(True, False)
+    ids, positions = example(inputs, 2, 7, 1, _device(model))
+    found = []
+    for extra in ({}, {"position_ids": positions}):
+        try:
+            with eval_mode(model), torch.no_grad():
+                found.append(
+                    [leaf for leaf in pytree.tree_leaves(model(**{first: ids}, **extra)) if _real(leaf)]
+                )
+        except Exception as error:  # whatever is wrong shows better while it is traced
+            log.debug("positions were not compared: %s", error, exc_info=True)
+            return True
+    return all(torch.allclose(a, b, rtol=1e-2, atol=1e-3) for a, b in zip(*found, strict=False))
+
+
+def _real(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -233,13 +321,15 @@ def _implementations(model: nn.Module, reasons: list[str]) -> list[str | None]:
 
 
 @contextmanager
-def _attention_implementation(model: nn.Module, implementation: str | None) -> Iterator[None]:
-    """Set the attention implementation on every config for the time of one export."""
-    saved = [(config, dict(config.__dict__)) for config in _configs(model)] if implementation else []
+def _configured(model: nn.Module, implementation: str | None) -> Iterator[None]:
+    """The attention implementation on every config, and no cache by default, for the time of one export."""
+    saved = [(config, dict(config.__dict__)) for config in _configs(model)]
     try:
         for config, _ in saved:
-            if config._attn_implementation != implementation:
+            if implementation and config._attn_implementation != implementation:
                 config._attn_implementation = implementation
+            if getattr(config, "use_cache", False):  # some models do not pass the argument on
+                config.use_cache = False
         yield
     finally:
         for config, attributes in saved:
@@ -247,38 +337,59 @@ def _attention_implementation(model: nn.Module, implementation: str | None) -> I
             config.__dict__.update(attributes)
 
 
+@contextmanager
+def _caching(model: nn.Module) -> Iterator[None]:
+    """With a cache by default."""
+    saved = [(config, config.use_cache) for config in _configs(model) if hasattr(config, "use_cache")]
+    try:
+        for config, _ in saved:
+            config.use_cache = True
+        yield
+    finally:
+        for config, value in saved:
+            config.use_cache = value
+
+
 def _export(wrapper: nn.Module, inputs: CapturedInputs, device: torch.device) -> ExportedProgram:
-    example = {
-        "input_ids": torch.zeros(_BATCH, _SEQ, dtype=torch.int64, device=device),
-        "position_ids": torch.arange(_SEQ, device=device).expand(_BATCH, _SEQ),
-        "logits_to_keep": torch.arange(_KEEP, device=device),
-    }
     rank2 = {
         0: Dim.DYNAMIC,
         1: Dim.DYNAMIC,
     }  # ranges and equal sizes are inferred; specialisation is an error
     dims = {"input_ids": rank2, "position_ids": rank2, "logits_to_keep": {0: Dim.DYNAMIC}}
     names = inputs.names
-    program = torch.export.export(
-        wrapper,
-        tuple(example[name] for name in names),
-        dynamic_shapes=tuple(dims[name] for name in names),
-        strict=False,
-    )
-    mutates = any(
-        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        for node in program.graph.nodes
-    )
-    # In-place operators would make a node's value depend on when it is read. Slow: only where there are any.
-    return program.run_decompositions({}) if mutates else program
+    with redirect_stderr(io.StringIO()):  # export prints its half-made graph where it fails
+        return torch.export.export(
+            wrapper,
+            example(inputs, _BATCH, _SEQ, _KEEP, device),
+            dynamic_shapes=tuple(dims[name] for name in names),
+            strict=False,
+        )
+
+
+def _module(program: ExportedProgram, reasons: list[str]) -> GraphModule:
+    """The program as one module, without in-place operators: a node's value would depend on when it is read."""
+    module = program.module(check_guards=False)
+    assert isinstance(module, GraphModule)
+    spell_out(module)
+    if mutates(module):
+        problem = functionalize(module)
+        if problem:  # slow, but it knows every operator
+            reasons.append(f"decomposed by torch, because of an in-place operator: {problem}")
+            module = program.run_decompositions({}).module(check_guards=False)
+    assert isinstance(module, GraphModule)
+    return module
 
 
 def _finish(
-    program: ExportedProgram, inputs: CapturedInputs, route: str, reasons: list[str], start: float
+    program: ExportedProgram,
+    opaques: tuple[OpaqueModule, ...],
+    inputs: CapturedInputs,
+    route: str,
+    reasons: list[str],
+    start: float,
 ) -> Captured:
     """From an exported program to a plain graph module with the model's own names."""
-    module = program.module(check_guards=False)
-    assert isinstance(module, GraphModule)
+    module = _module(program, reasons)
     graph = module.graph
     graph.set_codegen(CodeGen())
     attributes: dict[str, Any] = {}
@@ -286,7 +397,7 @@ def _finish(
         if node.op == "get_attr":
             found = fetch_attr(module, str(node.target))
             node.target = _strip(str(node.target))
-            node._rename(node.name.removeprefix(f"{_WRAPPED}_"))
+            node._rename(node.name.removeprefix(f"{WRAPPED}_"))
             attributes[node.target] = found
         stack = node.meta.get("nn_module_stack")
         if stack:
@@ -302,8 +413,14 @@ def _finish(
     for node, name in zip(placeholders, inputs.names, strict=True):
         node.target = node.name = name
 
+    records = {record.key: record for record in opaques}
+    for node in graph.nodes:
+        if node.target is opaque:
+            given, key = node.args
+            node.args = ([given[index] for index in records[key].kept], key)
     graph_module = GraphModule(attributes, graph, "Captured")
     clean(graph_module)
+    used = {node.args[1] for node in graph_module.graph.nodes if node.target is opaque}
     out_spec = program.call_spec.out_spec
     assert out_spec is not None
     return Captured(
@@ -316,11 +433,12 @@ def _finish(
         time.perf_counter() - start,
         constants,
         _max_seq_len(program, placeholders[0]),
+        tuple(record for record in opaques if record.key in used),
     )
 
 
 def _strip(path: str) -> str:
-    return path.removeprefix(_WRAPPED).removeprefix(".")
+    return path.removeprefix(WRAPPED).removeprefix(".")
 
 
 def _logits_index(
@@ -356,7 +474,7 @@ def _first_line(error: Exception) -> str:
     ):  # the first line of this one says nothing, the first item all
         text = f"the example's sizes were specialised: {detail.split('. If')[0]}"
     frames = traceback.extract_tb(error.__traceback__)
-    skip = ("/torch/", "/passes/capture.py", "/kvcompile/", "<")
+    skip = ("/torch/", "/passes/", "/kernels/", "/kvcompile/", "<")
     own = [frame for frame in frames if not any(part in frame.filename for part in skip)]
     where = f" ({own[-1].filename.rsplit('/', 1)[-1]}:{own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {text[:300]}{where}"

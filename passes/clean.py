@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from kvcompile.passes.base import PassReport, call, expr, shape, target_name, value
+from kvcompile.passes.real import to_real
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -62,7 +63,7 @@ def clean(graph_module: GraphModule) -> PassReport:
             changed += 1
         elif node.target is aten.einsum.default:
             changed += _split_einsum(node)
-    changed += _merge_equal(graph_module)
+    changed += to_real(graph_module) + _merge_equal(graph_module)
     eliminate_dead_code(graph_module)
     report = PassReport("clean", changed, (), time.perf_counter() - start)
     log.info("%s", report)

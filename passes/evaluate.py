@@ -108,6 +108,11 @@ _SHAPE_ONLY: frozenset[Any] = frozenset(
 )
 
 
+def shape_only(node: Node) -> bool:
+    """Whether a node reads the shape of its tensor argument and nothing else."""
+    return node.target in _SHAPE_ONLY
+
+
 def _map_ints(tree: Any, constant: Callable[[int], int]) -> Any:
     if isinstance(tree, bool) or tree is None:
         return tree

@@ -7,15 +7,15 @@ A graph that takes `position_ids` gets its positions from the caller. Any other 
 
 with `past_length` a new placeholder, a 0-dim int64 tensor, after the others. Positions may go through
 arithmetic, trigonometry, casts, views, and indexing *into tables*. Every other live use of S refuses, with
-its source line: an index into the tokens themselves, a comparison, a cumulative sum over the sequence, S as
-a number.
+its source line: an index into the tokens themselves, a comparison, a cumulative product over the sequence, S as
+a number. Sums of integers along the sequence, which count tokens, become a state (`passes/running_sum.py`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from kvcompile.errors import DetectionError
 from kvcompile.passes.base import PassReport, call, expr, module_path, shape, source_line, target_name, value
 from kvcompile.passes.canonicalize import Canonical
 from kvcompile.passes.clean import eliminate_dead_code
-from kvcompile.types import AttentionSite, NoMatch
+from kvcompile.passes.running_sum import replace_running_sums
+from kvcompile.types import AttentionSite, NoMatch, RecurrentState
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -93,12 +94,14 @@ class Positions:
     past_length: whether a placeholder `past_length` (0-dim int64) was appended; False where the caller's
                  position_ids are the only positions
     offsets:     what was offset, one line each
+    states:      sums along the sequence that a cache has to carry
     """
 
     graph_module: GraphModule
     sites: tuple[AttentionSite, ...]
     past_length: bool
     offsets: tuple[str, ...]
+    states: tuple[RecurrentState, ...]
     report: PassReport
 
 
@@ -108,11 +111,16 @@ def offset_positions(canonical: Canonical) -> Positions:
     graph = canonical.graph_module.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     batch, seq = (expr(size) for size in shape(placeholders[0]))
-    keep = _rope_nodes(canonical.sites)
+    keep = {node for site in canonical.sites for node in site.kept}
+    # Parts of masks that depend on activations are built anew for a cache, from the positions there.
+    in_masks = _only_in_masks(graph, canonical.sites)
+    states = replace_running_sums(graph, in_masks)
     tables = _tables(graph)
-    aranges = [node for node in graph.nodes if _is_arange(node, seq)]
-    slices = [node for node in graph.nodes if _is_table_slice(node, seq, tables)]
-    misses = _refusals(graph, aranges, seq, batch, tables, slices)
+    aranges = [node for node in graph.nodes if _is_arange(node, seq) and node not in in_masks]
+    slices = [node for node in graph.nodes if _is_table_slice(node, seq, tables) and node not in in_masks]
+    misses = [
+        miss for node, miss in _refusals(graph, aranges, seq, batch, tables, slices) if node not in in_masks
+    ]
     if misses:
         lines = "\n".join(f"  - {miss}" for miss in misses)
         raise DetectionError(
@@ -136,22 +144,31 @@ def offset_positions(canonical: Canonical) -> Positions:
         for node in slices:
             offsets.append(f"{node.args[0]}[:S] ({source_line(node)})")
             moved[node] = _select(node, past, placeholders[0])
-    sites = tuple(_remap(site, moved) for site in canonical.sites)
+    sites = tuple(site.moved(moved) for site in canonical.sites)
     eliminate_dead_code(canonical.graph_module, {moved.get(node, node) for node in keep})
     report = PassReport(NAME, len(offsets), (), time.perf_counter() - start)
     log.info("%s", report)
-    return Positions(canonical.graph_module, sites, bool(offsets), tuple(offsets), report)
+    return Positions(canonical.graph_module, sites, bool(offsets), tuple(offsets), states, report)
 
 
-def _rope_nodes(sites: tuple[AttentionSite, ...]) -> set[Node]:
-    return {n for s in sites if s.rope for n in (s.rope.q_input, s.rope.k_input, s.rope.cos, s.rope.sin)}
-
-
-def _remap(site: AttentionSite, moved: dict[Node, Node]) -> AttentionSite:
-    if site.rope is None:
-        return site
-    cos, sin = moved.get(site.rope.cos, site.rope.cos), moved.get(site.rope.sin, site.rope.sin)
-    return replace(site, rope=replace(site.rope, cos=cos, sin=sin))
+def _only_in_masks(graph: torch.fx.Graph, sites: tuple[AttentionSite, ...]) -> set[Node]:
+    """Nodes that nothing needs but the parts of dynamic masks over both axes."""
+    dynamic = {site.out: site.dynamic for site in sites if site.dynamic}
+    if not dynamic:
+        return set()
+    needed: set[Node] = set()
+    stack = [node for node in graph.nodes if node.op in ("output", "placeholder")]
+    stack += [node for site in sites for node in site.kept]
+    for mask in dynamic.values():
+        stack += [*mask.sources, *(used for (_, used), side in mask.positions.items() if side == "query")]
+    while stack:
+        node = stack.pop()
+        if node in needed:
+            continue
+        needed.add(node)
+        apart = dynamic.get(node)
+        stack += [used for used in node.all_input_nodes if apart is None or used is not apart.node]
+    return set(graph.nodes) - needed
 
 
 def _tables(graph: torch.fx.Graph) -> set[Node]:
@@ -201,11 +218,11 @@ def _select(node: Node, past: Node, input_ids: Node) -> Node:
 
 def _refusals(
     graph: torch.fx.Graph, aranges: list[Node], seq: Any, batch: Any, tables: set[Node], slices: list[Node]
-) -> list[NoMatch]:
+) -> list[tuple[Node, NoMatch]]:
     found = []
     for node in aranges:
         if node.target is aten.arange.start_step and len(node.args) > 2 and node.args[2] != 1:
-            found.append(_miss(f"positions run in steps of {node.args[2]}", node))
+            found.append(_at(f"positions run in steps of {node.args[2]}", node))
         found.extend(_position_misuse(node, tables))
     for node in graph.nodes:
         if node.op != "call_function" or node in aranges or node in slices:
@@ -213,17 +230,17 @@ def _refusals(
         name = target_name(node)
         sizes = [expr(size) for size in shape(node)]
         if node.target in _ARANGE and seq in sizes[0].free_symbols and batch not in sizes[0].free_symbols:
-            found.append(_miss(f"an arange over {sizes[0]} is still used", node))
+            found.append(_at(f"an arange over {sizes[0]} is still used", node))
         elif name in _CUMULATIVE and _runs_over(node, seq, batch):
-            found.append(_miss(f"{name} over the sequence mixes tokens outside attention", node))
+            found.append(_at(f"{name} over the sequence mixes tokens outside attention", node))
         elif name not in _SHAPED and _takes_length(node, seq, batch):
-            found.append(_miss(f"the sequence length enters {name} as a number", node))
+            found.append(_at(f"the sequence length enters {name} as a number", node))
         elif name in ("slice", "narrow") and node not in slices and not _whole_slice(node, seq):
-            found.append(_miss("a slice along the sequence", node)) if _cuts_sequence(node, seq) else None
+            found.append(_at("a slice along the sequence", node)) if _cuts_sequence(node, seq) else None
     return found
 
 
-def _position_misuse(arange: Node, tables: set[Node]) -> list[NoMatch]:
+def _position_misuse(arange: Node, tables: set[Node]) -> list[tuple[Node, NoMatch]]:
     """Uses of position numbers that an offset would break."""
     found, seen, stack = [], {arange}, [arange]
     from_inputs = _from_inputs(arange.graph)
@@ -235,10 +252,10 @@ def _position_misuse(arange: Node, tables: set[Node]) -> list[NoMatch]:
             seen.add(user)
             name = target_name(user)
             if name in _COMPARE or name in _CUMULATIVE:
-                found.append(_miss(f"positions enter {name}, which a cache would change", user))
+                found.append(_at(f"positions enter {name}, which a cache would change", user))
             elif name in ("index", "index_select", "embedding"):
                 if user.args[0] in from_inputs:
-                    found.append(_miss(f"positions index the tokens' own values in {name}", user))
+                    found.append(_at(f"positions index the tokens' own values in {name}", user))
                 elif user.args[0] is node:
                     stack.append(user)
             elif not any(other in from_inputs for other in user.all_input_nodes if shape(other)):
@@ -253,7 +270,7 @@ def _from_inputs(graph: torch.fx.Graph) -> set[Node]:
         tensors = [n for n in node.all_input_nodes if n in found]
         if node.op == "placeholder" or (
             tensors
-            and shape(node)
+            and (shape(node) or isinstance(value(node), (list, tuple)))
             and target_name(node)
             not in ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
         ):
@@ -291,6 +308,10 @@ def _cuts_sequence(node: Node, seq: Any) -> bool:
     source, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
     assert isinstance(source, Node) and isinstance(dim, int)
     return expr(shape(source)[dim]) == seq and seq in expr(shape(node)[dim]).free_symbols
+
+
+def _at(reason: str, node: Node) -> tuple[Node, NoMatch]:
+    return node, _miss(reason, node)
 
 
 def _miss(reason: str, node: Node) -> NoMatch:

@@ -10,11 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Interpreter
 
-from kvcompile.errors import DetectionError
+import kvcompile
+from kvcompile.api import build
+from kvcompile.errors import DetectionError, PlanError
 from kvcompile.passes.canonicalize import canonicalize
 from kvcompile.passes.capture import Captured, capture
 from kvcompile.passes.detect import detect
 from kvcompile.passes.positions import PAST_LENGTH, Positions, offset_positions
+from kvcompile.pipeline import plan_for, understand
+from kvcompile.recipe import Recipe
 from tests.models import NanoGPT, TinyConfig, TinyLlama, TinyLlamaPositions, make, tiny_hf
 
 
@@ -28,7 +32,7 @@ class Cached(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is not torch.ops.kvcompile.attention.default:
             return super().call_function(target, args, kwargs)
-        q, k, v, scale, window, layer = args
+        q, k, v, scale, _, window, layer = args
         if layer in self.cache:
             k, v = (torch.cat(pair, 2) for pair in zip(self.cache[layer], (k, v), strict=True))
         self.cache[layer] = (k, v)
@@ -136,14 +140,114 @@ def test_other_uses_of_the_length_are_refused(case: str) -> None:
 
 
 def test_rope_tables_follow_the_offset() -> None:
-    """The rope nodes of the sites are those of the rewritten graph: they see past_length."""
+    """The tables of the sites are those of the rewritten graph: they see past_length."""
     from kvcompile.passes.evaluate import depends_on, evaluate
 
     _, positions = offset(make(TinyLlama))
     rope = positions.sites[0].rope
-    assert rope is not None and depends_on(rope.cos, [PAST_LENGTH])
+    assert rope is not None and all(depends_on(table, [PAST_LENGTH]) for table in rope.k.tables)
     values = {"input_ids": torch.zeros(1, 6, dtype=torch.int64), PAST_LENGTH: torch.tensor(0)}
-    (full,) = evaluate(positions.graph_module, [rope.cos], values)
+    full = evaluate(positions.graph_module, list(rope.k.tables), values)
     values = {"input_ids": torch.zeros(1, 2, dtype=torch.int64), PAST_LENGTH: torch.tensor(4)}
-    (tail,) = evaluate(positions.graph_module, [rope.cos], values)
-    torch.testing.assert_close(tail, full[:, 4:])
+    for table, tail in zip(full, evaluate(positions.graph_module, list(rope.k.tables), values), strict=True):
+        torch.testing.assert_close(tail, table[:, :, 4:])
+
+
+class Counting(NanoGPT):
+    """Positions as RoBERTa makes them: the number of tokens up to here that are no padding, 0 for padding."""
+
+    def __init__(self, pad: int = 7, total: Callable[[Tensor], Tensor] = lambda x: x.cumsum(1)):
+        super().__init__(TinyConfig(num_layers=1))
+        self.pad, self.total = pad, total
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        if position_ids is None:
+            real = input_ids.ne(self.pad).int()
+            position_ids = (self.total(real).type_as(real) * real).long()
+        x = self.wte(input_ids) + self.wpe(position_ids)
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(self.ln_f(x))
+
+
+def test_counted_tokens_are_a_state() -> None:
+    """The count goes on over chunks, rows and resets, with padding tokens anywhere among the tokens."""
+    model = make(Counting)
+    fast = kvcompile.optimize(model, max_tokens=64, max_batch=3, compile={"mode": "none"}, verify="thorough")
+    assert "it makes them itself" in kvcompile.explain(fast).reasons[0]
+    assert fast.plan.state_bytes == 8 and not fast.program.takes_position_ids
+    ids = torch.randint(0, 61, (3, 24), generator=torch.Generator().manual_seed(3))
+    ids[:, [3, 11, 12, 20]] = ids[0, 5:7] = ids[1, 0] = model.pad
+    for _ in range(2):
+        found = torch.cat([fast(part) for part in ids.split([9, 1, 1, 1, 8, 4], 1)], 1)
+        torch.testing.assert_close(found, model(ids), rtol=1e-4, atol=1e-5)
+        fast.reset()
+
+
+@pytest.mark.parametrize(
+    ("total", "reason"),
+    [
+        (lambda x: x.flip(1).cumsum(1).flip(1), "tokens mix outside attention"),
+        (lambda x: x.cumprod(1), "tokens mix outside attention"),
+        (lambda x: x.float().cumsum(1), "tokens mix outside attention"),
+    ],
+)
+def test_other_sums_are_refused(total: Callable[[Tensor], Tensor], reason: str) -> None:
+    with pytest.raises(DetectionError, match=reason):
+        offset(make(Counting, 1, total))
+
+
+class CountingRope(TinyLlama):
+    """RoPE at positions that are counted from a mask of ones."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.run(input_ids, torch.ones_like(input_ids).cumsum(1) - 1)
+
+
+def test_positions_counted_from_ones() -> None:
+    model = make(CountingRope)
+    retention = {"kind": "sink_window", "sinks": 2, "window": 30, "positions": "in_cache"}
+    for more in ({"max_tokens": 64}, {"cache": {"retention": retention}}):
+        fast = kvcompile.optimize(model, compile={"mode": "none"}, **more)
+        ids = torch.randint(0, 61, (2, 20))
+        found = torch.cat([fast(part) for part in ids.split([9, 1, 10], 1)], 1)
+        torch.testing.assert_close(found, model(ids), rtol=1e-4, atol=1e-5)
+
+
+SCALED: dict[str, tuple[dict[str, Any], int]] = {
+    "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, 48),
+    "longrope": (
+        {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 40}
+        | {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]},
+        40,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SCALED)
+def test_rotary_tables_that_depend_on_the_length(case: str) -> None:
+    """Exact up to where they change, and refused beyond: keys in the cache would have to be rotated anew."""
+    scaling, most = SCALED[case]
+    scaling = {"rope_theta": 10000.0, **scaling}
+    model = tiny_hf("llama", layers=1, rope_parameters=scaling, max_position_embeddings=48)
+    front = understand(model)
+    assert front.detection.limit is not None and front.detection.limit.tokens == most
+    with pytest.raises(PlanError, match=f"has {most} positions: its positions mean something else"):
+        plan_for(front, Recipe.load("baseline", max_tokens=most + 1))
+    fast = build(model, front, Recipe.load("baseline", compile={"mode": "none"}))
+    assert fast.plan.limits.max_tokens == most
+    ids = torch.randint(0, 61, (2, most))
+    found = torch.cat([fast(part).logits for part in ids.split([9, 1, most - 10], 1)], 1)
+    torch.testing.assert_close(found, model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_learned_positions_end() -> None:
+    """The table's length is the limit, also where every layer is a ring."""
+    front = understand(tiny_hf("gpt2", layers=1, max_position_embeddings=100, n_positions=100))
+    assert front.detection.limit is not None and front.detection.limit.tokens == 100
+    assert plan_for(front, Recipe.load("baseline")).limits.max_tokens == 100
+    window = Recipe.load("baseline", cache={"retention": {"kind": "window", "size": 9}})
+    assert plan_for(front, window).limits.max_tokens == 100
+    with pytest.raises(PlanError, match="has 100 positions: its tables of positions end there"):
+        plan_for(front, Recipe.load("baseline", max_tokens=101))
+    assert understand(tiny_hf("llama", layers=1)).detection.limit is None

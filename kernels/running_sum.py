@@ -1,0 +1,35 @@
+"""Running sums along the sequence: what position ids made from the tokens are counted with.
+
+    running_sum(x)[b, i] = x[b, 0] + .. + x[b, i]
+
+A model that counts its tokens (those that are no padding, say) makes positions this way. With a cache, the sum of
+the tokens before is a state of one number per sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LIBRARY = torch.library.Library("kvcompile", "FRAGMENT")
+LIBRARY.define("running_sum(Tensor x, str key) -> Tensor")
+LIBRARY.define("cached_running_sum(Tensor x, Tensor(a!) total, Tensor seq_lens) -> Tensor")
+
+
+def _running_sum(x: Tensor, key: str) -> Tensor:
+    """x [B, S] of whole sequences, integers -> int64 [B, S]; key: names the place in the model."""
+    return x.cumsum(1, dtype=torch.int64)
+
+
+def _cached_running_sum(x: Tensor, total: Tensor, seq_lens: Tensor) -> Tensor:
+    """x [B, S] of the new tokens; total int64 [B], of the tokens before, updated in place; seq_lens int64 [B]."""
+    before = torch.where(seq_lens > 0, total, 0)  # what stands there before the first token means nothing
+    sums = before[:, None] + x.cumsum(1, dtype=torch.int64)
+    total.copy_(sums[:, -1])
+    return sums
+
+
+LIBRARY.impl("running_sum", _running_sum, "CompositeImplicitAutograd")
+LIBRARY.impl("cached_running_sum", _cached_running_sum, "CompositeImplicitAutograd")
+running_sum = torch.ops.kvcompile.running_sum.default
+cached_running_sum = torch.ops.kvcompile.cached_running_sum.default

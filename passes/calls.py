@@ -1,0 +1,87 @@
+"""How a model is called while it is traced: by keyword, with exactly the inputs that its graph shall have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WRAPPED = "kvcompile_wrapped"  # the wrapper's attribute; stripped from every name afterwards
+
+
+@dataclass(frozen=True)
+class CapturedInputs:
+    """Which inputs the graph has besides `input_ids` [B, S]: `position_ids` [B, S], `logits_to_keep` [K]."""
+
+    position_ids: bool
+    logits_to_keep: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        extra = (("position_ids", self.position_ids), ("logits_to_keep", self.logits_to_keep))
+        return ("input_ids", *(name for name, present in extra if present))
+
+
+class Wrapper(nn.Module):
+    """Calls the model by keyword; the forward of each subclass names exactly the inputs of the graph."""
+
+    def __init__(self, model: nn.Module, first: str, fixed: dict[str, Any]):
+        super().__init__()
+        setattr(self, WRAPPED, model)
+        self.first, self.fixed = first, fixed
+        self.sizes: list[tuple[Any, Any]] = []  # shapes [B, S] of the last call's inputs
+
+    def call(self, input_ids: Tensor, **extra: Tensor) -> Any:
+        self.sizes = [
+            (value.shape[0], value.shape[1]) for value in (input_ids, *extra.values()) if value.dim() == 2
+        ]
+        model = getattr(self, WRAPPED)
+        return model(**{self.first: input_ids}, **extra, **self.fixed)
+
+
+class _Plain(Wrapper):
+    def forward(self, input_ids: Tensor) -> Any:
+        return self.call(input_ids)
+
+
+class _Positions(Wrapper):
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Any:
+        return self.call(input_ids, position_ids=position_ids)
+
+
+class _Keep(Wrapper):
+    def forward(self, input_ids: Tensor, logits_to_keep: Tensor) -> Any:
+        return self.call(input_ids, logits_to_keep=logits_to_keep)
+
+
+class _PositionsKeep(Wrapper):
+    def forward(self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor) -> Any:
+        return self.call(input_ids, position_ids=position_ids, logits_to_keep=logits_to_keep)
+
+
+WRAPPERS = {
+    CapturedInputs(False, False): _Plain,
+    CapturedInputs(True, False): _Positions,
+    CapturedInputs(False, True): _Keep,
+    CapturedInputs(True, True): _PositionsKeep,
+}
+
+
+def wrap(model: nn.Module, inputs: CapturedInputs, first: str, fixed: dict[str, Any]) -> Wrapper:
+    """A module with the chosen inputs around `model`, whose token ids are called `first`; `fixed` is passed on."""
+    return WRAPPERS[inputs](model, first, fixed)
+
+
+def example(
+    inputs: CapturedInputs, batch: int, tokens: int, keep: int, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Values of the inputs: token ids 0 and 1 (every vocabulary has them), positions from 0, logits of `keep`."""
+    generator = torch.Generator().manual_seed(batch * tokens)
+    values = {
+        "input_ids": torch.randint(0, 2, (batch, tokens), generator=generator),
+        "position_ids": torch.arange(tokens).expand(batch, tokens),
+        "logits_to_keep": torch.arange(keep),
+    }
+    return tuple(values[name].to(device) for name in inputs.names)
