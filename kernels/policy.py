@@ -13,54 +13,136 @@ from torch import Tensor
 from kvcompile.kernels import codec
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
+from kvcompile.layouts import InKeys
+from kvcompile.types import MaskSpec, ScoreSpec
 
 
 def policy_attention(
-    q: Tensor, k: Tensor, v: Tensor, spec: SiteSpec, rope: list[Tensor], padding: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: SiteSpec,
+    rope: list[Tensor],
+    padding: Tensor | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    dynamic: Tensor | None = None,
 ) -> Tensor:
     """q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv] of whole sequences -> [B, Hq, T, Dv], in q's dtype.
 
     Args:
         rope: [cos, sin] tables where the layout counts positions in the cache (q and k before RoPE), else [].
         padding: int64 [B], padded tokens on the left of each sequence; their rows mean nothing.
+        sinks: logits [Hq]; bias: as `spec.score.bias` says; None where the site has none.
+        dynamic: a mask (bool) or bias of the whole sequences [B or 1, Hq or 1, T, T], for layouts that forget nothing.
     """
     layout = spec.layout
     k = codec.decode(layout.keys, codec.encode(layout.keys, k), k.dtype)
-    v = codec.decode(layout.values, codec.encode(layout.values, v), v.dtype)
+    if isinstance(layout.values, InKeys):
+        v = k[..., : layout.values.channels]
+    else:
+        v = codec.decode(layout.values, codec.encode(layout.values, v), v.dtype)
     rows = []
     for row in range(q.shape[0]):
         first = 0 if padding is None else int(padding[row])
-        out = _sequence(q[row, :, first:], k[row, :, first:], v[row, :, first:], spec, rope)
+        own = None if dynamic is None else dynamic[min(row, len(dynamic) - 1), :, first:, first:]
+        out = _sequence(q[row, :, first:], k[row, :, first:], v[row, :, first:], spec, rope, sinks, bias, own)
         rows.append(torch.cat([out.new_zeros(out.shape[0], first, out.shape[2]), out], dim=1))
     return torch.stack(rows)
 
 
-def _sequence(q: Tensor, k: Tensor, v: Tensor, spec: SiteSpec, rope: list[Tensor]) -> Tensor:
+def _sequence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: SiteSpec,
+    rope: list[Tensor],
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    dynamic: Tensor | None,
+) -> Tensor:
     """One sequence, no padding: q [Hq, T, D] -> [Hq, T, Dv]."""
     group = q.shape[0] // k.shape[0]
     index = torch.arange(q.shape[1], device=q.device)
-    kept = torch.stack([_kept(i, index, spec) for i in range(len(index))])
+    kept = _kept(index, spec)
     if not spec.layout.retention.in_cache:
         scores = q.float() @ k.repeat_interleave(group, 0).float().transpose(-1, -2) * spec.sm_scale
-        p = scores.masked_fill(~kept, float("-inf")).softmax(-1)
+        scores = final_scores(scores, spec.score, bias, index, index)
+        if dynamic is not None:
+            scores = with_dynamic(scores, dynamic)
+        p = softmax_with_sink(scores.masked_fill(~kept, float("-inf")), sinks)
         return (p @ v.repeat_interleave(group, 0).float()).to(q.dtype)
     out = []
     for i in range(len(index)):
         tokens = index[kept[i]]
         place = torch.arange(len(tokens), device=q.device)[None]
-        q_i = rotate(q[None, :, i : i + 1], place[:, -1:], *rope)[0].float()
-        k_i = rotate(k[None, :, tokens], place, *rope)[0].repeat_interleave(group, 0).float()
-        p = (q_i @ k_i.transpose(-1, -2) * spec.sm_scale).softmax(-1)
-        out.append(p @ v[:, tokens].repeat_interleave(group, 0).float())
+        q_i, k_i = q[None, :, i : i + 1], k[None, :, tokens]
+        if rope:
+            q_i, k_i = (
+                rotate(q_i, place[:, -1:], *rope, form=spec.rotary),
+                rotate(k_i, place, *rope, form=spec.rotary),
+            )
+        scores = q_i[0].float() @ k_i[0].repeat_interleave(group, 0).float().transpose(-1, -2) * spec.sm_scale
+        # As if the kept tokens were the whole sequence, of which this query is the last.
+        scores = final_scores(scores, spec.score, bias, place[0, -1:], place[0])
+        out.append(softmax_with_sink(scores, sinks) @ v[:, tokens].repeat_interleave(group, 0).float())
     return torch.cat(out, dim=1).to(q.dtype)
 
 
-def _kept(query: int, index: Tensor, spec: SiteSpec) -> Tensor:
-    """Which tokens the query at position `query` still finds, bool [T]."""
-    kept = index <= query
-    if spec.mask_window is not None:
-        kept &= index > query - spec.mask_window
+def final_scores(
+    scores: Tensor, spec: ScoreSpec, values: Tensor | None, query: Tensor, key: Tensor
+) -> Tensor:
+    """Scaled scores [.., Hq, Q, K] with softcap and bias, for queries at positions [Q] and keys at [K]."""
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if spec.bias is None:
+        return scores
+    assert values is not None
+    match spec.bias.kind:
+        case "alibi":
+            bias = values[:, None, None] * (key[None] - query[:, None])
+        case "relative":
+            bias = values[:, (query[:, None] - key[None]).clamp(min=0)]
+        case "columns":
+            bias = values[:, None, key] - values[:, query, None]
+        case "table":
+            bias = values[:, query][:, :, key]
+    return scores + bias
+
+
+def with_dynamic(scores: Tensor, dynamic: Tensor) -> Tensor:
+    """Scores with a mask (bool, True: seen) or a bias that depends on activations."""
+    if dynamic.dtype == torch.bool:
+        return scores.masked_fill(~dynamic, float("-inf"))
+    return scores + dynamic
+
+
+def softmax_with_sink(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over [scores, sink] with the sink's column dropped: scores [.., Hq, T, T'], sinks [Hq]."""
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+
+
+def shown(mask: MaskSpec, index: Tensor) -> Tensor:
+    """What the queries at positions `index` [T] see of the keys there, bool [T, T]; an explicit mask also hides
+    by its bias."""
+    query, key = index[:, None], index[None]
+    seen = key <= query
+    if mask.kind == "sliding":
+        assert mask.window is not None
+        seen &= query - key < mask.window
+    if mask.kind == "chunked":
+        assert mask.window is not None
+        seen &= key >= query - query % mask.window
+    return seen
+
+
+def _kept(index: Tensor, spec: SiteSpec) -> Tensor:
+    """Which tokens each query still finds, bool [T, T]."""
+    kept = shown(spec.mask, index)
     retention = spec.layout.retention
     if retention.window is not None:
-        kept &= (index > query - retention.window) | (index < retention.sinks)
+        kept &= (index > index[:, None] - retention.window) | (index < retention.sinks)
     return kept

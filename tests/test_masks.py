@@ -164,6 +164,10 @@ HITS: dict[str, tuple[nn.Module, str, float]] = {
     "einsum": (One(einsum_last), "causal", DIM**-0.5),
     "grouped einsum": (One(grouped, 2), "causal", DIM**-0.5),
     "in place": (One(in_place), "causal", DIM**-0.5),
+    "chunked 8": (One(sdpa(chunk(8))), "chunked(8)", DIM**-0.5),
+    "chunked 29": (One(sdpa(chunk(29))), "chunked(29)", DIM**-0.5),
+    "chunked 50": (One(sdpa(chunk(50))), "chunked(50)", DIM**-0.5),
+    "chunked 9000, shrunk": (One(sdpa(chunk(9000))), "chunked(9000)", DIM**-0.5),
 }
 
 
@@ -182,31 +186,19 @@ MISSES: dict[str, tuple[Attend, str]] = {
     "one earlier": (shows(lambda d: d > 0), "the mask hides the present: query 0 does not see its own key"),
     "future in sdpa": (sdpa(lambda i, j: j <= i + 1), "the mask shows the future: query 0 sees key 1"),
     "prefix": (sdpa(lambda i, j: (j <= i) | (j < 4)), "the mask shows the future: query 0 sees key 1"),
-    "hole": (sdpa(lambda i, j: (j <= i) & (i - j != 2)), "query 2 does not see key 0"),
-    "chunked 8": (sdpa(chunk(8)), "the mask is chunked(8), not supported yet"),
-    "chunked 50": (sdpa(chunk(50)), "the mask is chunked(50), not supported yet"),
-    "chunked 9000": (sdpa(chunk(9000)), "the mask is chunked(9000), not supported yet"),
-    "alibi": (
-        spelled(lambda m, t, d: (t - m.slopes * d).masked_fill(d < 0, -1e9)),
-        "the scores get a bias that depends on positions (ALiBi-like), not supported yet",
-    ),
-    "softcap": (
-        spelled(lambda _, t, d: (30 * torch.tanh(t / 30)).masked_fill(d < 0, -1e9)),
-        "softcap 30 of the scores is not supported yet",
+    "a hole far away": (
+        sdpa(lambda i, j: (j <= i) & (i - j != 9000)),
+        "the mask depends on 9000 in a way that is neither a window nor a chunk",
     ),
     "squared": (
         spelled(lambda _, t, d: (t * t).masked_fill(d < 0, -1e9)),
-        "the scores pass through a function that is not scale and mask",
-    ),
-    "per head": (
-        spelled(lambda m, t, d: t.masked_fill((d < 0) | ((d > 3) & (m.slopes > 0.3)), -1e9)),
-        "the mask differs between heads",
+        "the scores pass through a function that is not scale, softcap and mask",
     ),
     "data": (
         lambda m, q, k, v: spelled(lambda _, t, d: (t + v.sum(-1)[:, :, None]).masked_fill(d < 0, -1e9))(
             m, q, k, v
         ),
-        "the scores get a bias that depends on the tokens or on activations, not supported yet",
+        "the scores get a bias that depends on the tokens or on activations",
     ),
     "data mask": (
         lambda m, q, k, v: spelled(lambda _, t, d: t.masked_fill((d < 0) | (v[:, :1, None, :, 0] > 0), -1e9))(
@@ -222,7 +214,7 @@ MISSES: dict[str, tuple[Attend, str]] = {
             ).softmax(-1)[..., :-1]
             @ v
         ),
-        "not over the sequence (sink logits?)",
+        "the sink logits depend on the tokens or on activations, not on weights alone",
     ),
     "pooled": (
         lambda m, q, k, v: q + (k.sum(-1, keepdim=True).softmax(2) * v).sum(2, keepdim=True),

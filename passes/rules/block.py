@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from kvcompile.passes.base import module_path, source_line
-from kvcompile.types import MaskSpec, NoMatch
+from kvcompile.passes.bias import Bias
+from kvcompile.types import DynamicMask, MaskSpec, NoMatch
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,9 @@ class Block:
     """One attention block as the graph spells it.
 
     q: [.., S, D], v: [.., S, Dv] operands; k: [.., D, S] when `k_transposed`, else [.., S, D]
-    out: the node whose value is the attention's result, in the same batch layout as q
+    out: the node whose value is the attention's result
+    scores: q's product with k [.., S, S], where the graph has one: q and k are in its batch layout, else in out's
+    sinks:  a logit per query head [Hq]
     """
 
     idiom: str
@@ -26,6 +29,11 @@ class Block:
     k_transposed: bool
     sm_scale: float
     mask: MaskSpec
+    scores: Node | None = None
+    softcap: float | None = None
+    bias: Bias | None = None
+    sinks: Node | None = None
+    dynamic: DynamicMask | None = None
 
 
 def no_match(rule: str, reason: str, node: Node) -> NoMatch:

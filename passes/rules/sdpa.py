@@ -2,7 +2,7 @@
 
     out = softmax(scale * q k^T + mask) v,   q [B, Hq, S, D], k [B, H, S, D], v [B, H, S, Dv]
 
-Supported: is_causal or an attn_mask that probes as causal or sliding; enable_gqa; an explicit scale.
+Supported: is_causal, or an attn_mask (mask and bias) that is a function of positions; enable_gqa; a scale.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from kvcompile.passes import dynamic_mask
 from kvcompile.passes.base import expr, shape
-from kvcompile.passes.probe import Prober, Refused
+from kvcompile.passes.positional import Positional
+from kvcompile.passes.probe import DependsOnTokens, Prober, Refused
 from kvcompile.passes.rules.block import Block, no_match
+from kvcompile.passes.scores import probe_mask
 from kvcompile.types import MaskSpec, NoMatch
 
 NAME = "sdpa"
@@ -45,14 +48,17 @@ def match(node: Node, prober: Prober) -> Block | NoMatch:
     attn_mask = arguments["attn_mask"]
     if attn_mask is None and not arguments["is_causal"]:
         return no_match(NAME, "the mask is bidirectional: query 3 sees key 7", node)
-    mask = MaskSpec("causal")
+    found, dynamic = Positional(MaskSpec("causal"), None), None
     if isinstance(attn_mask, Node):
         try:
-            mask = prober.mask(attn_mask)
+            try:
+                found = probe_mask(prober, attn_mask)
+            except DependsOnTokens:
+                dynamic = dynamic_mask.find(attn_mask, prober, prober.results)
         except Refused as refused:
             return no_match(NAME, str(refused), node)
     scale = arguments["scale"]
     if isinstance(scale, Node):
         return no_match(NAME, "the scale is computed in the graph", node)
     sm_scale = float(scale) if isinstance(scale, (int, float)) else int(shape(q)[-1]) ** -0.5
-    return Block(NAME, q, k, v, node, False, sm_scale, mask)
+    return Block(NAME, q, k, v, node, False, sm_scale, found.mask, bias=found.bias, dynamic=dynamic)
