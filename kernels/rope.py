@@ -1,22 +1,33 @@
-"""Rotary embedding from a table, for layouts that keep keys before RoPE (Su et al. 2021, half style)."""
+"""Rotary embedding from a table, for layouts that keep keys before RoPE (Su et al. 2021)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from kvcompile.types import RotaryForm
 
-def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+
+def rotate(
+    x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, form: RotaryForm | None = None
+) -> Tensor:
     """x [B, H, T, D] at positions [B, T] -> rotated x, in x's dtype.
 
     cos, sin [P, R] are tabulated over positions 0 .. P - 1, R <= D the rotated channels:
-    out = x * cos + rotate(x) * sin on the first R channels, rotate((a, b)) = (-b, a) on their halves.
+    out = x * cos + rotate(x) * sin there, rotate((a, b)) = (-b, a) on the pairs that `form` says; without a form,
+    on the halves of the first R channels.
     """
-    rotary_dim = cos.shape[-1]
+    form = form or RotaryForm("half", 0, cos.shape[-1])
     index = positions.clamp(0, cos.shape[0] - 1)
     c, s = cos[index][:, None], sin[index][:, None]
-    turned, passed = x[..., :rotary_dim], x[..., rotary_dim:]
-    a, b = turned.chunk(2, dim=-1)
-    out = turned * c + torch.cat([-b, a], dim=-1) * s
-    out = out.to(x.dtype)
-    return out if rotary_dim == x.shape[-1] else torch.cat([out, passed], dim=-1)
+    end = form.start + form.rotary_dim
+    before, turned, after = x[..., : form.start], x[..., form.start : end], x[..., end:]
+    if form.style == "half":
+        a, b = turned.chunk(2, dim=-1)
+        across = torch.cat([-b, a], dim=-1)
+    else:
+        a, b = turned.unflatten(-1, (-1, 2)).unbind(-1)
+        across = torch.stack([-b, a], dim=-1).flatten(-2)
+    out = (turned * c + across * s).to(x.dtype)
+    parts = [part for part in (before, out, after) if part.shape[-1]]
+    return out if len(parts) == 1 else torch.cat(parts, dim=-1)

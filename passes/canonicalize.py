@@ -39,28 +39,36 @@ def canonicalize(captured: Captured, detection: Detection) -> Canonical:
     batch, seq = (expr(dim) for dim in shape(placeholders["input_ids"]))
     sites = []
     for site in detection.sites:
-        moved = _moved(site, mapping)
+        moved = site.moved(mapping)
         window = -1 if moved.mask.window is None else moved.mask.window
         old = moved.out
         with graph.inserting_before(old):
-            args = (moved.q, moved.k, moved.v, moved.sm_scale, window, moved.layer)
-            new = call(graph, torch.ops.kvcompile.attention.default, args, old)
+            args = (moved.q, moved.k, moved.v, moved.sm_scale, moved.mask.kind, window, moved.layer)
+            new = call(graph, torch.ops.kvcompile.attention.default, args, old, score_arguments(moved))
             result = _in_shape_of(old, new, moved.q, batch, seq)
         old.replace_all_uses_with(result)
         graph.erase_node(old)
         sites.append(replace(moved, out=new))
     # The rope tables and the layouts that detection added have no users yet: a later pass reads them.
-    keep = {
-        node
-        for site in sites
-        if site.rope
-        for node in (site.rope.q_input, site.rope.k_input, site.rope.cos, site.rope.sin)
-    }
+    keep = {node for site in sites for node in site.kept}
     graph_module = GraphModule(captured.graph_module, graph, "Canonical")
     eliminate_dead_code(graph_module, keep)
     report = PassReport("canonicalize", len(sites), (), time.perf_counter() - start)
     log.info("%s", report)
     return Canonical(graph_module, tuple(sites), report)
+
+
+def score_arguments(site: AttentionSite) -> dict[str, Any]:
+    """Keyword arguments of `kvcompile::attention` for what the site does to its scores."""
+    score = site.score
+    found = {
+        "softcap": score.softcap,
+        "sinks": site.sinks,
+        "bias_kind": score.bias and score.bias.kind,
+        "bias": site.bias,
+        "dynamic": site.dynamic and site.dynamic.node,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _copy(graph_module: GraphModule) -> tuple[Graph, dict[Node, Node]]:
@@ -69,18 +77,6 @@ def _copy(graph_module: GraphModule) -> tuple[Graph, dict[Node, Node]]:
     output = graph.graph_copy(graph_module.graph, mapping)
     graph.output(output)
     return graph, mapping
-
-
-def _moved(site: AttentionSite, mapping: dict[Node, Node]) -> AttentionSite:
-    rope = site.rope and replace(
-        site.rope,
-        q_input=mapping[site.rope.q_input],
-        k_input=mapping[site.rope.k_input],
-        cos=mapping[site.rope.cos],
-        sin=mapping[site.rope.sin],
-    )
-    q, k, v, out = (mapping[node] for node in (site.q, site.k, site.v, site.out))
-    return replace(site, q=q, k=k, v=v, out=out, rope=rope)
 
 
 def _in_shape_of(old: Node, new: Node, q: Node, batch: Any, seq: Any) -> Node:

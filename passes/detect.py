@@ -11,17 +11,22 @@ import math
 import time
 from dataclasses import dataclass, replace
 
+from torch.fx import Node
+
 from kvcompile.errors import DetectionError
+from kvcompile.passes import rotation
 from kvcompile.passes.base import module_path, shape, source_line
+from kvcompile.passes.bias import Bias
 from kvcompile.passes.capture import Captured
+from kvcompile.passes.lengths import PositionLimit, position_limit
 from kvcompile.passes.probe import Prober
-from kvcompile.passes.rules import repeat_kv, rope, sdpa, softmax, token_local
+from kvcompile.passes.rules import exp_sum, latent, repeat_kv, rope, sdpa, softmax, token_local
 from kvcompile.passes.rules.block import Block, no_match
-from kvcompile.types import AttentionSite, NoMatch, RopeSpec
+from kvcompile.types import AttentionSite, BiasSpec, NoMatch, RopeSpec, ScoreSpec
 
 log = logging.getLogger(__name__)
 
-ANCHORS = (sdpa, softmax)
+ANCHORS = (sdpa, softmax, exp_sum)
 
 
 @dataclass(frozen=True)
@@ -31,16 +36,19 @@ class Detection:
     sites: tuple[AttentionSite, ...]
     misses: tuple[NoMatch, ...]
     seconds: float
+    limit: PositionLimit | None = None  # of what is computed from positions
 
 
-def detect(captured: Captured) -> Detection:
+def detect(captured: Captured, made_for: int | None = None) -> Detection:
     """Find the attention blocks of `captured`; raises DetectionError unless every block is found.
 
+    made_for: the longest sequence that the model was made for, where known: biases are tabulated up to there.
     May insert permutes and reshapes without effect into the captured graph, where K, V, cos or sin exist in
     another layout only.
     """
     start = time.perf_counter()
-    prober = Prober(captured.graph_module, captured.max_seq_len)
+    prober = Prober(captured.graph_module, captured.max_seq_len, made_for)
+    ropes = rope.RopeRule(prober)
     sites: list[AttentionSite] = []
     misses: list[NoMatch] = []
     notes: list[NoMatch] = []
@@ -52,25 +60,53 @@ def detect(captured: Captured) -> Detection:
         found = block if isinstance(block, NoMatch) else _site(block, len(sites), prober)
         if isinstance(found, NoMatch):
             misses.append(found)
+            prober.results.append(node)  # so that the reasons of later blocks are their own
             continue
-        spec = rope.match(found.q, found.k, prober)
+        spec = ropes.match(found.q, found.k)
         if isinstance(spec, RopeSpec):
             found = replace(found, rope=spec)
         else:
             notes.append(spec)
-        shared = next(
-            (site.kv_source for site in sites if site.k is found.k and site.v is found.v), found.layer
-        )
-        sites.append(replace(found, kv_source=shared))
+        found = replace(found, kv_source=_kv_source(found, sites))
+        form = latent.match(found, prober) if found.kv_source == found.layer else None
+        if isinstance(form, NoMatch):
+            notes.append(form)
+        elif form is not None:
+            spec = ropes.match(form.site.q, form.site.k)
+            own = replace(form.site, rope=spec if isinstance(spec, RopeSpec) else None)
+            found = replace(found, latent=replace(form, site=own))
+        sites.append(found)
+        prober.results.append(found.out)
     _require_all(sites, misses)
+    sites = _positionless(sites, prober)
     output = next(node for node in captured.graph_module.graph.nodes if node.op == "output")
     mixed = token_local.check(sites, output.args[0][captured.logits_index], prober)
     if mixed is not None:
-        raise DetectionError(f"a KV cache alone cannot hold this model's state:\n  - {mixed}", (mixed,))
+        known = f"\n  - {captured.state_problem}" if captured.state_problem else ""
+        raise DetectionError(
+            f"a KV cache alone cannot hold this model's state:\n  - {mixed}{known}", (mixed,)
+        )
+    limit = position_limit(sites, output.args[0][captured.logits_index], prober, made_for)
     captured.graph_module.recompile()
     seconds = time.perf_counter() - start
     log.info("detect: %d sites, %d notes, %.2f s", len(sites), len(notes), seconds)
-    return Detection(tuple(sites), tuple(notes), seconds)
+    return Detection(tuple(sites), tuple(notes), seconds, limit)
+
+
+def _kv_source(found: AttentionSite, sites: list[AttentionSite]) -> int:
+    """The first site that attends to the same keys and values."""
+    return next((site.layer for site in sites if site.k is found.k and site.v is found.v), found.layer)
+
+
+def _positionless(sites: list[AttentionSite], prober: Prober) -> list[AttentionSite]:
+    """The sites, marked where no position reaches queries and keys but through other sites' results."""
+    reached = rotation.positional(prober.graph_module, {site.out for site in sites})
+    marked = []
+    for site in sites:
+        free = not reached & {site.q, site.k}
+        form = site.latent and replace(site.latent, site=replace(site.latent.site, positionless=free))
+        marked.append(replace(site, positionless=free, latent=form))
+    return marked
 
 
 def _require_all(sites: list[AttentionSite], misses: list[NoMatch]) -> None:
@@ -95,20 +131,19 @@ def _site(block: Block, layer: int, prober: Prober) -> AttentionSite | NoMatch:
             block.idiom, f"the batch is not part of the product's dimensions {shape(block.out)}", block.out
         )
     own = prober.concrete(block.k, 2, 29)[:-2]
-    resolved = []
-    for operand, transposed in ((block.q, False), (block.k, block.k_transposed), (block.v, False)):
-        dims, count = batch, heads
-        if block.idiom == sdpa.NAME and operand is not block.q:  # enable_gqa: K and V have fewer heads than Q
-            dims, count = own, math.prod(own) // 2
-        found = repeat_kv.resolve(operand, dims, count, transposed, prober)
-        if isinstance(found, NoMatch):
-            return found
-        resolved.append(found)
-    q, k, v = resolved
-    num_q, num_k, num_v = (int(shape(node)[1]) for node in resolved)
+    scores = batch if block.scores is None else prober.concrete(block.scores, 2, 29)[:-2]
+    grouped = block.idiom == sdpa.NAME  # enable_gqa: K and V have fewer heads than Q
+    q = repeat_kv.resolve(block.q, scores, heads, False, prober)
+    pair = _keys_and_values(block, own if grouped else scores, own if grouped else batch, prober)
+    if isinstance(q, NoMatch):
+        return q
+    if isinstance(pair, NoMatch):
+        return pair
+    k, v = pair
+    num_q, num_k, num_v = (int(shape(node)[1]) for node in (q, k, v))
     if num_q != heads:
         return no_match(block.idiom, f"queries have {num_q} heads of the product's {heads}", block.out)
-    if num_k != num_v:  # one of them was repeated further up than the walk reaches: meet at the larger
+    if num_k != num_v:
         return no_match(block.idiom, f"keys have {num_k} heads, values {num_v}", block.out)
     return AttentionSite(
         layer=layer,
@@ -128,4 +163,34 @@ def _site(block: Block, layer: int, prober: Prober) -> AttentionSite | NoMatch:
         rope=None,
         dtype=q.meta["val"].dtype,
         kv_source=layer,
+        score=ScoreSpec(
+            block.softcap,
+            None if block.bias is None else BiasSpec(block.bias.kind, block.bias.reach),
+            block.sinks is not None,
+        ),
+        sinks=block.sinks,
+        bias=None if block.bias is None else _bias_node(block.bias, heads, prober),
+        dynamic=block.dynamic,
     )
+
+
+def _keys_and_values(
+    block: Block, key_dims: tuple[int, ...], value_dims: tuple[int, ...], prober: Prober, at_least: int = 1
+) -> tuple[Node, Node] | NoMatch:
+    """K and V [B, Hkv, S, ..] behind a block's operands, whose batch dimensions at B = 2 are given."""
+    k = repeat_kv.resolve(block.k, key_dims, math.prod(key_dims) // 2, block.k_transposed, prober, at_least)
+    if isinstance(k, NoMatch):
+        return k
+    v = repeat_kv.resolve(block.v, value_dims, math.prod(value_dims) // 2, False, prober, at_least)
+    if isinstance(v, NoMatch):
+        return v
+    # One of them may have been repeated further up than the walk reaches: meet at the larger.
+    larger = max(int(shape(k)[1]), int(shape(v)[1]))
+    same = shape(k)[1] == shape(v)[1] or larger <= at_least
+    return (k, v) if same else _keys_and_values(block, key_dims, value_dims, prober, larger)
+
+
+def _bias_node(bias: Bias, heads: int, prober: Prober) -> Node:
+    """The bias's values as a constant of the graph; slopes for every head."""
+    values = bias.values.expand(heads) if bias.kind == "alibi" else bias.values
+    return prober.constant("bias", values)

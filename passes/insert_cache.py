@@ -6,44 +6,52 @@ The result is a pure function of its placeholders but for the cache tensors, whi
     positions [B, S]   position of each new token in its sequence; negative for padding
     seq_lens [B]       tokens each sequence has seen
     span               slots of contiguous layers to read
+    rows [2, B]        on the CPU: padded tokens of each row, tokens it has seen; only with recurrent state
     rope_{i}_cos/sin   tables [P, R], one pair per embedding of layouts that count positions in the cache
-    cache_{layer}_{keys|values}_{part}
+    cache_{layer}_{keys|values}_{part}; cache_{layer}_mask_{i}: what a mask computed from activations keeps
+    state_{module}_{slot}  recurrent state [B, ...]; each `kvcompile::opaque` of such a module becomes a `mixer`
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from kvcompile.kernels import ops
-from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels import opaque, ops
+from kvcompile.kernels.running_sum import cached_running_sum, running_sum
+from kvcompile.kernels.spec import Share, SiteSpec
+from kvcompile.passes import dynamic_mask
 from kvcompile.passes.base import PassReport
 from kvcompile.passes.clean import eliminate_dead_code
+from kvcompile.passes.opaque import is_mixer
 from kvcompile.plan import Decision, Plan
-from kvcompile.types import AttentionSite
+from kvcompile.types import AttentionSite, RopeSpec
 
 STEP_INPUTS = ("positions", "seq_lens", "span")
+ROWS = "rows"
 
 
 @dataclass(frozen=True)
 class RopeTable:
-    """A pair of table placeholders, and the nodes of the canonical graph that they tabulate."""
+    """A pair of table placeholders, and the rotation of the canonical graph that they tabulate."""
 
     cos_name: str
     sin_name: str
-    cos: Node
-    sin: Node
+    rope: RopeSpec
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The cached graph; `caches[layer]` are the placeholder names of that layer's buffers, in layout order."""
+    """The cached graph; `caches[layer]` are the placeholder names of that layer's buffers, in layout order,
+    `states[i]` those of the plan's i-th recurrent state."""
 
     graph_module: GraphModule
     caches: tuple[tuple[str, ...], ...]
+    states: tuple[tuple[str, ...], ...]
     ropes: tuple[RopeTable, ...]
     report: PassReport
 
@@ -64,25 +72,44 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
         return last
 
     positions, seq_lens, span = (placeholder(name) for name in STEP_INPUTS)
-    ropes: dict[tuple[Node, Node], RopeTable] = {}
-    rope_nodes: dict[tuple[Node, Node], list[Node]] = {}
+    ropes: dict[str, RopeTable] = {}
+    rope_nodes: dict[str, list[Node]] = {}
     caches: list[tuple[str, ...]] = []
+    owned: dict[int, list[Node]] = {}
+    masks = dynamic_mask.Builder(graph, positions, span, copied)
     for site, decision in zip(sites, plan.decisions, strict=True):
         rope: list[Node] = []
         q, k = site.q, site.k
-        if decision.layout.retention.in_cache:
-            assert site.rope is not None, "the plan refuses in_cache without a rotary embedding"
-            pair = (site.rope.cos, site.rope.sin)
-            if pair not in ropes:
-                names = (f"rope_{len(ropes)}_cos", f"rope_{len(ropes)}_sin")
-                ropes[pair] = RopeTable(*names, *pair)
-                rope_nodes[pair] = [placeholder(name) for name in names]
-            rope, q, k = rope_nodes[pair], site.rope.q_input, site.rope.k_input
-        buffers = [placeholder(name) for name in _buffer_names(decision, plan)]
-        caches.append(tuple(node.name for node in buffers))
-        spec = SiteSpec(decision.layout, decision.sm_scale, decision.mask.window)
+        if decision.rotary is not None:
+            assert site.rope is not None, "the plan rotates only what detection found a rotation in"
+            table = site.rope.table
+            if table not in ropes:
+                pair = (f"rope_{len(ropes)}_cos", f"rope_{len(ropes)}_sin")
+                ropes[table] = RopeTable(*pair, site.rope)
+                rope_nodes[table] = [placeholder(name) for name in pair]
+            rope, q, k = rope_nodes[table], site.rope.q_input, site.rope.k_input
+        named = _buffer_names(decision, plan)
+        of_layout = len(named) - len(decision.mask_rows)
+        if decision.owns:
+            owned[decision.layer] = [placeholder(name) for name in named[:of_layout]]
+        buffers = owned[decision.kv_source]
+        mask_buffers = [placeholder(name) for name in named[of_layout:]]
+        caches.append(tuple(node.name for node in (*buffers, *mask_buffers)))
+        spec = SiteSpec(
+            decision.layout,
+            decision.sm_scale,
+            decision.mask,
+            site.score,
+            decision.rotary,
+            _share(decision, plan),
+        )
         old = copied[site.out]
         with graph.inserting_before(old):
+            extra: dict[str, Any] = {
+                name: copied[node] for name, node in (("sinks", site.sinks), ("bias", site.bias)) if node
+            }
+            if site.dynamic is not None:
+                extra["dynamic"] = masks.build(site.dynamic, mask_buffers)
             new = graph.call_function(
                 ops.cached_attention,
                 (
@@ -96,24 +123,48 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
                     span,
                     spec.to_json(),
                 ),
+                extra,
             )
         new.meta = dict(old.meta) | {"kvcompile_layer": decision.layer}
         old.replace_all_uses_with(new)
         graph.erase_node(old)
+    states = [tuple(f"state_{i}_{j}" for j in range(len(s.slots))) for i, s in enumerate(plan.states)]
+    if states:
+        rows = placeholder(ROWS)
+        numbers = {state.module_path: i for i, state in enumerate(plan.states)}
+        for old in [node for node in graph.nodes if is_mixer(node)]:
+            inputs, key = old.args
+            buffers = [placeholder(name) for name in states[numbers[opaque.find(str(key)).path]]]
+            with graph.inserting_before(old):
+                new = graph.call_function(opaque.mixer, (inputs, buffers, rows, key))
+            new.meta = dict(old.meta)
+            old.replace_all_uses_with(new)
+            graph.erase_node(old)
+        for old in [node for node in graph.nodes if node.target is running_sum]:
+            (total,) = (placeholder(name) for name in states[numbers[str(old.args[1])]])
+            with graph.inserting_before(old):
+                new = graph.call_function(cached_running_sum, (old.args[0], total, seq_lens))
+            new.meta = dict(old.meta)
+            old.replace_all_uses_with(new)
+            graph.erase_node(old)
     module = GraphModule(canonical, graph, "CachedDecoder")
     eliminate_dead_code(module)
     module.graph.lint()
     module.recompile()
     report = PassReport("insert_cache", len(sites), (), time.perf_counter() - started)
-    return Rewritten(module, tuple(caches), tuple(ropes.values()), report)
+    return Rewritten(module, tuple(caches), tuple(states), tuple(ropes.values()), report)
+
+
+def _share(decision: Decision, plan: Plan) -> Share:
+    """The site's place among those that read one cache."""
+    group = [other.layer for other in plan.decisions if other.kv_source == decision.kv_source]
+    if len(group) == 1:
+        return "none"
+    if decision.layer == group[0]:
+        return "first"
+    return "last" if decision.layer == group[-1] else "middle"
 
 
 def _buffer_names(decision: Decision, plan: Plan) -> list[str]:
-    specs = decision.layout.buffers(
-        decision.num_kv_heads,
-        decision.head_dim,
-        decision.v_head_dim,
-        plan.torch_dtype,
-        plan.limits.max_tokens,
-    )
+    specs = decision.buffers(plan.torch_dtype, plan.limits.max_tokens)
     return [f"cache_{decision.layer}_{spec.name.replace('.', '_')}" for spec in specs]

@@ -22,7 +22,7 @@ from kvcompile.passes.rules.block import no_match
 from kvcompile.types import NoMatch
 
 NAME = "repeat_kv"
-_MOVES = (
+MOVES = (
     "expand",
     "reshape",
     "view",
@@ -62,10 +62,12 @@ def resolve(
     num_heads: int,
     transposed: bool,
     prober: Prober,
+    at_least: int = 1,
 ) -> Node | NoMatch:
     """The source [B, H / G, S, D] of `operand`; inserts a permute where the graph has no node in that layout.
 
     batch_shape: the product's concrete batch dimensions at B = 2, S = 29; transposed: operand is [.., D, S].
+    at_least: heads that the source must have.
     """
     candidates = []
     current: Node | None = operand
@@ -75,16 +77,21 @@ def resolve(
             candidates.append(
                 (int(shape(current)[order[1]]), order != (0, 1, 2, 3), distance, order, current)
             )
-        moves = current.op == "call_function" and target_name(current) in _MOVES and shape(current)
+        moves = current.op == "call_function" and target_name(current) in MOVES and shape(current)
         parents = [n for n in current.all_input_nodes if shape(n)] if moves else []
         # index(x, [.., table]) moves x by a table; the walk follows x
         current = current.args[0] if parents and isinstance(current.args[0], Node) else None
         distance += 1
     for heads, _, _, order, source in sorted(candidates, key=lambda c: c[:3]):
-        if num_heads % heads == 0 and _explains(
-            source, order, operand, batch_shape, num_heads, transposed, prober
+        if (
+            heads >= at_least
+            and num_heads % heads == 0
+            and _explains(source, order, operand, batch_shape, num_heads, transposed, prober)
         ):
             return source if order == (0, 1, 2, 3) else _permuted(source, order)
+    unfolded = _unfolded(operand, num_heads, transposed, prober) if num_heads >= at_least else None
+    if unfolded is not None:
+        return unfolded
     return no_match(
         NAME, f"no tensor [batch, heads, sequence, channels] explains the operand {operand}", operand
     )
@@ -127,6 +134,26 @@ def _explains(
     found = found.expand(*batch_shape, *found.shape[-2:]).reshape(_BATCH, num_heads, *found.shape[-2:])
     wanted = values.permute(order)
     return torch.equal(found, wanted.repeat_interleave(num_heads // wanted.shape[1], dim=1))
+
+
+def _unfolded(operand: Node, num_heads: int, transposed: bool, prober: Prober) -> Node | None:
+    """[B * H, S, D] (scaled after it was flattened, for `bmm`) as [B, H, S, D], where the batch leads."""
+    sizes = [expr(size) for size in shape(operand)]
+    if len(sizes) != 3 or sizes[0] != prober.batch * num_heads:
+        return None
+    inputs = prober.inputs(_BATCH, _SEQ)
+    changed = inputs | {"input_ids": inputs["input_ids"].clone()}
+    changed["input_ids"][1] = 1 - changed["input_ids"][1]
+    before, after = (prober.evaluate([operand], values, {})[0] for values in (inputs, changed))
+    same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+    if same != [True] * num_heads + [False] * num_heads:  # rows of one sequence stand together
+        return None
+    aten, graph = torch.ops.aten, operand.graph
+    with graph.inserting_after(operand):
+        if transposed:
+            operand = call(graph, aten.transpose.int, (operand, 1, 2), operand)
+    with graph.inserting_after(operand):
+        return call(graph, aten.unflatten.int, (operand, 0, [-1, num_heads]), operand)
 
 
 def _permuted(source: Node, order: tuple[int, ...]) -> Node:

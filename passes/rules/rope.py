@@ -1,167 +1,131 @@
-"""Rule `rope`: rotary embedding of queries and keys in the rotate-half style (Su et al. 2021).
+"""Rule `rope`: rotary embedding of queries and keys (Su et al. 2021), however it is spelled.
 
-    out = x * cos + rotate(x) * sin,   rotate((a, b)) = (-b, a) on halves of the first `rotary_dim` channels
+    out = x * cos + rotate(x) * sin,   rotate((a, b)) = (-b, a) on halves or on neighbours, on a range of channels
 
-The walk goes up from q and k to the sum of two products; x, cos and sin are then *checked* by evaluating
-with random x, cos and sin against the formula. Whatever is not exactly this (interleaved, complex, scaled
-afterwards) stays in the graph as it is, which is correct, and the site has no RopeSpec.
+Nothing is matched by its spelling. `passes/rotation.py` finds where functions of the positions enter between the
+projections and the scores, and what they do there is found by evaluating: rotate-half, split halves, interleaved
+pairs, complex products, de-interleaved halves, partial embeddings of the first or the last channels, a norm behind
+the rotation. Queries and keys must turn alike. What is not a rotation stays in the graph as it is, which is
+correct, and the site has no RopeSpec.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
-from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from kvcompile.passes.base import ancestors, call, expr, shape, target_name
-from kvcompile.passes.probe import Prober, Refused
+from kvcompile.passes.base import expr, shape
+from kvcompile.passes.probe import Prober
+from kvcompile.passes.rotation import NotRotary, Rotations, clone_at_zero
 from kvcompile.passes.rules.block import no_match
-from kvcompile.types import NoMatch, RopeSpec
+from kvcompile.types import NoMatch, RopeSpec, RotaryForm, Rotation
 
 NAME = "rope"
-_BATCH, _SEQ = 2, 29
-_PASSING = ("to", "_to_copy", "clone", "contiguous", "type_as")
-_PARTS = ("slice", "split", "split_with_sizes", "chunk", "getitem", "narrow")
+_PROBES = (1, 4, 5)  # a, b and a + b
+# Positions to try last, where the slowest channels have turned, too; a table may end before.
+_FAR = (900, 255, 127, 63, 31, 15)
 
 
 @dataclass(frozen=True)
-class Rotation:
-    """One rotated tensor: x before, the cos and sin factors as they multiply (broadcast over heads)."""
+class _Known:
+    """What was found out about rotations of one text."""
 
-    x: Node
-    cos: Node
-    sin: Node
-    rotary_dim: int
-
-
-def match(q: Node, k: Node, prober: Prober) -> RopeSpec | NoMatch:
-    """The rotary embedding of a site's queries and keys, or why none was found."""
-    rotations = []
-    for node in (q, k):
-        found = _rotation(node, prober)
-        if isinstance(found, NoMatch):
-            return found
-        rotations.append(found)
-    rq, rk = rotations
-    if (rq.cos, rq.sin, rq.rotary_dim) != (rk.cos, rk.sin, rk.rotary_dim):
-        return no_match(NAME, "queries and keys are rotated by different tables", k)
-    cos, sin = (_table(node, rq.rotary_dim, prober) for node in (rq.cos, rq.sin))
-    if cos is None or sin is None:
-        return no_match(NAME, "cos and sin are no functions of position alone, [B or 1, S, rotary_dim]", k)
-    return RopeSpec("half", rq.rotary_dim, rq.x, rk.x, cos, sin)
+    form: RotaryForm
+    cos: Tensor
+    sin: Tensor
 
 
-def _rotation(node: Node, prober: Prober) -> Rotation | NoMatch:
-    sums = _sums(node)
-    if not sums:
-        return no_match(NAME, f"expected a sum of two products, found {target_name(_skip(node))}", node)
-    for total, rotary_dim in sums:
-        products = [_skip(operand) for operand in total.all_input_nodes]
-        for first, second in (products, products[::-1]):
-            for (x_part, cos), (_, sin) in product(_pairs(first), _pairs(second)):
-                for x in _wholes(x_part, node) if shape(cos) and shape(sin) else ():
-                    rotation = Rotation(x, cos, sin, rotary_dim)
-                    if _checks(rotation, node, prober):
-                        return rotation
-    return no_match(NAME, "the sum of two products is not x * cos + rotate_half(x) * sin", sums[0][0])
+class RopeRule:
+    """The rule for the sites of one graph; layers that rotate alike are evaluated once."""
 
+    def __init__(self, prober: Prober):
+        self.prober = prober
+        self.rotations = Rotations(prober.graph_module)
+        self._tables: dict[tuple[Node, ...], tuple[int, list[Tensor]]] = {}
+        self._known: dict[tuple[str, str], _Known | str] = {}
+        self._inputs: dict[Node, Node] = {}
 
-def _sums(node: Node) -> list[tuple[Node, int]]:
-    """Sums of two products that may be the rotated channels (or their first half), with their rotary_dim.
+    def match(self, q: Node, k: Node) -> RopeSpec | NoMatch:
+        """The rotary embedding of queries and keys [B, H, S, D], or why none was found."""
+        found = [self.rotations.find(node) for node in (q, k)]
+        turned_q, turned_k = found
+        if turned_q is None and turned_k is None:
+            return no_match(NAME, "no positions enter between the projections and the scores", k)
+        if turned_q is None or turned_k is None:
+            which = "keys" if turned_q is None else "queries"
+            return no_match(NAME, f"positions enter the {which} alone", k)
+        try:
+            key = (self.rotations.signature(turned_q), self.rotations.signature(turned_k))
+            if key not in self._known:
+                self._known[key] = self._learn(turned_q, turned_k)
+            known = self._known[key]
+            if isinstance(known, str):
+                raise NotRotary(known)
+            q_input, k_input = (self._input(rotation) for rotation in (turned_q, turned_k))
+        except NotRotary as refused:
+            return no_match(NAME, f"positions enter queries and keys, but {refused}", k)
+        name = hashlib.sha256(repr(key).encode()).hexdigest()[:12]
+        return RopeSpec(known.form, q_input, k_input, turned_q, turned_k, name)
 
-    x * cos + ..; cat([x * cos + .., rest]); cat([a * c - b * s, ..]); cat([cat([a * c - b * s, ..]), rest])
-    """
-    found = []
-    current = _skip(node)
-    widths = [int(shape(current)[-1])] if shape(current) else []
-    for _ in range(3):
-        if target_name(current) in ("add", "sub") and all(
-            target_name(_skip(operand)) in ("mul", "neg") for operand in current.all_input_nodes
-        ):
-            found += [(current, width) for width in dict.fromkeys(widths)]
-        if target_name(current) != "cat" or not isinstance(current.args[0], (list, tuple)):
-            break
-        part = current.args[0][0]
-        assert isinstance(part, Node)
-        current = _skip(part)
-        widths.append(int(shape(current)[-1]))
-    return found
+    def _values(self, rotation: Rotation) -> list[Tensor]:
+        """The rotation's tables, for as many positions as `_reach` says."""
+        return self._reach(rotation)[1]
 
+    def _reach(self, rotation: Rotation) -> tuple[int, list[Tensor]]:
+        """The last position of _FAR that the rotation's tables have, and the tables up to there."""
+        if rotation.tables not in self._tables:
+            problem = ""
+            for far in _FAR:
+                if far >= self.prober.max_seq_len:
+                    continue
+                try:
+                    values = self.rotations.table_values(rotation, self.prober.inputs(1, far + 1))
+                except (RuntimeError, IndexError, ValueError, TypeError) as error:
+                    problem = problem or (str(error).splitlines() or [type(error).__name__])[0][:200]
+                    continue
+                self._tables[rotation.tables] = (far, values)
+                break
+            else:
+                raise NotRotary(f"their tables cannot be evaluated: {problem}")
+        return self._tables[rotation.tables]
 
-def _skip(node: Node) -> Node:
-    while target_name(node) in _PASSING and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
+    def _learn(self, q: Rotation, k: Rotation) -> _Known | str:
+        """Form and tables of a pair of rotations; a text says why there are none."""
+        try:
+            far = min(self._reach(rotation)[0] for rotation in (q, k))
+            form, maps = self.rotations.fit(k, self._values(k), (*_PROBES, far))
+            own, of_queries = self.rotations.fit(q, self._values(q), (*_PROBES, far))
+            if own != form or not torch.allclose(maps, of_queries, rtol=0, atol=1e-6):
+                return "queries and keys are rotated differently"
+            cos, sin = self.rotations.tabulate(k, self._values(k), form, far + 1)
+            self.rotations.follows(q, self._values(q), form, cos, sin)
+        except NotRotary as refused:
+            return str(refused)
+        return _Known(form, cos, sin)
 
+    def _input(self, rotation: Rotation) -> Node:
+        """The node that is rotated: one of the graph if there is one, else a copy of the rotation at position 0."""
+        if rotation.output not in self._inputs:
+            self._inputs[rotation.output] = self._whole(rotation) or clone_at_zero(
+                self.rotations, rotation, self._values(rotation)
+            )
+        return self._inputs[rotation.output]
 
-def _pairs(term: Node) -> list[tuple[Node, Node]]:
-    operands = term.all_input_nodes if target_name(term) == "mul" else []
-    return [(operands[0], operands[1]), (operands[1], operands[0])] if len(operands) == 2 else []
-
-
-def _wholes(part: Node, node: Node) -> list[Node]:
-    """`part` and what it was cut from: nodes of the rotated tensor's own shape [B, H, S, D]."""
-    found, current = [], part
-    while True:
-        if [expr(s) for s in shape(current)] == [expr(s) for s in shape(node)]:
-            found.append(current)
-        if target_name(current) not in (*_PARTS, *_PASSING) or not isinstance(current.args[0], Node):
-            return found
-        current = current.args[0]
-
-
-def _checks(rotation: Rotation, node: Node, prober: Prober) -> bool:
-    """Evaluate `node` on random x, cos, sin and compare with the formula."""
-    cut = {rotation.x, rotation.cos, rotation.sin}
-    if not cut <= ancestors([node], cut) or len(cut) != 3:
-        return False
-    generator = torch.Generator().manual_seed(0)
-    values: dict[Node, Tensor] = {}
-    for source in (rotation.x, rotation.cos, rotation.sin):
-        size = prober.concrete(source, _BATCH, _SEQ)
-        values[source] = torch.randn(size, generator=generator).to(prober.device, source.meta["val"].dtype)
-    try:
-        found: Tensor = prober.run([node], _BATCH, _SEQ, dict(values))[0]
-    except Refused:
-        return False
-    x, cos, sin = (values[source].float() for source in (rotation.x, rotation.cos, rotation.sin))
-    if {cos.shape[-1] * 2, sin.shape[-1] * 2} == {rotation.rotary_dim}:  # the halves share one table
-        cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
-    if {cos.shape[-1], sin.shape[-1]} != {rotation.rotary_dim}:
-        return False
-    head, rest = x[..., : rotation.rotary_dim], x[..., rotation.rotary_dim :]
-    a, b = head.chunk(2, -1)
-    wanted = torch.cat([head * cos + torch.cat([-b, a], -1) * sin, rest], -1)
-    tolerance = 1e-5 if found.dtype == torch.float32 else 1e-1
-    return found.shape == wanted.shape and torch.allclose(
-        found.float(), wanted, rtol=tolerance, atol=tolerance
-    )
-
-
-def _table(node: Node, rotary_dim: int, prober: Prober) -> Node | None:
-    """The node [B or 1, S, rotary_dim] behind a factor that broadcasts over heads."""
-    sizes = [expr(size) for size in shape(node)]
-    if len(sizes) < 2 or sizes[-2] != prober.seq or any(size not in (1, prober.batch) for size in sizes[:-2]):
-        return None
-    aten = torch.ops.aten
-    if len(sizes) == 4 and sizes[1] == 1:
-        source = node.args[0] if target_name(node) == "unsqueeze" and node.args[1] in (1, -3) else None
-        node = source if isinstance(source, Node) else _reused(node, aten.select.int, (node, 1, 0))
-    elif len(sizes) == 2:
-        node = _reused(node, aten.unsqueeze.default, (node, 0))
-    elif len(sizes) != 3:
-        return None
-    return node if sizes[-1] == rotary_dim else _reused(node, aten.cat.default, ([node, node], -1))
-
-
-def _reused(node: Node, target: Any, args: tuple[Any, ...]) -> Node:
-    """That call right behind `node`; the one inserted for an earlier layer if there is one."""
-    for user in node.users:
-        if user.target is target and tuple(user.args) == args and user is node.next:
-            return user
-    with node.graph.inserting_after(node):
-        return call(node.graph, target, args, node)
+    def _whole(self, rotation: Rotation) -> Node | None:
+        """A node before the rotation that is, number for number, its output at position 0."""
+        rotations, output = self.rotations, rotation.output
+        behind = set(rotations.rotated(rotation))
+        sizes = [expr(size) for size in shape(output)]
+        before = [*rotations.region([output], rotation), *rotation.roots]
+        before = [n for n in before if n not in behind and [expr(size) for size in shape(n)] == sizes]
+        if not before:
+            return None
+        where = torch.zeros(3, dtype=torch.int64)
+        roots = rotations.roots(rotation, 2, 3)
+        tables = rotations.at(rotation, self._values(rotation), where, 2)
+        *values, wanted = rotations.run([*before, output], rotation, tables, roots, 2, 3)
+        return next((n for n, x in zip(before, values, strict=True) if torch.equal(x, wanted)), None)
