@@ -12,7 +12,7 @@ PYTHON ?= python3
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench coverage clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,6 +43,9 @@ lint: $(READY) ## ruff check, ruff format --check, mypy --strict
 
 bench: $(READY) ## decode speed and memory of each recipe against the plain model
 	@$(BIN)/python benchmarks/decode.py $(ARGS)
+
+coverage: $(READY) ## every causal-LM type of transformers, tiny; writes docs/coverage.md (about 20 minutes)
+	@$(BIN)/python -m tests.coverage $(ARGS)
 
 clean: ## remove .venv and everything that was built
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

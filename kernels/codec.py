@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcompile.layouts import Int4, Int8, ModelDtype, Storage
+from kvcompile.layouts import InKeys, Int4, Int8, ModelDtype, Storage
 
 
 def encode(storage: Storage, x: Tensor) -> list[Tensor]:
@@ -18,6 +18,8 @@ def encode(storage: Storage, x: Tensor) -> list[Tensor]:
     match storage:
         case ModelDtype():
             return [x]
+        case InKeys():
+            return []
         case Int8():
             scale = (x.float().abs().amax(-1) / 127).to(getattr(torch, storage.scale_dtype))
             q = torch.round(x.float() / _divisor(scale)[..., None]).clamp(-127, 127)
@@ -46,6 +48,15 @@ def decode(storage: Storage, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
             grouped = q.unflatten(-1, (storage.groups(q.shape[-1]), -1))
             x: Tensor = grouped * scale.float()[..., None] + minimum.float()[..., None]
             return x.flatten(-2).to(dtype)
+        case InKeys():
+            raise ValueError("values that are kept in the keys have no parts of their own: see `leading`")
+
+
+def leading(storage: Storage, parts: list[Tensor], channels: int) -> tuple[Storage, list[Tensor]]:
+    """The first channels of vectors that are stored as `parts`: values that are kept in the keys."""
+    if isinstance(storage, Int4):  # two channels far apart share a byte
+        return ModelDtype(), [decode(storage, parts, torch.float32)[..., :channels]]
+    return storage, [parts[0][..., :channels], *parts[1:]]
 
 
 def dot_keys(storage: Storage, q: Tensor, parts: list[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from kvcompile.kernels.spec import SiteSpec
 _LIB = torch.library.Library("kvcompile", "FRAGMENT")
 _LIB.define(
     "cached_attention(Tensor q, Tensor k, Tensor v, Tensor(a!)[] buffers, Tensor positions, Tensor seq_lens, "
-    "Tensor[] rope, SymInt span, str spec) -> Tensor"
+    "Tensor[] rope, SymInt span, str spec, *, Tensor? sinks=None, Tensor? bias=None, Tensor? dynamic=None) -> Tensor"
 )
 
 
@@ -29,11 +29,35 @@ def _cached_attention(
     rope: list[Tensor],
     span: int,
     spec: str,
+    *,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    dynamic: Tensor | None = None,
 ) -> Tensor:
+    site = SiteSpec.from_json(spec)
     return reference.cached_attention(
-        q, k, v, list(buffers), positions, seq_lens, list(rope), span, SiteSpec.from_json(spec)
+        q, k, v, list(buffers), positions, seq_lens, list(rope), span, site, sinks, bias, dynamic
     )
 
 
 _LIB.impl("cached_attention", _cached_attention, "CompositeImplicitAutograd")
 cached_attention = torch.ops.kvcompile.cached_attention.default
+
+
+_LIB.define("cached_rows(Tensor x, Tensor(a!) buffer, Tensor positions, SymInt span) -> Tensor")
+
+
+def _cached_rows(x: Tensor, buffer: Tensor, positions: Tensor, span: int) -> Tensor:
+    """Append x [B, S, ...] to `buffer` [B, 1, slots, ...] and give the first `span` slots [B, span, ...].
+
+    positions: [B, S]; padding (negative) lands at the far end, as in `reference.append`.
+    """
+    slot = torch.remainder(positions, buffer.shape[2])
+    batch = torch.arange(x.shape[0], device=x.device)[:, None]
+    head = torch.zeros_like(slot)
+    buffer.index_put_((batch, head, slot), x)
+    return buffer[:, 0, :span]
+
+
+_LIB.impl("cached_rows", _cached_rows, "CompositeImplicitAutograd")
+cached_rows = torch.ops.kvcompile.cached_rows.default

@@ -3,33 +3,57 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
+from typing import Literal
 
 from kvcompile.layouts import CacheLayout
+from kvcompile.types import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
+
+Share = Literal["none", "first", "middle", "last"]
 
 
 @dataclass(frozen=True)
 class SiteSpec:
     """One site's constants.
 
-    layout:      where and how its keys and values are kept
-    sm_scale:    factor of the scores before the softmax
-    mask_window: tokens that the model's own sliding mask shows; None for a causal mask
+    layout:   where and how its keys and values are kept
+    sm_scale: factor of the scores before the softmax
+    mask:     what the model itself shows of the keys
+    score:    softcap, bias and sink logits; the tensors of the last two are arguments of the op
+    rotary:   how its keys rotate, where they are kept before RoPE
+    share:    its place among the sites that read one cache: what comes before attention is done by the first of
+              them, what comes after by the last
     """
 
     layout: CacheLayout
     sm_scale: float
-    mask_window: int | None = None
+    mask: MaskSpec = MaskSpec("causal")
+    score: ScoreSpec = ScoreSpec()
+    rotary: RotaryForm | None = None
+    share: Share = "none"
 
     def to_json(self) -> str:
-        data = {"layout": self.layout.to_dict(), "sm_scale": self.sm_scale, "mask_window": self.mask_window}
+        data = {"layout": self.layout.to_dict(), "sm_scale": self.sm_scale, "mask": asdict(self.mask)}
+        data |= {} if self.score.plain else {"score": asdict(self.score)}
+        data |= {} if self.rotary is None else {"rotary": asdict(self.rotary)}
+        data |= {} if self.share == "none" else {"share": self.share}
         return json.dumps(data, sort_keys=True)
 
     @staticmethod
     @lru_cache(maxsize=1024)
     def from_json(text: str) -> SiteSpec:
         data = json.loads(text)
+        score = data.get("score", {})
+        if score.get("bias") is not None:
+            score = score | {"bias": BiasSpec(**score["bias"])}
+        layout = CacheLayout.from_json(json.dumps(data["layout"]))
+        rotary = RotaryForm(**data["rotary"]) if "rotary" in data else None
         return SiteSpec(
-            CacheLayout.from_json(json.dumps(data["layout"])), data["sm_scale"], data["mask_window"]
+            layout,
+            data["sm_scale"],
+            MaskSpec(**data["mask"]),
+            ScoreSpec(**score),
+            rotary,
+            data.get("share", "none"),
         )

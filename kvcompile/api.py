@@ -10,8 +10,8 @@ from torch import nn
 from kvcompile.dump import Dump
 from kvcompile.emit.executor import Executor, Progress
 from kvcompile.emit.regions import cut
-from kvcompile.kernels import ops
-from kvcompile.pipeline import Front, analysis_of, plan_for, rewrite, understand
+from kvcompile.kernels import opaque, ops
+from kvcompile.pipeline import Front, absorbed, analysis_of, plan_for, rewrite, understand
 from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe
 from kvcompile.runtime.module import CachedModel, PlainCachedModel
@@ -48,7 +48,11 @@ def optimize(
 
 
 def build(
-    model: nn.Module, front: Front, checked: Recipe, tell: Progress | None = None, started: float | None = None
+    model: nn.Module,
+    front: Front,
+    checked: Recipe,
+    tell: Progress | None = None,
+    started: float | None = None,
 ) -> CachedModel:
     """`optimize` from where the model is understood: `front` serves any number of recipes.
 
@@ -58,6 +62,7 @@ def build(
     tell = tell or (lambda stage, done, total: None)
     started = time.perf_counter() if started is None else started
     plan = plan_for(front, checked)
+    front = absorbed(front, plan)
     understood = time.perf_counter()
     dump = Dump.from_environment(plan)
     dump.front(front)
@@ -82,18 +87,25 @@ def build(
 
 def _emit(model: nn.Module, front: Front, plan: Plan, recipe: Recipe, dump: Dump) -> CachedModel:
     rewritten, constants = rewrite(front, plan)
-    regions = cut(rewritten.graph_module, lambda node: node.target is ops.cached_attention)
+    regions = cut(
+        rewritten.graph_module,
+        lambda node: node.target is ops.cached_attention,
+        lambda node: node.target in (opaque.opaque, opaque.mixer),
+    )
     dump.back(model, rewritten, regions, recipe)
     executor = Executor(regions, recipe.compile.mode)
     program = Program(
         rewritten.caches,
+        rewritten.states,
         constants,
         front.captured.rebuild,
         front.captured.logits_index,
         front.captured.inputs.position_ids,
         front.captured.inputs.logits_to_keep,
         front.takes_past_length,
+        front.ragged,
         front.device,
+        front.captured.opaques,
     )
     kind: type[CachedModel] = PlainCachedModel
     if _is_hugging_face(model):

@@ -46,6 +46,9 @@ class Dump:
         _trace("kvcompile_plan", lambda: str(self.plan))
         if self.folder is None:
             return
+        opaque = [f"{record.key}: {record}" for record in front.captured.opaques]
+        if opaque:
+            self._text("opaque.txt", "\n".join(("Modules that the graphs call as Python:", *opaque, "")))
         self._graph("1_captured", front.captured.graph_module)
         self._graph("2_canonical", front.canonical)
         self._text("plan.txt", f"{self.plan}\n")
@@ -59,7 +62,8 @@ class Dump:
         self._graph("3_cached", rewritten.graph_module)
         for index, module in enumerate(regions.modules):
             calls = sum(call.region == index for call in regions.calls)
-            self._graph(f"4_region_{index}", module, f", called {calls} times")
+            how = ", not compiled: it calls a module as Python" if index in regions.eager else ""
+            self._graph(f"4_region_{index}", module, f", called {calls} times{how}")
         self._text("recipe.yaml", yaml.safe_dump(_plain(recipe), sort_keys=False))
         self._repro(model)
 

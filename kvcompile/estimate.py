@@ -39,6 +39,7 @@ class LayerCost:
     head_dim: int
     v_head_dim: int
     layout: CacheLayout
+    latent: bool  # one row for all heads, the values in the keys
     shared: bool  # reads another layer's K/V: costs nothing
     bytes_per_token: int  # of one slot
     bytes_per_sequence: int  # at `tokens` of the estimate
@@ -72,6 +73,7 @@ class Estimate:
     bytes: int  # of batch x tokens
     full_bytes_per_token: int  # model dtype, every token kept, all layers
     full_bytes: int
+    state_bytes: int  # recurrent state per sequence, of any length; in `bytes` and `full_bytes`
     fit: Fit | None
     notes: tuple[str, ...]
 
@@ -118,6 +120,8 @@ class Estimate:
         facts = table("", "", grow=("",))
         facts.show_header = False
         facts.add_row("a token takes", f"[bold]{format_bytes(self.bytes_per_token)}[/bold]{growth}")
+        if self.state_bytes:
+            facts.add_row("recurrent state", f"{format_bytes(self.state_bytes)} a sequence of any length")
         facts.add_row(what, f"[bold]{format_bytes(self.bytes)}[/bold]")
         compared = f"{self.ratio:.2f}x smaller" if self.bytes < self.full_bytes else "the same"
         if self.bytes > self.full_bytes:
@@ -177,18 +181,19 @@ def estimate(
         notes.append(f"the config names no dtype; {plan.dtype} assumed")
     costs = _costs(plan, shape, tokens)
     itemsize = plan.torch_dtype.itemsize
-    if shape.expanded_channels is not None:
+    latents = [d for d in plan.decisions if d.latent]
+    expanded = sum(
+        layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) for layer in shape.layers if layer.latent
+    )
+    if latents and expanded > sum(d.head_dim for d in latents):
         notes.append(
-            "MLA is counted in its latent form (absorbed, one latent and one rope key for all heads); "
-            f"optimize still caches the expanded K and V heads, {format_bytes(shape.expanded_channels * itemsize)} "
-            "a token"
+            "MLA is counted in its latent form: one row for all heads, the values in the keys, which optimize takes "
+            f"where it proves them equal. Expanded, K and V take {format_bytes(expanded * itemsize)} a token"
         )
     readers = [cost for cost in costs if cost.shared]
     if readers:
         count = sum(len(cost.layers) for cost in readers)
-        notes.append(
-            f"{count} layers read the K/V of others and are counted with them; optimize still gives each its own cache"
-        )
+        notes.append(f"{count} layers read the K/V of others and are counted with them")
     if shape.max_tokens and tokens > shape.max_tokens:
         notes.append(f"the model was made for {shape.max_tokens:,} tokens")
     total, full = _total(plan, shape), _total(plan, shape, full=True)
@@ -202,8 +207,9 @@ def estimate(
         bytes_per_token=sum(len(cost.layers) * cost.bytes_per_token for cost in costs),
         bytes_per_token_later=_at(total, 1, 2) - _at(total, 1, 1),
         bytes=_at(total, batch, tokens),
-        full_bytes_per_token=_at(full, 1, 1),
+        full_bytes_per_token=_at(full, 1, 2) - _at(full, 1, 1),
         full_bytes=_at(full, batch, tokens),
+        state_bytes=plan.state_bytes,
         fit=None if limit is None else _fit(total, limit, batch, tokens),
         notes=tuple(notes),
     )
@@ -228,8 +234,11 @@ def _plan(
         shape = _shape(source)
     loaded = Recipe.load("baseline" if recipe is None else recipe, **overrides)
     chosen: torch.dtype = getattr(torch, dtype_name(dtype or shape.dtype or "bfloat16"))
-    plan = make_plan(_sites(shape, chosen), loaded, chosen, shape.max_tokens or _TOKENS_UNKNOWN)
-    return _without_empty_values(plan), shape
+    states = made.states if isinstance(made, Plan) else ()
+    plan = make_plan(
+        _sites(shape, chosen), loaded, chosen, shape.max_tokens or _TOKENS_UNKNOWN, states=states
+    )
+    return plan, shape
 
 
 def _shape(source: object) -> ModelShape:
@@ -261,22 +270,33 @@ def _shape_of_plan(plan: Plan) -> ModelShape:
     from kvcompile.shapes import LayerShape, ModelShape
 
     layers = tuple(
-        LayerShape(d.layer, d.num_kv_heads, d.head_dim, d.v_head_dim, d.mask.kind, d.mask.window, d.layer)
+        LayerShape(
+            d.layer,
+            d.num_kv_heads,
+            d.head_dim,
+            d.v_head_dim,
+            d.mask.kind,
+            d.mask.window,
+            d.kv_source,
+            (d.head_dim, d.v_head_dim) if d.latent else None,
+        )
         for d in plan.decisions
     )
-    return ModelShape("optimized model", layers, len(layers), plan.dtype, plan.limits.max_tokens, None, ())
+    return ModelShape("optimized model", layers, len(layers), plan.dtype, plan.limits.max_tokens, ())
 
 
 def _sites(shape: ModelShape, dtype: Any) -> list[Any]:
     """Sites as detection would report them; the graph nodes are stand-ins that planning never reads."""
     import torch
 
-    from kvcompile.types import AttentionSite, MaskSpec, RopeSpec
+    from kvcompile.types import AttentionSite, LatentForm, MaskSpec, RopeSpec, RotaryForm, Rotation
 
     node = torch.fx.Graph().placeholder("unknown")
+    turn = Rotation(node, (), ())
+    numbers = {layer.layer: number for number, layer in enumerate(shape.layers)}
 
     def site(number: int, layer: LayerShape) -> AttentionSite:
-        return AttentionSite(
+        expanded = AttentionSite(
             layer=number,
             module_path=f"layer {layer.layer}",
             source="config",
@@ -291,24 +311,17 @@ def _sites(shape: ModelShape, dtype: Any) -> list[Any]:
             v_head_dim=layer.v_head_dim,
             sm_scale=1.0,
             mask=MaskSpec(layer.attention, layer.window),
-            rope=RopeSpec("half", layer.head_dim, node, node, node, node),
+            rope=RopeSpec(RotaryForm("half", 0, layer.head_dim), node, node, turn, turn, "unknown"),
             dtype=dtype,
-            kv_source=layer.kv_source,
+            kv_source=numbers[layer.kv_source],
         )
+        if layer.latent is None:
+            return expanded
+        width, rank = layer.latent
+        own = replace(expanded, num_kv_heads=1, head_dim=width, v_head_dim=rank)
+        return replace(expanded, latent=LatentForm(own, node, None))
 
     return [site(number, layer) for number, layer in enumerate(shape.layers)]
-
-
-def _without_empty_values(plan: Plan) -> Plan:
-    """MLA's latent has no V: not even scales are stored for it."""
-    from kvcompile.layouts import ModelDtype
-
-    def fix(decision: Decision) -> Decision:
-        if decision.v_head_dim:
-            return decision
-        return replace(decision, layout=replace(decision.layout, values=ModelDtype()))
-
-    return replace(plan, decisions=tuple(fix(decision) for decision in plan.decisions))
 
 
 def _costs(plan: Plan, shape: ModelShape, tokens: int) -> tuple[LayerCost, ...]:
@@ -319,7 +332,7 @@ def _costs(plan: Plan, shape: ModelShape, tokens: int) -> tuple[LayerCost, ...]:
     groups: dict[LayerCost, list[int]] = {}
     for decision, layer in zip(plan.decisions, shape.layers, strict=True):
         shared = layer.kv_source != layer.layer
-        size = decision.subs(decision.layout.bytes, itemsize).subs({sy.B: 1, sy.T: tokens})
+        size = decision.subs(decision.bytes, itemsize).subs({sy.B: 1, sy.T: tokens})
         cost = LayerCost(
             layers=(),
             attention=str(decision.mask),
@@ -327,6 +340,7 @@ def _costs(plan: Plan, shape: ModelShape, tokens: int) -> tuple[LayerCost, ...]:
             head_dim=decision.head_dim,
             v_head_dim=decision.v_head_dim,
             layout=decision.layout,
+            latent=decision.latent,
             shared=shared,
             bytes_per_token=0 if shared else decision.bytes_per_token(itemsize),
             bytes_per_sequence=0 if shared else int(size),
@@ -336,18 +350,26 @@ def _costs(plan: Plan, shape: ModelShape, tokens: int) -> tuple[LayerCost, ...]:
 
 
 def _total(plan: Plan, shape: ModelShape, full: bool = False) -> sympy.Expr:
-    """Bytes of all layers in B and T; `full`: in the model's dtype, every token kept."""
+    """Bytes of all layers and states in B and T; `full`: K and V in the model's dtype, every token kept."""
     import sympy
 
-    from kvcompile.layouts import CacheLayout
+    from kvcompile.layouts import symbols as sy
 
     itemsize = plan.torch_dtype.itemsize
     terms = [
-        decision.subs((CacheLayout() if full else decision.layout).bytes, itemsize)
+        decision.subs((_full(decision) if full else decision.layout).bytes, itemsize)
         for decision, layer in zip(plan.decisions, shape.layers, strict=True)
         if layer.kv_source == layer.layer
     ]
-    return sympy.Add(*terms)
+    return sympy.Add(*terms, sy.B * plan.state_bytes)
+
+
+def _full(decision: Decision) -> CacheLayout:
+    """The layout that keeps everything as the model computes it."""
+    from kvcompile.layouts import CacheLayout, InKeys
+
+    values = decision.layout.values
+    return CacheLayout(values=values) if isinstance(values, InKeys) else CacheLayout()
 
 
 def _at(total: sympy.Expr, batch: int, tokens: int) -> int:
@@ -379,10 +401,10 @@ def _largest(line: sympy.Expr, symbol: sympy.Symbol, limit: int) -> int | None:
 
 def _layout(cost: LayerCost) -> str:
     layout = cost.layout
-    return str(layout if cost.v_head_dim else replace(layout, values=layout.keys))
+    return str(replace(layout, values=layout.keys) if cost.latent else layout)
 
 
 def _dims(cost: LayerCost) -> str:
-    if cost.v_head_dim == cost.head_dim:
-        return str(cost.head_dim)
-    return f"{cost.head_dim} (latent)" if cost.v_head_dim == 0 else f"{cost.head_dim}/{cost.v_head_dim}"
+    if cost.latent:
+        return f"{cost.head_dim} (latent)"
+    return str(cost.head_dim) if cost.v_head_dim == cost.head_dim else f"{cost.head_dim}/{cost.v_head_dim}"

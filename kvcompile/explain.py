@@ -47,6 +47,7 @@ class Explanation:
             "lossless": self.plan.lossless,
             "bytes_per_token": self.plan.bytes_per_token,
             "bytes_per_sequence": per_sequence,
+            "state_bytes_per_sequence": self.plan.state_bytes,
             "bytes_at_max_batch": None if per_sequence is None else self.plan.bytes(limits.max_batch),
             "route": self.route,
             "reasons": list(self.reasons),
@@ -111,7 +112,7 @@ class Explanation:
             found = [
                 _path(first, len(run) > 1),
                 f"{first.num_qo_heads}/{first.num_kv_heads} heads x {dim}",
-                f"{first.mask} ({first.idiom})",
+                f"{first.attention} ({first.idiom})",
             ]
             made.add_row(
                 format_layers(tuple(decision.layer for decision in run)),
@@ -126,6 +127,9 @@ class Explanation:
         plan, limits = self.plan, self.plan.limits
         made = table("", "")
         made.show_header = False
+        if plan.states:
+            count = f"{len(plan.states)} module{'s' if len(plan.states) > 1 else ''}"
+            made.add_row("recurrent state", f"{format_bytes(plan.state_bytes)} a sequence of any length, {count}")
         until = " until the budget is full, then nothing" if plan.bounded else ""
         made.add_row("a token takes", f"[bold]{format_bytes(plan.bytes_per_token)}[/bold]{until}")
         if limits.max_tokens is None and not plan.bounded:
@@ -180,7 +184,7 @@ def _runs(decisions: tuple[Decision, ...], full: bool) -> list[list[Decision]]:
 
     def kind(d: Decision) -> object:
         dims = (d.num_qo_heads, d.num_kv_heads, d.head_dim, d.v_head_dim)
-        return _path(d, True), dims, d.mask, d.layout, d.idiom, d.because
+        return _path(d, True), dims, d.attention, d.layout, d.idiom, d.because
 
     return [list(run) for _, run in groupby(decisions, key=kind)]
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from kvcompile.errors import ModelError
+from kvcompile.errors import ModelError, PlanError
+from kvcompile.passes.absorb import absorb
 from kvcompile.passes.base import PassReport
 from kvcompile.passes.canonicalize import canonicalize
 from kvcompile.passes.capture import Captured, capture
 from kvcompile.passes.detect import Detection, detect
-from kvcompile.passes.evaluate import evaluate
 from kvcompile.passes.insert_cache import Rewritten, insert_cache
+from kvcompile.passes.opaque import describe, states_of
 from kvcompile.passes.positions import offset_positions
+from kvcompile.passes.rotation import NotRotary, Rotations
 from kvcompile.plan import Plan, make_plan
 from kvcompile.recipe import Recipe
-from kvcompile.types import AttentionSite, NoMatch
+from kvcompile.types import AttentionSite, NoMatch, RecurrentState, RopeSpec
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +36,15 @@ class Front:
     canonical: GraphModule
     sites: tuple[AttentionSite, ...]
     takes_past_length: bool
+    sums: tuple[RecurrentState, ...]  # counts along the sequence
     reports: tuple[PassReport, ...]
     max_tokens: int | None  # what the model was made for, where that is known
     device: torch.device
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the sequences of a batch may start at different places: all positions come from the caller."""
+        return self.captured.inputs.position_ids and not self.takes_past_length
 
 
 @dataclass(frozen=True)
@@ -60,18 +68,21 @@ def understand(model: nn.Module) -> Front:
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
     captured = capture(model)
-    detection = detect(captured)
+    made_for = _max_tokens(model, captured)
+    detection = detect(captured, made_for)
     canonical = canonicalize(captured, detection)
     moved = offset_positions(canonical)
     tensors = [*model.parameters(), *model.buffers()]
+    limit = detection.limit
     return Front(
         captured,
         detection,
         moved.graph_module,
         moved.sites,
         moved.past_length,
+        moved.states,
         (canonical.report, moved.report),
-        _max_tokens(model, captured),
+        made_for if limit is None else min(made_for or limit.tokens, limit.tokens),
         tensors[0].device if tensors else torch.device("cpu"),
     )
 
@@ -88,19 +99,40 @@ def analyze(model: nn.Module, recipe: Recipe) -> Analysis:
 
 def plan_for(front: Front, recipe: Recipe) -> Plan:
     """The plan of a recipe for an understood model."""
-    table = front.captured.max_seq_len
-    return make_plan(front.sites, recipe, front.sites[0].dtype, front.max_tokens, table)
+    table, limit = front.captured.max_seq_len, front.detection.limit
+    limits = [] if limit is None else [(limit.tokens, limit.reason)]
+    if table is not None:
+        limits.append((table, "its graph was traced for no more"))
+    states = (*states_of(front.captured.opaques), *front.sums)
+    return make_plan(
+        front.sites, recipe, front.sites[0].dtype, front.max_tokens, min(limits, default=None), states
+    )
 
 
 def analysis_of(front: Front, plan: Plan) -> Analysis:
     captured, detection = front.captured, front.detection
     return Analysis(
-        plan, detection.misses, captured.route, captured.reasons, captured.seconds, detection.seconds
+        plan,
+        detection.misses,
+        captured.route,
+        (*captured.reasons, *describe(captured.opaques)),
+        captured.seconds,
+        detection.seconds,
     )
+
+
+def absorbed(front: Front, plan: Plan) -> Front:
+    """`front` with the latent form of the sites that the plan gives it to; as it is where that was done before."""
+    if not any(site.latent for site in front.sites):
+        return front
+    layers = [decision.layer for decision in plan.decisions if decision.latent]
+    canonical, sites, report = absorb(front.canonical, front.sites, layers)
+    return replace(front, canonical=canonical, sites=sites, reports=(*front.reports, report))
 
 
 def rewrite(front: Front, plan: Plan) -> tuple[Rewritten, dict[str, Tensor]]:
     """The cached graph of a plan, and the values of its constant placeholders (rope tables)."""
+    front = absorbed(front, plan)
     rewritten = insert_cache(front.canonical, front.sites, plan)
     budgets = [
         decision.layout.retention.sinks + (decision.layout.retention.window or 0)
@@ -109,12 +141,36 @@ def rewrite(front: Front, plan: Plan) -> tuple[Rewritten, dict[str, Tensor]]:
     ]
     constants: dict[str, Tensor] = {}
     count = max(budgets, default=0) + plan.limits.prefill_chunk + 1
+    if plan.limits.max_tokens is not None:  # no position is beyond it
+        count = min(count, plan.limits.max_tokens)
     for table in rewritten.ropes:
         # Tabulated with the model's own graph: whatever scaling its embedding has is in the table.
-        values = evaluate(front.canonical, [table.cos, table.sin], example_inputs(front, 1, count))
-        for name, value in zip((table.cos_name, table.sin_name), values, strict=True):
-            constants[name] = value.reshape(-1, *value.shape[-2:])[0].contiguous()
+        for name, value in zip(
+            (table.cos_name, table.sin_name), _tabulate(front, table.rope, count), strict=True
+        ):
+            constants[name] = value.float().contiguous()
     return rewritten, constants
+
+
+def _tabulate(front: Front, rope: RopeSpec, count: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions 0 .. count - 1, [count, rotary_dim]; checked for keys and queries.
+
+    Raises:
+        PlanError: the model has no positions that far.
+    """
+    rotations = Rotations(front.canonical)
+    inputs = example_inputs(front, 1, count)
+    try:
+        tables = {r.tables: rotations.table_values(r, inputs) for r in (rope.k, rope.q)}
+        cos, sin = rotations.tabulate(rope.k, tables[rope.k.tables], rope.form, count)
+        rotations.follows(rope.q, tables[rope.q.tables], rope.form, cos, sin)
+    except (IndexError, RuntimeError, NotRotary) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise PlanError(
+            "cache.retention.positions: in_cache counts up to sinks + window + runtime.prefill_chunk positions, and "
+            f"the model's rotary embedding cannot be told so far: {reason}. Make them fewer, or use positions: original"
+        ) from error
+    return cos, sin
 
 
 def example_inputs(front: Front, batch: int, tokens: int) -> dict[str, Any]:

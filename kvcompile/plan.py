@@ -8,17 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import sympy
 import torch
 
 from kvcompile.errors import PlanError
-from kvcompile.layouts import CacheLayout, Full, ModelDtype, SinkWindow
+from kvcompile.layouts import BufferSpec, CacheLayout, Contiguous, Full, InKeys, ModelDtype
 from kvcompile.layouts import symbols as sy
 from kvcompile.recipe import Recipe
-from kvcompile.types import AttentionSite, MaskSpec
+from kvcompile.types import AttentionSite, MaskSpec, RecurrentState, RotaryForm, ScoreSpec, StateSlot
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -49,15 +49,57 @@ class Decision:
     layout: CacheLayout
     lossless: bool
     because: tuple[str, ...]
+    kv_source: int  # the layer whose cache this one reads (its own unless shared)
+    rope: RotaryForm | None = None  # the site's rotary embedding, where one was recognised
+    score: ScoreSpec = ScoreSpec()  # what happens to the scores besides scale and mask
+    latent: bool = (
+        False  # attends over latent rows, one for all heads, which the site's sizes here are those of
+    )
+    dynamic: bool = False  # its mask is computed from activations
+    mask_rows: tuple[StateSlot, ...] = ()  # what that mask reads of every token, kept beside K and V
+
+    @property
+    def owns(self) -> bool:
+        """Whether the cache that this site reads is its own, and so counted here."""
+        return self.kv_source == self.layer
+
+    @property
+    def rotary(self) -> RotaryForm | None:
+        """How keys are turned when they are read; None where they are kept as they are read."""
+        return self.rope if self.layout.retention.in_cache else None
+
+    @property
+    def attention(self) -> str:
+        """Mask and what happens to the scores: "sliding(128), sink logits"."""
+        mask = "computed from activations" if self.dynamic else str(self.mask)
+        return mask if self.score.plain else f"{mask}, {self.score}"
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes that the mask keeps of one token."""
+        return sum(row.nbytes for row in self.mask_rows)
+
+    @property
+    def bytes(self) -> sympy.Expr:
+        """Bytes of what this site keeps, in B, T, H, D, Dv, P."""
+        return self.layout.bytes + sy.B * self.layout.num_slots * self.mask_bytes
+
+    def buffers(self, dtype: torch.dtype, max_tokens: int | None) -> tuple[BufferSpec, ...]:
+        """The site's tensors for one sequence, [heads, slots, ...] each: K's parts, V's, and what the mask keeps."""
+        own = self.layout.buffers(self.num_kv_heads, self.head_dim, self.v_head_dim, dtype, max_tokens)
+        slots = self.layout.slots(max_tokens)
+        rows = (
+            BufferSpec(f"mask.{i}", (1, slots, *row.shape), row.torch_dtype)
+            for i, row in enumerate(self.mask_rows)
+        )
+        return (*own, *rows)
 
     @property
     def ops(self) -> tuple[str, ...]:
         """The roles that run at this site."""
-        rope = "rope+" if self.layout.retention.in_cache else ""
-        return (
-            f"append[{self.layout.placement}]",
-            f"{rope}attend[K {self.layout.keys}, V {self.layout.values}]",
-        )
+        rope = "rope+" if self.rotary is not None else ""
+        attend = f"{rope}attend[K {self.layout.keys}, V {self.layout.values}]"
+        return (f"append[{self.layout.placement}]", attend) if self.owns else (attend,)
 
     def subs(self, expression: sympy.Expr, itemsize: int) -> sympy.Expr:
         """`expression` with this site's head counts and sizes filled in."""
@@ -66,19 +108,22 @@ class Decision:
         )
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of one slot, all KV heads."""
-        return int(self.subs(self.layout.bytes_per_slot, itemsize))
+        """Bytes of one slot, all KV heads; none where the cache is another layer's."""
+        if not self.owns:
+            return 0
+        return int(self.subs(self.layout.bytes_per_slot, itemsize)) + self.mask_bytes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All decisions, the limits and the dtype they hold for."""
+    """All decisions, the limits and the dtype they hold for; `states` is what recurrent modules carry, as it is."""
 
     recipe: str
     recipe_digest: str
     dtype: str
     limits: Limits
     decisions: tuple[Decision, ...]
+    states: tuple[RecurrentState, ...] = ()
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -106,7 +151,13 @@ class Plan:
         tokens = self.limits.max_tokens if max_tokens is None else max_tokens
         values = {sy.B: batch} | ({} if tokens is None else {sy.T: tokens})
         itemsize = self.torch_dtype.itemsize
-        return sum(int(d.subs(d.layout.bytes, itemsize).subs(values)) for d in self.decisions)
+        kept = sum(int(d.subs(d.bytes, itemsize).subs(values)) for d in self.decisions if d.owns)
+        return kept + batch * self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of recurrent state per sequence, of any length."""
+        return sum(state.nbytes for state in self.states)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -118,11 +169,15 @@ class Plan:
     def __str__(self) -> str:
         head = f"plan {self.digest()} of recipe {self.recipe} ({self.dtype}, {self.limits})"
         rows = (
-            f"  {d.layer:>3} {d.module_path}: {d.num_qo_heads}/{d.num_kv_heads} heads x {d.head_dim}, {d.mask} "
+            f"  {d.layer:>3} {d.module_path}: {d.num_qo_heads}/{d.num_kv_heads} heads x {d.head_dim}, {d.attention} "
             f"-> {d.layout}; because {'; '.join(d.because)}"
             for d in self.decisions
         )
-        return "\n".join((head, *rows))
+        states = (
+            f"  state {s.module_path}: {s.nbytes} bytes a sequence ({', '.join(slot.name for slot in s.slots)})"
+            for s in self.states
+        )
+        return "\n".join((head, *rows, *states))
 
 
 def make_plan(
@@ -130,7 +185,8 @@ def make_plan(
     recipe: Recipe,
     dtype: torch.dtype,
     model_max_tokens: int | None,
-    position_table: int | None = None,
+    position_limit: tuple[int, str] | None = None,
+    states: Sequence[RecurrentState] = (),
 ) -> Plan:
     """Decide a layout for every site.
 
@@ -139,7 +195,8 @@ def make_plan(
         recipe: the checked recipe.
         dtype: the model's dtype, which `dtype: model` storage takes.
         model_max_tokens: the longest sequence the model was made for, where that is known.
-        position_table: rows of the model's table of positions, if it has one: no sequence can be longer.
+        position_limit: how many positions the model has, where they end, and what happens beyond.
+        states: what recurrent modules carry; kept as it is under every recipe.
 
     Raises:
         PlanError: the recipe asks something of a site that it cannot do; all problems are listed.
@@ -148,9 +205,12 @@ def make_plan(
     decisions: list[Decision] = []
     for site in sites:
         try:
-            decisions.append(_decide(site, len(sites), recipe))
+            decisions.append(_decide(site, sites, recipe))
         except ValueError as error:
             refused.setdefault(str(error), []).append(site)
+    for site, reader in zip(sites, decisions if not refused else (), strict=False):
+        if not reader.owns and (problem := _differs(reader, decisions[reader.kv_source])):
+            refused.setdefault(problem, []).append(site)
     problems = [f"{_name(where)}: {error}" for error, where in refused.items()]
     unmatched = [
         f"layers[{i}]: no layer of this model matches `where: {rule.where.model_dump(exclude_none=True)}`"
@@ -173,21 +233,49 @@ def make_plan(
                 "set runtime.max_tokens"
             )
         max_tokens = model_max_tokens
-    if position_table is not None:
-        if max_tokens is not None and max_tokens > position_table:
+    max_tokens = _within_reach(decisions, recipe, max_tokens)
+    if position_limit is not None:
+        most, reason = position_limit
+        if recipe.runtime.max_tokens is not None and recipe.runtime.max_tokens > most:
             raise PlanError(
-                f"recipe {recipe.name!r} sets runtime.max_tokens to {max_tokens}, but the model has a table of "
-                f"{position_table} positions: no retention lets it count further; set at most {position_table}"
+                f"recipe {recipe.name!r} sets runtime.max_tokens to {recipe.runtime.max_tokens}, but the model has "
+                f"{most} positions: {reason}, and no retention lets it count further; set at most {most}"
             )
-        max_tokens = max_tokens or position_table
+        max_tokens = most if max_tokens is None else min(max_tokens, most)
     limits = Limits(recipe.runtime.max_batch, max_tokens, recipe.runtime.prefill_chunk)
-    return Plan(recipe.name, recipe.digest(), _DTYPE_NAMES[dtype], limits, tuple(decisions))
+    return Plan(recipe.name, recipe.digest(), _DTYPE_NAMES[dtype], limits, tuple(decisions), tuple(states))
 
 
-def _decide(site: AttentionSite, num_layers: int, recipe: Recipe) -> Decision:
-    config, rules = recipe.cache_for(site.layer, num_layers, site.mask.kind)
+def _differs(reader: Decision, owner: Decision) -> str | None:
+    """Why a site cannot read the cache of another one, or None."""
+    if reader.layout == owner.layout:
+        return None
+    return (
+        f"cache: reads the keys and values of layer {owner.layer} ({owner.module_path}), which are kept once, as "
+        f"{owner.layout}, where the recipe says {reader.layout} here; give both layers the same"
+    )
+
+
+def _decide(site: AttentionSite, sites: Sequence[AttentionSite], recipe: Recipe) -> Decision:
+    config, rules = recipe.cache_for(site.layer, len(sites), site.mask.kind)
     layout = config.build(own_window=site.mask.window)
     because = [f"layers[{i}] of the recipe: {_where(recipe, i)}" for i in rules] or ["the recipe's cache"]
+    readers = [other.layer for other in sites if other.kv_source == site.layer != other.layer]
+    latent = site.latent is not None and config.latent == "auto" and not readers
+    if site.latent is not None and latent:
+        expanded, site = site, site.latent.site
+        layout = replace(layout, values=InKeys(site.v_head_dim))
+        whole = expanded.num_kv_heads * (expanded.head_dim + expanded.v_head_dim)
+        because.append(
+            f"one latent row of {site.head_dim} channels stands for {whole} of K and V: kept as the keys are"
+        )
+    elif site.latent is not None:
+        why = f"layer {readers[0]} reads its K and V" if readers else "the recipe says so"
+        because.append(f"K and V expanded from their latent: {why}")
+    if site.kv_source != site.layer:
+        because = [f"reads the cache of layer {site.kv_source}"]
+    elif readers:
+        because.append(f"kept once for layers {', '.join(map(str, (site.layer, *readers)))}")
     for side, storage, dim in (
         ("keys", layout.keys, site.head_dim),
         ("values", layout.values, site.v_head_dim),
@@ -195,22 +283,36 @@ def _decide(site: AttentionSite, num_layers: int, recipe: Recipe) -> Decision:
         problem = storage.check(dim)
         if problem:
             raise ValueError(f"cache.{side}: {problem}")
-    if isinstance(layout.retention, SinkWindow) and layout.retention.in_cache and site.rope is None:
+    if site.dynamic is not None and not (
+        isinstance(layout.retention, Full) and isinstance(layout.placement, Contiguous)
+    ):
+        raise ValueError(
+            "cache.retention: the mask of this layer is computed from the activations of all tokens before; use "
+            "retention: {kind: full} and placement: {kind: contiguous}"
+        )
+    bias = site.score.bias
+    if layout.retention.in_cache and bias is not None and bias.kind in ("columns", "table"):
+        raise ValueError(
+            f"cache.retention.positions: in_cache counts positions in the cache, and this layer's {bias} is by "
+            "positions in the sequence; use positions: original"
+        )
+    if layout.retention.in_cache and site.rope is None and bias is None and not site.positionless:
         raise ValueError(
             "cache.retention.positions: in_cache needs a rotary embedding between the projections and the "
             "scores, and none was recognised here; use positions: original"
         )
+    if layout.retention.in_cache and site.positionless and bias is None:
+        because.append("no position enters this layer, so counting in the cache changes nothing")
     if layout.retention.in_cache and site.mask.window is not None:
         raise ValueError(
             f"cache.retention.positions: in_cache counts from the first kept token, which a {site.mask} mask hides; "
-            "give sliding layers a retention of their own: layers: [{where: {attention: sliding}, "
-            "cache: {retention: {kind: window}}}]"
+            f"give {site.mask.kind} layers a retention of their own: "
+            f"layers: [{{where: {{attention: {site.mask.kind}}}, cache: {{retention: {{kind: window}}}}}}]"
         )
     exact_retention, why = _exact(layout, site.mask)
     because.append(why)
-    lossless = (
-        exact_retention and isinstance(layout.keys, ModelDtype) and isinstance(layout.values, ModelDtype)
-    )
+    exact_storage = isinstance(layout.keys, ModelDtype) and isinstance(layout.values, (ModelDtype, InKeys))
+    lossless = exact_retention and exact_storage
     return Decision(
         layer=site.layer,
         module_path=site.module_path,
@@ -225,7 +327,57 @@ def _decide(site: AttentionSite, num_layers: int, recipe: Recipe) -> Decision:
         layout=layout,
         lossless=lossless,
         because=tuple(because),
+        kv_source=site.kv_source,
+        rope=site.rope.form if site.rope else None,
+        score=site.score,
+        latent=latent,
+        dynamic=site.dynamic is not None,
+        mask_rows=_mask_rows(site, sites),
     )
+
+
+def _mask_rows(site: AttentionSite, sites: Sequence[AttentionSite]) -> tuple[StateSlot, ...]:
+    """What the site's mask keeps of every token; layers that read the same keep it once, at the first."""
+    if site.dynamic is None:
+        return ()
+    before = {
+        key.node
+        for other in sites
+        if other.layer < site.layer and other.dynamic
+        for key in other.dynamic.keys
+    }
+    return tuple(key.slot for key in site.dynamic.keys if key.node not in before)
+
+
+def _within_reach(decisions: list[Decision], recipe: Recipe, max_tokens: int | None) -> int | None:
+    """The limit of tokens, at most what the layers' biases have values for."""
+    limited = [(reach, d) for d in decisions if (reach := _reach(d)) is not None]
+    if not limited:
+        return max_tokens
+    reach, first = min(limited, key=lambda pair: pair[0])
+    if recipe.runtime.max_tokens is not None and recipe.runtime.max_tokens > reach:
+        raise PlanError(
+            f"recipe {recipe.name!r} sets runtime.max_tokens to {recipe.runtime.max_tokens}, but layer {first.layer} "
+            f"({first.module_path}, {first.source}) has a {first.score.bias}, the most positions that were "
+            f"evaluated: set at most {reach}, or a retention with a window"
+        )
+    return reach if max_tokens is None else min(max_tokens, reach)
+
+
+def _reach(decision: Decision) -> int | None:
+    """The longest sequence that the site's bias has values for; None: any."""
+    bias, retention = decision.score.bias, decision.layout.retention
+    if bias is None or bias.reach is None:
+        return None
+    if bias.kind == "relative":
+        # The largest distance that is ever read, where that does not grow with the sequence.
+        windows = [] if retention.window is None or retention.sinks else [retention.window]
+        windows += [] if decision.mask.window is None else [decision.mask.window]
+        if retention.in_cache and retention.window is not None:
+            windows.append(retention.sinks + retention.window)
+        if windows and min(windows) <= bias.reach:
+            return None
+    return bias.reach
 
 
 def _name(sites: list[AttentionSite]) -> str:

@@ -3,8 +3,8 @@
 | config says | a layer's shape |
 |---|---|
 | num_key_value_heads, head_dim (or hidden_size / num_attention_heads) | that many KV heads of that size |
-| kv_lora_rank, qk_rope_head_dim (MLA) | one "KV head" of rank + rope channels, no V: the latent form |
-| layer_types, sliding_window | sliding layers with their window; layers without attention have no shape |
+| kv_lora_rank, qk_rope_head_dim (MLA) | a latent row of rank + rope channels, whose first rank are the values |
+| layer_types, sliding_window, attention_chunk_size | sliding and chunked layers; none for other mixers |
 | num_kv_shared_layers | the last layers read the K/V of an earlier one of their type |
 | per_layer_config | each layer its own numbers |
 """
@@ -32,8 +32,9 @@ _ALIASES = {
     "dtype": ("torch_dtype",),
 }
 _NO_ATTENTION = ("linear_attention", "conv", "moe", "mlp", "mamba", "mamba2", "recurrent", "sparse", "dense")
-_CAUSAL = ("full_attention", "attention", "global", "hybrid", "indexed_attention", "chunked_attention")
+_CAUSAL = ("full_attention", "attention", "global", "hybrid", "indexed_attention")
 _SLIDING = ("sliding_attention", "hybrid_sliding", "local")
+_CHUNKED = ("chunked_attention",)
 _DTYPES = {
     "float32": ("float32", "fp32", "float"),
     "float16": ("float16", "fp16", "half"),
@@ -43,7 +44,10 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class LayerShape:
-    """K and V of one layer, per token: K [num_kv_heads, head_dim], V [num_kv_heads, v_head_dim]."""
+    """K and V of one layer, per token: K [num_kv_heads, head_dim], V [num_kv_heads, v_head_dim].
+
+    latent: MLA only: channels of a latent row, and how many of them are the values
+    """
 
     layer: int
     num_kv_heads: int
@@ -52,6 +56,7 @@ class LayerShape:
     attention: MaskKind
     window: int | None
     kv_source: int  # the layer whose K/V this one reads (its own unless shared)
+    latent: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,6 @@ class ModelShape:
     num_layers:        all of them
     dtype:             "bfloat16", ...; None where the config names none
     max_tokens:        the longest sequence the model was made for, where known
-    expanded_channels: MLA only: K and V channels per token over all layers, were they expanded per head
     """
 
     name: str
@@ -70,7 +74,6 @@ class ModelShape:
     num_layers: int
     dtype: str | None
     max_tokens: int | None
-    expanded_channels: int | None
     notes: tuple[str, ...]
 
 
@@ -158,36 +161,36 @@ class _Reader:
             )
         if not layers:
             raise ModelError(f"{name}: no layer has attention, so there is no KV cache to choose")
-        expanded = self._expanded_channels(len(layers))
         return ModelShape(
             name=name,
             layers=tuple(layers),
             num_layers=count,
             dtype=self._dtype(),
             max_tokens=_get(self.config, "max_position_embeddings"),
-            expanded_channels=expanded,
             notes=self._notes(types, len(layers), shared),
         )
 
     def _layer(self, layer: int, kind: str, types: list[Any], first_shared: int) -> LayerShape | None:
         if kind in _NO_ATTENTION:
             return None
-        if kind not in _CAUSAL and kind not in _SLIDING:
-            known = ", ".join((*_CAUSAL, *_SLIDING, *_NO_ATTENTION))
+        if kind not in (*_CAUSAL, *_SLIDING, *_CHUNKED):
+            known = ", ".join((*_CAUSAL, *_SLIDING, *_CHUNKED, *_NO_ATTENTION))
             raise ModelError(f"layer_types[{layer}]: the cache of {kind!r} is not known here; known: {known}")
         config = self._config_of(layer)
-        window = None
+        window: int | None = None
+        mask: MaskKind = "causal"
         if kind in _SLIDING:
-            window = _get(config, "sliding_window") or self._miss("sliding_window")
+            mask, window = "sliding", _get(config, "sliding_window") or self._miss("sliding_window")
+        if kind in _CHUNKED:
+            mask = "chunked"
+            window = _get(config, "attention_chunk_size") or self._miss("attention_chunk_size")
         heads, head_dim, v_head_dim = self._dims(config, layer)
         if heads == 0:
             return None
         source = layer
         if layer >= first_shared:
             source = max((i for i in range(first_shared) if types[i] == kind), default=layer)
-        return LayerShape(
-            layer, heads, head_dim, v_head_dim, "sliding" if window else "causal", window, source
-        )
+        return LayerShape(layer, heads, head_dim, v_head_dim, mask, window, source, self._latent(config))
 
     def _config_of(self, layer: int) -> object:
         if isinstance(self.config, Mapping) or not getattr(self.config, "is_heterogeneous", False):
@@ -197,10 +200,12 @@ class _Reader:
 
     def _dims(self, config: object, layer: int) -> tuple[int, int, int]:
         """num_kv_heads, head_dim, v_head_dim of a layer; heads 0: no attention there."""
-        rank = _get(config, "kv_lora_rank")
-        if rank:
-            rope = _get(config, "qk_rope_head_dim")
-            return 1, rank + (rope if rope is not None else self._miss("qk_rope_head_dim")), 0
+        if (latent := self._latent(config)) is not None:
+            fields = ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+            heads, nope, rope, values = (_get(config, field) for field in fields)
+            if None in (heads, nope, rope, values):
+                return 1, *latent
+            return int(heads), int(nope + rope), int(values)
         qo_heads = _get(config, "num_attention_heads")
         kv_heads = _get(config, "num_key_value_heads")
         if _get(config, "multi_query") and not _get(config, "new_decoder_architecture"):
@@ -222,13 +227,13 @@ class _Reader:
                 head_dim = self._miss("head_dim or hidden_size with num_attention_heads")
         return int(kv_heads), int(head_dim), int(_get(config, "v_head_dim") or head_dim)
 
-    def _expanded_channels(self, layers: int) -> int | None:
-        heads, nope, v = (
-            _get(self.config, f) for f in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim")
-        )
-        if not _get(self.config, "kv_lora_rank") or None in (heads, nope, v):
+    def _latent(self, config: object) -> tuple[int, int] | None:
+        """Channels of a latent row, and the rank; None without MLA."""
+        rank = _get(config, "kv_lora_rank")
+        if not rank:
             return None
-        return int(layers * heads * (nope + _get(self.config, "qk_rope_head_dim") + v))
+        rope = _get(config, "qk_rope_head_dim")
+        return int(rank + (rope if rope is not None else self._miss("qk_rope_head_dim"))), int(rank)
 
     def _dtype(self) -> str | None:
         dtype = _get(self.config, "dtype") or _get(self.outer, "dtype")
@@ -249,8 +254,6 @@ class _Reader:
             )
         if shared:
             notes.append(f"the last {shared} layers read the K/V of earlier layers and add none")
-        if "chunked_attention" in types:
-            notes.append("chunked layers are counted as if they kept every token")
         if "indexed_attention" in types:
             notes.append("the keys of the sparse-attention indexer are not counted")
         return tuple(notes)

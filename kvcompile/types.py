@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch.fx import Node
 
-MaskKind = Literal["causal", "sliding"]
+MaskKind = Literal["causal", "sliding", "chunked", "explicit"]
+BiasKind = Literal["alibi", "relative", "columns", "table"]
 
 
 @dataclass(frozen=True)
 class MaskSpec:
     """What a query at position i sees of the key at position j.
 
-    causal:  j <= i
-    sliding: i - window < j <= i  (`window` tokens, the query's own included)
+    causal:   j <= i
+    sliding:  i - window < j <= i  (`window` tokens, the query's own included)
+    chunked:  j <= i, and both in one chunk of `window` tokens: i // window == j // window
+    explicit: j <= i, and the site's bias (a table) is not -inf there
     """
 
     kind: MaskKind
@@ -27,21 +32,130 @@ class MaskSpec:
 
 
 @dataclass(frozen=True)
+class BiasSpec:
+    """What is added to the scaled score of query i and key j; `values` is a tensor of the site, H is Hq or 1.
+
+    alibi:    -values[h] * (i - j)           values fp32 [Hq]
+    relative: values[h, i - j]               values fp32 [H, reach]
+    columns:  values[h, j] - values[h, i]    values fp32 [H, reach]
+    table:    values[h, i, j]                values fp32 [H, reach, reach]
+
+    reach: distances (relative) or positions (columns, table) that have a value; None: all
+    """
+
+    kind: BiasKind
+    reach: int | None = None
+
+    def __str__(self) -> str:
+        names = {
+            "alibi": "ALiBi",
+            "relative": "relative bias",
+            "columns": "bias by key",
+            "table": "bias table",
+        }
+        return names[self.kind] + ("" if self.reach is None else f" of {self.reach:,}")
+
+
+@dataclass(frozen=True)
+class ScoreSpec:
+    """What happens to the scaled scores before the softmax, besides the mask.
+
+    s = softcap * tanh(s / softcap), if there is one;  s = s + bias;  then, with `sinks`, the softmax runs over
+    one more column per head, the sink logit, whose probability is dropped.
+    """
+
+    softcap: float | None = None
+    bias: BiasSpec | None = None
+    sinks: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but scale and mask."""
+        return self == ScoreSpec()
+
+    def __str__(self) -> str:
+        cap = None if self.softcap is None else f"softcap {self.softcap:g}"
+        return ", ".join(
+            str(part) for part in (cap, self.bias, "sink logits" if self.sinks else None) if part
+        )
+
+
+RopeStyle = Literal["half", "interleaved"]
+
+
+@dataclass(frozen=True)
+class RotaryForm:
+    """Which channels a rotary embedding turns, and in which pairs: start .. start + rotary_dim - 1.
+
+    half:        channel i of them with channel i + rotary_dim / 2
+    interleaved: neighbours
+    """
+
+    style: RopeStyle
+    start: int
+    rotary_dim: int
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The part of the graph in which positions enter queries or keys.
+
+    output: [B, H, S, D], computed from
+    roots:  nodes that know nothing of the positions (the projections), and
+    tables: nodes that are functions of the positions alone, with the sequence as one of their dimensions
+    """
+
+    output: Node
+    roots: tuple[Node, ...]
+    tables: tuple[Node, ...]
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return (self.output, *self.roots, *self.tables)
+
+
+@dataclass(frozen=True)
 class RopeSpec:
     """A rotary embedding found in the graph: out = x * cos + rotate(x) * sin on both q and k.
 
-    style:      "half": rotate((a, b)) = (-b, a) on the halves of the first `rotary_dim` channels
-    rotary_dim: channels that are rotated (== head_dim unless partial)
-    q_input, k_input: [B, H, S, D] before the rotation (k at KV-head size)
-    cos, sin:   nodes [B or 1, S, rotary_dim] (no head axis), functions of the positions alone
+    form:             rotate((a, b)) = (-b, a) on these pairs of channels; the others pass
+    q_input, k_input: [B, H, S, D] what the rotation starts from: queries and keys as at position 0
+    q, k:             the rotations, from which cos and sin are tabulated (`passes/rotation.py`)
+    table:            a name of what turns positions into cos and sin; sites with equal names rotate alike
     """
 
-    style: Literal["half"]
-    rotary_dim: int
+    form: RotaryForm
     q_input: Node
     k_input: Node
-    cos: Node
-    sin: Node
+    q: Rotation
+    k: Rotation
+    table: str
+
+    @property
+    def style(self) -> RopeStyle:
+        return self.form.style
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.form.rotary_dim
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes of the graph that the spec needs."""
+        return (self.q_input, self.k_input, *self.q.nodes, *self.k.nodes)
+
+    def moved(self, mapping: Mapping[Node, Node]) -> RopeSpec:
+        """The spec in a copy of the graph; nodes that are not in `mapping` stay."""
+
+        def move(node: Node) -> Node:
+            return mapping.get(node, node)
+
+        def turn(rotation: Rotation) -> Rotation:
+            roots, tables = (tuple(map(move, nodes)) for nodes in (rotation.roots, rotation.tables))
+            return Rotation(move(rotation.output), roots, tables)
+
+        inputs = (move(self.q_input), move(self.k_input))
+        return replace(self, q_input=inputs[0], k_input=inputs[1], q=turn(self.q), k=turn(self.k))
 
 
 @dataclass(frozen=True)
@@ -71,10 +185,180 @@ class AttentionSite:
     rope: RopeSpec | None
     dtype: torch.dtype
     kv_source: int  # the layer whose K/V this site reads (its own unless shared)
+    score: ScoreSpec = ScoreSpec()
+    sinks: Node | None = None  # [num_qo_heads], a weight or a constant; where score.sinks
+    bias: Node | None = None  # fp32, a constant in the form that score.bias says
+    positionless: bool = False  # no position enters its queries and keys, but through other sites' results
+    latent: LatentForm | None = None
+    dynamic: DynamicMask | None = None  # a mask or bias that depends on activations, besides `mask`
+
+    @property
+    def kept(self) -> tuple[Node, ...]:
+        """Nodes that detection added or found and that nothing in the graph may use yet."""
+        rope = self.rope.nodes if self.rope else ()
+        return (*rope, *(self.latent.kept if self.latent else ()))
+
+    def moved(self, mapping: Mapping[Node, Node]) -> AttentionSite:
+        """The site in a copy of the graph; nodes that are not in `mapping` stay."""
+
+        def move(node: Node | None) -> Any:
+            return node if node is None else mapping.get(node, node)
+
+        return replace(
+            self,
+            q=move(self.q),
+            k=move(self.k),
+            v=move(self.v),
+            out=move(self.out),
+            sinks=move(self.sinks),
+            bias=move(self.bias),
+            rope=self.rope and self.rope.moved(mapping),
+            latent=self.latent and self.latent.moved(mapping),
+            dynamic=self.dynamic and self.dynamic.moved(mapping),
+        )
 
     @property
     def group_size(self) -> int:
         return self.num_qo_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True)
+class LatentForm:
+    """A site's attention over one latent row per token that all heads share (MLA's absorbed form).
+
+    site: the same attention with q [B, num_qo_heads, S, R], k [B, 1, S, R] and v = k[..., :r]
+    up:   [num_kv_heads of the expanded site, v_head_dim, r]: out = up @ (the result over the latents)
+    bias: [num_kv_heads, v_head_dim], added after; or None
+    """
+
+    site: AttentionSite
+    up: Node
+    bias: Node | None
+
+    @property
+    def kept(self) -> tuple[Node, ...]:
+        own = (self.site.q, self.site.k, self.site.v, self.up, *self.site.kept)
+        return own if self.bias is None else (*own, self.bias)
+
+    def moved(self, mapping: Mapping[Node, Node]) -> LatentForm:
+        bias = None if self.bias is None else mapping.get(self.bias, self.bias)
+        return LatentForm(self.site.moved(mapping), mapping.get(self.up, self.up), bias)
+
+
+Side = Literal["query", "key", ""]
+
+
+@dataclass(frozen=True)
+class KeySide:
+    """A token-local tensor that every later query's mask reads: cached as [B, 1, slots, *rest].
+
+    batch, seq: its dimensions of these kinds; rest: sizes of one token's entry
+    """
+
+    node: Node
+    batch: int
+    seq: int
+    rest: tuple[int, ...]
+
+    @property
+    def slot(self) -> StateSlot:
+        return StateSlot(self.node.name, self.rest, str(self.node.meta["val"].dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True)
+class StaticPart:
+    """A part of a dynamic mask that positions alone decide: `shown` where a query sees a key, `hidden` elsewhere.
+
+    query, key: its dimensions that run over them; the others are the batch (the first) and ones
+    """
+
+    node: Node
+    query: int
+    key: int
+    mask: MaskSpec
+    shown: float
+    hidden: float
+
+
+@dataclass(frozen=True)
+class DynamicMask:
+    """A mask that depends on activations, and how to build it for new queries over all slots (`passes/dynamic_mask`).
+
+    node:      [B or 1, H or 1, S, S]; boolean (True: seen) or added to the scaled scores
+    region:    its subgraph over both axes, in graph order; `queries`, `keys` and `static` are what enters it
+    sides:     which side each dimension of a node runs over
+    positions: which side a use (user, used) of positions alone is on
+    """
+
+    node: Node
+    region: tuple[Node, ...]
+    queries: tuple[Node, ...]
+    keys: tuple[KeySide, ...]
+    static: tuple[StaticPart, ...]
+    sides: Mapping[Node, tuple[Side, ...]]
+    positions: Mapping[tuple[Node, Node], Side]
+
+    @property
+    def sources(self) -> tuple[Node, ...]:
+        """What enters the mask token by token."""
+        return (*self.queries, *(key.node for key in self.keys))
+
+    def moved(self, mapping: Mapping[Node, Node]) -> DynamicMask:
+        """The mask in a copy of the graph; nodes that are not in `mapping` stay."""
+
+        def move(node: Node) -> Node:
+            return mapping.get(node, node)
+
+        return DynamicMask(
+            move(self.node),
+            tuple(map(move, self.region)),
+            tuple(map(move, self.queries)),
+            tuple(replace(key, node=move(key.node)) for key in self.keys),
+            tuple(replace(part, node=move(part.node)) for part in self.static),
+            {move(node): sides for node, sides in self.sides.items()},
+            {(move(user), move(used)): side for (user, used), side in self.positions.items()},
+        )
+
+
+# What a module with recurrent state takes exactly: any number of tokens at once; one at a time only; or two at least,
+# because its form for one is another (a token that comes alone is then kept, and given again with the next).
+Feed = Literal["together", "singly", "in pairs"]
+
+
+@dataclass(frozen=True)
+class StateSlot:
+    """One tensor of recurrent state, per sequence; `dtype` by name, e.g. "float32"."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """What one module besides attention carries from token to token; its size does not depend on their number.
+
+    feed: how tokens that come after the first are given to it, see `Feed`
+    """
+
+    module_path: str
+    slots: tuple[StateSlot, ...]
+    feed: Feed
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes per sequence."""
+        return sum(slot.nbytes for slot in self.slots)
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,15 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from kvcompile.errors import VerificationError
-from kvcompile.kernels import ops
+from kvcompile.kernels import opaque, ops
 from kvcompile.kernels.policy import policy_attention
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import CacheLayout, ModelDtype, SinkWindow, Storage, Window
 from kvcompile.passes.capture import eval_mode
 from kvcompile.passes.insert_cache import Rewritten
-from kvcompile.pipeline import Front, example_inputs, rewrite
+from kvcompile.passes.opaque import is_mixer
+from kvcompile.passes.state import attributes_restored
+from kvcompile.pipeline import Front, absorbed, example_inputs, rewrite
 from kvcompile.plan import Decision, Plan
 from kvcompile.recipe.schema import VerifyMode
 
@@ -84,6 +86,7 @@ def verify(model: nn.Module, front: Front, plan: Plan, mode: VerifyMode) -> tupl
     """
     if mode == "off":
         return ()
+    front = absorbed(front, plan)
     chunks: tuple[int, ...] = _QUICK_CHUNKS if mode == "quick" else _CHUNKS
     checks = [_check_detection(model, front, plan, sum(chunks))]
     checks.append(_check_cache("cache, small budgets", front, _shrink(plan), chunks))
@@ -106,6 +109,7 @@ def check_program(
     step: Callable[[Tensor, Tensor | None], Tensor], front: Front, plan: Plan, chunks: Sequence[int] = _CHUNKS
 ) -> Check:
     """The emitted program against the oracle: `step(input_ids, attention_mask) -> logits`, called chunk by chunk."""
+    front = absorbed(front, plan)
     started = time.perf_counter()
     ids, pads = _probe(front, sum(chunks))
     oracle, noisy = _oracles(front, plan, _tables(front, plan, *rewrite(front, plan)), ids, pads)
@@ -193,7 +197,7 @@ def _probe(front: Front, tokens: int) -> tuple[Tensor, Tensor]:
     """Token ids [2, T] (two different rows), and padding [2]: ragged where the model takes positions."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, _vocabulary(front), (2, tokens), generator=generator).to(front.device)
-    pads = [0, min(5, tokens - 1)] if front.captured.inputs.position_ids else [0, 0]
+    pads = [0, min(5, tokens - 1)] if front.ragged else [0, 0]
     return ids, torch.tensor(pads, device=front.device)
 
 
@@ -210,7 +214,7 @@ def _vocabulary(front: Front) -> int:
 
 def _original(model: nn.Module, front: Front, ids: Tensor) -> Tensor:
     """The original model's logits, by the door that its users take."""
-    with eval_mode(model), torch.no_grad():
+    with eval_mode(model), attributes_restored(model), torch.no_grad():
         out = model(ids, use_cache=False) if hasattr(model, "config") else model(ids)
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
     return leaves[front.captured.logits_index]
@@ -228,11 +232,11 @@ def _tables(
     front: Front, plan: Plan, rewritten: Rewritten, constants: dict[str, Tensor]
 ) -> dict[int, list[Tensor]]:
     """[cos, sin] of each layer that counts positions in the cache."""
-    names = {(t.cos, t.sin): (t.cos_name, t.sin_name) for t in rewritten.ropes}
+    names = {table.rope.table: (table.cos_name, table.sin_name) for table in rewritten.ropes}
     tables = {}
     for site, decision in zip(front.sites, plan.decisions, strict=True):
-        if decision.layout.retention.in_cache and site.rope is not None:
-            tables[site.layer] = [constants[name] for name in names[(site.rope.cos, site.rope.sin)]]
+        if decision.rotary is not None and site.rope is not None:
+            tables[site.layer] = [constants[name] for name in names[site.rope.table]]
     return tables
 
 
@@ -258,11 +262,13 @@ class _Oracle(Interpreter):
         return _Run(out[self.front.captured.logits_index], tuple(self.outputs))
 
     def run_node(self, n: Node) -> Any:
+        if is_mixer(n):
+            return self._mixer(n)
         if n not in self.sites:
             return super().run_node(n)
         site, decision = self.sites[n]
         q, k, v = site.q, site.k, site.v
-        if decision.layout.retention.in_cache:
+        if decision.rotary is not None:
             assert site.rope is not None
             q, k = site.rope.q_input, site.rope.k_input
         storages = (ModelDtype(), decision.layout.keys, decision.layout.values)
@@ -270,15 +276,26 @@ class _Oracle(Interpreter):
             self._disturbed(self.env[node], storage)
             for node, storage in zip((q, k, v), storages, strict=True)
         )
-        spec = SiteSpec(decision.layout, decision.sm_scale, decision.mask.window)
-        out = policy_attention(q_in, k_in, v_in, spec, self.tables.get(site.layer, []), self.pads)
+        spec = SiteSpec(decision.layout, decision.sm_scale, decision.mask, site.score, rotary=decision.rotary)
+        extra = (site.sinks, site.bias, None if site.dynamic is None else site.dynamic.node)
+        extras = [None if node is None else self.env[node] for node in extra]
+        out = policy_attention(q_in, k_in, v_in, spec, self.tables.get(site.layer, []), self.pads, *extras)
         self.outputs.append(self._disturbed(out, ModelDtype()))
         return self.outputs[-1]
 
-    def _disturbed(self, x: Tensor, storage: Storage) -> Tensor:
-        if not self.noise:
+    def _mixer(self, n: Node) -> list[Tensor]:
+        """A module with recurrent state, over each whole sequence and without its state."""
+        inputs, key = self.fetch_args_kwargs_from_env(n)[0]
+        record = opaque.find(key)
+        assert record.state is not None
+        # Its way over many tokens and its way over one differ by `spread`, however exact both are.
+        found = record.ragged([self._disturbed(x, ModelDtype()) for x in inputs], self.pads.tolist())
+        return [self._disturbed(x, ModelDtype(), record.state.spread) for x in found]
+
+    def _disturbed(self, x: Tensor, storage: Storage, spread: float = 0.0) -> Tensor:
+        if not self.noise or not x.is_floating_point():
             return x
-        amount = ULPS[x.dtype] * torch.finfo(x.dtype).eps
+        amount = max(ULPS[x.dtype] * torch.finfo(x.dtype).eps, spread)
         if not isinstance(storage, ModelDtype):
             # A value on the edge between two steps falls to either side. That is rare, and then far larger than a
             # rounding: without enough of it in the disturbed run, one such value would look like a defect.
@@ -319,9 +336,14 @@ def _cached(
         for names, d in zip(rewritten.caches, plan.decisions, strict=True)
         for name, spec in zip(
             names,
-            d.layout.buffers(d.num_kv_heads, d.head_dim, d.v_head_dim, plan.torch_dtype, limit),
+            d.buffers(plan.torch_dtype, limit),
             strict=True,
         )
+    }
+    caches |= {
+        name: torch.full((batch, *slot.shape), 3, dtype=slot.torch_dtype, device=device)
+        for names, state in zip(rewritten.states, plan.states, strict=True)
+        for name, slot in zip(names, state.slots, strict=True)
     }
     seq_lens = torch.zeros(batch, dtype=torch.int64, device=device)
     names = [n.name for n in rewritten.graph_module.graph.nodes if n.op == "placeholder"]
@@ -335,6 +357,7 @@ def _cached(
             "past_length": torch.tensor(start, device=device),
             "positions": positions,
             "seq_lens": seq_lens,
+            "rows": torch.stack([(pads - start).clamp(0, size), seq_lens]).cpu(),
             "span": start + size,
         }
         tap = _Tap(rewritten.graph_module)

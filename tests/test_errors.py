@@ -248,7 +248,7 @@ def test_all_problems_of_a_recipe_at_once() -> None:
     assert caught.value.problems == (
         "cache.keys.dtype: expected 'model', 'int8' or 'int4', got 'int3'",
         "cache.retention.size: expected greater than or equal to 1, got 0",
-        "cache.plcement: unknown key; allowed: keys, values, placement, retention",
+        "cache.plcement: unknown key; allowed: keys, values, placement, retention, latent",
         "runtime.max_batch: expected greater than or equal to 1, got 0",
         "runtime.max_token: unknown key; allowed: max_batch, max_tokens, prefill_chunk",
         "verify: expected 'quick', 'thorough' or 'off', got 'sometimes'",

@@ -112,6 +112,16 @@ def test_gemma3_mixes_sliding_and_full_layers() -> None:
     assert sum(len(group.layers) for group in cost.layers) == len(text.layer_types)
 
 
+def test_chunked_layers_keep_one_chunk() -> None:
+    config = AutoConfig.for_model("llama4_text")
+    cost = estimate(config, "baseline", tokens=20_000, dtype="bfloat16")
+    chunked = config.layer_types.count("chunked_attention")
+    full = len(config.layer_types) - chunked
+    slot = 2 * config.num_key_value_heads * config.head_dim * 2
+    assert cost.bytes == slot * (chunked * config.attention_chunk_size + full * 20_000)
+    assert {group.attention for group in cost.layers} == {"causal", f"chunked({config.attention_chunk_size})"}
+
+
 def test_shared_layers_add_nothing() -> None:
     config = AutoConfig.for_model("gemma3n_text")
     cost = estimate(config, "baseline", tokens=100, dtype="bfloat16")

@@ -14,7 +14,7 @@ import torch
 from kvcompile.explain import Explanation, explain
 from kvcompile.plan import Decision, Limits, Plan
 from kvcompile.recipe import Recipe
-from kvcompile.types import MaskSpec, NoMatch
+from kvcompile.types import MaskSpec, NoMatch, RotaryForm
 
 MISS = NoMatch("sdpa", "scale is not a number", "sdpa_7", "modeling_x.py:123", "model.layers.3.attn")
 
@@ -36,6 +36,8 @@ def decision(layer: int, window: int | None = None, recipe: str = "baseline") ->
         layout=config.build(window),
         lossless=recipe == "baseline",
         because=("the recipe's cache", "keeps all that a causal mask shows"),
+        kv_source=layer,
+        rope=RotaryForm("half", 0, 64),
     )
 
 

@@ -13,6 +13,7 @@ from kvcompile.kernels import ops  # noqa: F401  (registers the op)
 from kvcompile.kernels.policy import policy_attention
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import CacheLayout, Contiguous, Full, Int4, Int8, ModelDtype, Ring, SinkWindow, Window
+from kvcompile.types import BiasSpec, MaskSpec, ScoreSpec
 
 STORAGES = [ModelDtype(), Int8(), Int4(), Int4(group=32)]
 PLACED = [
@@ -35,6 +36,16 @@ def rope_tables(count: int, dim: int = D) -> list[torch.Tensor]:
     return [torch.cat([f(angles)] * 2, -1) for f in (torch.cos, torch.sin)]
 
 
+def score_tensors(spec: SiteSpec) -> dict[str, torch.Tensor]:
+    """Random sinks and biases of the spec's form, one per query head."""
+    g = torch.Generator().manual_seed(7)
+    found = {"sinks": torch.randn(HQ, generator=g)} if spec.score.sinks else {}
+    if spec.score.bias is not None:
+        shape = {"alibi": (HQ,), "relative": (HQ, T), "columns": (HQ, T), "table": (HQ, T, T)}
+        found["bias"] = torch.randn(shape[spec.score.bias.kind], generator=g)
+    return found
+
+
 def run_cached(
     spec: SiteSpec,
     q: torch.Tensor,
@@ -51,6 +62,7 @@ def run_cached(
         for b in spec.layout.buffers(HKV, D, DV, q.dtype, limit)
     ]
     rope = rope_tables(64) if spec.layout.retention.in_cache else []
+    extra = score_tensors(spec)
     seq_lens, outs, start = torch.zeros(batch, dtype=torch.long), [], 0
     for size in chunks:
         part = slice(start, start + size)
@@ -68,6 +80,7 @@ def run_cached(
                 rope,
                 span,
                 spec.to_json(),
+                **extra,
             )
         )
         seq_lens = positions[:, -1] + 1
@@ -80,7 +93,11 @@ def budget(
 ) -> torch.Tensor:
     """Twice the error of the same computation in this dtype against float64, plus rounding (per element)."""
     exact = policy_attention(
-        *[a.double() for a in args], spec, [t.double() for t in rope_tables(64)], padding
+        *[a.double() for a in args],
+        spec,
+        [t.double() for t in rope_tables(64)],
+        padding,
+        **score_tensors(spec),
     )
     # The quantized grids differ between dtypes where a value sits on an edge: rounding is compared in-dtype only.
     eps = torch.finfo(oracle.dtype).eps
@@ -96,7 +113,7 @@ def check(spec: SiteSpec, chunks: list[int], padding: list[int], seed: int = 0) 
     v = torch.randn(batch, HKV, total, DV, generator=g)
     pads = torch.tensor(padding)
     rope = rope_tables(64) if spec.layout.retention.in_cache else []
-    oracle = policy_attention(q, k, v, spec, rope, pads)
+    oracle = policy_attention(q, k, v, spec, rope, pads, **score_tensors(spec))
     got = run_cached(spec, q, k, v, chunks, pads)
     assert got.isfinite().all()
     real = torch.arange(total)[None] >= pads[:, None]
@@ -115,10 +132,32 @@ def test_any_chunks_equal_the_policy(storage, placed) -> None:
 
 @pytest.mark.parametrize("placed", PLACED, ids=lambda p: f"{p[0]}-{p[1]}")
 def test_a_sliding_mask_holds_too(placed) -> None:
-    spec = SiteSpec(CacheLayout(Int8(), ModelDtype(), *placed), 0.3, mask_window=4)
-    if placed[1].in_cache:
-        pytest.skip("a place in the cache under a sliding mask depends on both windows")
-    check(spec, [11, 1, 1, 9], [2, 0])
+    for mask in (MaskSpec("sliding", 4), MaskSpec("chunked", 4)):
+        spec = SiteSpec(CacheLayout(Int8(), ModelDtype(), *placed), 0.3, mask)
+        if placed[1].in_cache:
+            pytest.skip("a place in the cache under a sliding mask depends on both windows")
+        check(spec, [11, 1, 1, 9], [2, 0])
+
+
+SCORES = [
+    ScoreSpec(softcap=3.0),
+    ScoreSpec(sinks=True),
+    ScoreSpec(bias=BiasSpec("alibi")),
+    ScoreSpec(bias=BiasSpec("relative", T)),
+    ScoreSpec(bias=BiasSpec("columns", T)),
+    ScoreSpec(bias=BiasSpec("table", T)),
+    ScoreSpec(2.0, BiasSpec("alibi"), True),
+]
+
+
+@pytest.mark.parametrize("score", SCORES, ids=str)
+@pytest.mark.parametrize("placed", PLACED, ids=lambda p: f"{p[0]}-{p[1]}")
+def test_scores_hold_in_every_layout(placed, score) -> None:
+    if placed[1].in_cache and score.bias and score.bias.kind in ("columns", "table"):
+        pytest.skip("a bias by positions in the sequence has no places in a cache; the plan refuses it")
+    spec = SiteSpec(CacheLayout(ModelDtype(), ModelDtype(), *placed), D**-0.5, score=score)
+    for chunks in ([13, 1, 1, 20, 1, 4], [T], [1] * 20):
+        check(spec, chunks, [0, 9])
 
 
 @settings(max_examples=60, deadline=None)
@@ -156,5 +195,6 @@ def test_budget_of_the_whole_length_is_the_full_cache() -> None:
 
 def test_layout_text_round_trips() -> None:
     for storage, placed in itertools.product(STORAGES, PLACED):
-        spec = SiteSpec(CacheLayout(storage, ModelDtype(), *placed), 0.25, 9)
-        assert SiteSpec.from_json(spec.to_json()) == spec
+        for score in SCORES:
+            spec = SiteSpec(CacheLayout(storage, ModelDtype(), *placed), 0.25, MaskSpec("sliding", 9), score)
+            assert SiteSpec.from_json(spec.to_json()) == spec

@@ -156,8 +156,8 @@ def _next_slot(address: Any) -> Any:
 def _q_one_place_on(rotate: Any) -> Any:
     """In a decode step only, where q is one token and the keys are many."""
 
-    def broken(x: Tensor, positions: Tensor, *tables: Tensor) -> Tensor:
-        return rotate(x, positions + (x.shape[2] == 1), *tables)
+    def broken(x: Tensor, positions: Tensor, *tables: Tensor, form: Any) -> Tensor:
+        return rotate(x, positions + (x.shape[2] == 1), *tables, form=form)
 
     return broken
 
@@ -245,7 +245,12 @@ BROKEN: dict[str, tuple[Patch, str, str, int | None]] = {
     "the offset is off by one, RoPE": (_graph(_offset_one_on), "baseline", "tinyllama", 0),
     "position_ids off by one": (_graph(_positions_late), "baseline", "llama", 0),
     "scale of a layer": (_graph(lambda m, sites: _spec(sites[1], sm_scale=0.25)), "baseline", "llama", 1),
-    "window of a layer": (_graph(lambda m, sites: _spec(sites[2], mask_window=9)), "baseline", "llama", 2),
+    "window of a layer": (
+        _graph(lambda m, sites: _spec(sites[2], mask={"kind": "sliding", "window": 9})),
+        "baseline",
+        "llama",
+        2,
+    ),
     "K and V of a layer swapped": (_graph(_swap_k_and_v), "baseline", "llama", 1),
     "heads of a layer mixed": (_graph(_heads_mixed), "int8", "llama", 2),
     "a layer writes into another's cache": (

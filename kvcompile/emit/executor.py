@@ -63,7 +63,9 @@ class Executor:
                     progress(f"compile {shapes}", len(done), max(distinct, len(done) + 1))
                 outputs = tracer.run(module, args)
                 region_started = time.perf_counter()
-                done[key] = (compile_region(module, args, tracer, self.mode), outputs)
+                eager = call.region in self.regions.eager
+                program = module if eager else compile_region(module, args, tracer, self.mode)
+                done[key] = (program, outputs)
                 log.debug("region %d, %s: %.1f s", call.region, shapes, time.perf_counter() - region_started)
             program, outputs = done[key]
             programs.append(program)

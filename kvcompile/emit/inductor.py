@@ -50,6 +50,7 @@ class Tracer:
     def __init__(self, shapes: ShapeClass):
         self.env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.env)
+        self.free: set[Any] = set()  # symbols that must stay symbols
         self.batch = 1 if shapes.batch_is_one else self._symbol("batch")
         self.tokens = 1 if shapes.tokens_is_one else self._symbol("tokens")
         self.keep = 1 if shapes.keep_is_one else self._symbol("keep")
@@ -60,6 +61,7 @@ class Tracer:
         symbol = self.env.create_symbol(
             HINTS[name], source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
         )
+        self.free.add(symbol)
         return self.env.create_symintnode(symbol, hint=HINTS[name], source=source)
 
     def empty(self, shape: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -103,7 +105,9 @@ def compile_region(module: GraphModule, inputs: Sequence[Any], tracer: Tracer, m
             f"Inductor could not compile {type(module).__name__}: {type(error).__name__}: {error}. "
             "compile: {mode: none} runs the rewritten graph without it."
         ) from error
-    fixed = {str(symbol): str(value) for symbol, value in tracer.env.replacements.items()}
+    # torch makes symbols of its own, too, e.g. for a span that is the same in all calls.
+    replaced = tracer.env.replacements.items()
+    fixed = {str(symbol): str(value) for symbol, value in replaced if symbol in tracer.free}
     if fixed:
         raise CompileError(
             f"compiling {type(module).__name__} fixed sizes that must stay free: {fixed}. "

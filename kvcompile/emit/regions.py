@@ -4,6 +4,8 @@ A decoder is a chain: every attention depends on the one before it. Region k hol
 k-1 and attention k (that one included): the rest of a layer and the start of the next. All but the first and
 the last are the same function of other weights, so each distinct one is compiled once and called many times.
 Nothing here knows of modules or names; equal structure is equal text.
+
+Calls of opaque modules are regions of their own, which are never compiled.
 """
 
 from __future__ import annotations
@@ -29,13 +31,17 @@ class RegionCall:
 
 @dataclass(frozen=True)
 class Regions:
-    """The cut graph: distinct regions, the calls in order, and where the values come from and go."""
+    """The cut graph: distinct regions, the calls in order, and where the values come from and go.
+
+    eager: the regions that run as they are (opaque modules)
+    """
 
     modules: tuple[GraphModule, ...]
     calls: tuple[RegionCall, ...]
     placeholders: tuple[str, ...]
     weights: dict[str, Tensor]
     outputs: tuple[str, ...]
+    eager: frozenset[int] = frozenset()
 
     @property
     def last_use(self) -> dict[str, int]:
@@ -47,21 +53,33 @@ class Regions:
         return {name: index for name, index in last.items() if name not in self.outputs}
 
 
-def cut(module: GraphModule, is_site: Callable[[Node], bool]) -> Regions:
-    """Cut `module` after every node for which `is_site` holds."""
+def cut(
+    module: GraphModule,
+    is_site: Callable[[Node], bool],
+    is_opaque: Callable[[Node], bool] = lambda node: False,
+) -> Regions:
+    """Cut `module` after every node for which `is_site` holds, and around every one for which `is_opaque` does."""
     nodes = [n for n in module.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
     output = next(n for n in module.graph.nodes if n.op == "output")
-    segment = _segments(nodes, is_site)
+    apart = {n for n in nodes if is_opaque(n)}
+    apart |= {n for n in nodes if n.target is operator.getitem and n.args[0] in apart}
+    segment = _segments(nodes, is_site, apart)
     weights = {n: f"weight:{n.target}" for n in module.graph.nodes if n.op == "get_attr"}
     tensors = {name: _attribute(module, str(n.target)) for n, name in weights.items()}
     final = tuple(output.all_input_nodes)
 
-    groups: dict[int, list[Node]] = {}
+    groups: dict[tuple[int, int], list[Node]] = {}
+    order: dict[Node, int] = {}
     for node in nodes:
-        groups.setdefault(segment[node], []).append(node)
+        # Within a segment, opaque calls come after the rest, each (with its results) by itself.
+        call = node.args[0] if node in apart and not is_opaque(node) else node
+        assert isinstance(call, Node)
+        place = order.setdefault(call, len(order)) if call in apart else -1
+        groups.setdefault((segment[node], place), []).append(node)
     modules: list[GraphModule] = []
     known: dict[str, int] = {}
     calls: list[RegionCall] = []
+    eager: set[int] = set()
     for key in sorted(groups):
         members = groups[key]
         inside = set(members)
@@ -73,6 +91,8 @@ def cut(module: GraphModule, is_site: Callable[[Node], bool]) -> Regions:
         if text not in known:
             known[text] = len(modules)
             modules.append(_module(members, inputs, outputs, len(modules)))
+        if key[1] >= 0:
+            eager.add(known[text])
         names = tuple(weights.get(n, n.name) for n in inputs)
         calls.append(RegionCall(known[text], names, tuple(n.name for n in outputs)))
     return Regions(
@@ -81,24 +101,37 @@ def cut(module: GraphModule, is_site: Callable[[Node], bool]) -> Regions:
         tuple(n.name for n in module.graph.nodes if n.op == "placeholder"),
         tensors,
         tuple(weights.get(n, n.name) for n in final),
+        frozenset(eager),
     )
 
 
-def _segments(nodes: list[Node], is_site: Callable[[Node], bool]) -> dict[Node, int]:
+def _segments(nodes: list[Node], is_site: Callable[[Node], bool], apart: set[Node]) -> dict[Node, int]:
     """The region of each node: sites as early as their inputs allow, the rest as late as their users allow.
+
+    Nodes of `apart` run after the rest of their segment, so what uses them goes to a later one.
 
     As late as possible keeps what belongs to one layer in it (a mask of its own, an unsqueezed cosine), so
     that repeated layers look the same.
     """
     early: dict[Node, int] = {}
+    latest = 0  # sites stay in their order: they may share a cache
     for node in nodes:
-        early[node] = max((early[i] + is_site(i) for i in node.all_input_nodes if i in early), default=0)
+        early[node] = max(
+            (
+                early[i] + ((is_site(i) and node not in apart) or (i in apart and node not in apart))
+                for i in node.all_input_nodes
+                if i in early
+            ),
+            default=0,
+        )
+        if is_site(node):
+            early[node] = latest = max(early[node], latest)
     last = max(early.values(), default=0)
     segment: dict[Node, int] = {}
     for node in reversed(nodes):
         late = min((segment[u] for u in node.users if u in segment), default=last)
         # What only the output uses goes as late as its inputs: the end of the chain.
-        segment[node] = early[node] if is_site(node) else max(early[node], late)
+        segment[node] = early[node] if is_site(node) or node in apart else max(early[node], late)
     return segment
 
 

@@ -3,13 +3,14 @@
 from kvcompile.layouts.layout import BufferSpec, CacheLayout
 from kvcompile.layouts.placement import Contiguous, Placement, Ring
 from kvcompile.layouts.retention import Full, Retention, SinkWindow, Window
-from kvcompile.layouts.storage import Int4, Int8, ModelDtype, Storage
+from kvcompile.layouts.storage import InKeys, Int4, Int8, ModelDtype, Storage
 
 __all__ = [
     "BufferSpec",
     "CacheLayout",
     "Contiguous",
     "Full",
+    "InKeys",
     "Int4",
     "Int8",
     "ModelDtype",

@@ -5,6 +5,7 @@
 | ModelDtype | dim elements of the model's dtype | - |
 | Int8 | dim int8 + one scale, x ~ q * scale, scale = absmax / 127 | LMDeploy, vLLM int8 per token-head |
 | Int4 | dim/2 bytes + scale, minimum per group, x ~ q * scale + minimum, scale = (max - min) / 15 | LMDeploy |
+| InKeys | nothing: values that are the first channels of the keys | DeepSeek-V2 |
 
 A storage is data; `kernels/reference.py` encodes and decodes by it. To add one, see CONTRIBUTING.md.
 """
@@ -111,8 +112,28 @@ class Int4:
         return f"int4/g{self.group}" if self.group else "int4"
 
 
-Storage = ModelDtype | Int8 | Int4
-STORAGES: tuple[type[Storage], ...] = (ModelDtype, Int8, Int4)
+@dataclass(frozen=True)
+class InKeys:
+    """For values only: they are the first `channels` channels of the keys as those are stored (MLA's latent)."""
+
+    channels: int
+    kind: Literal["in_keys"] = "in_keys"
+
+    def parts(self, dim: int, model_dtype: torch.dtype) -> tuple[Part, ...]:
+        return ()
+
+    def bytes_per_vector(self, dim: sympy.Expr) -> sympy.Expr:
+        return sympy.Integer(0)
+
+    def check(self, dim: int) -> str | None:
+        return None
+
+    def __str__(self) -> str:
+        return "in the keys"
+
+
+Storage = ModelDtype | Int8 | Int4 | InKeys
+STORAGES: tuple[type[Storage], ...] = (ModelDtype, Int8, Int4, InKeys)
 
 
 def storage_from(data: dict[str, Any]) -> Storage:

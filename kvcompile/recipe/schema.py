@@ -79,6 +79,10 @@ class CacheConfig(_Strict):
     values: StorageConfig = StorageConfig()
     placement: PlacementConfig | None = None
     retention: RetentionConfig = FullConfig()
+    latent: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: latent attention (MLA) keeps its latent rows where that is proven equal; off: K and V",
+    )
 
     @model_validator(mode="after")
     def _makes_sense(self) -> CacheConfig:
@@ -114,7 +118,9 @@ class Where(_Strict):
     range: Annotated[list[int], Field(min_length=2, max_length=2)] | None = Field(
         None, description="[first, last], both included"
     )
-    attention: Literal["causal", "sliding"] | None = Field(None, description="the layer's own mask")
+    attention: Literal["causal", "sliding", "chunked", "explicit"] | None = Field(
+        None, description="the layer's own mask"
+    )
 
     @model_validator(mode="after")
     def _not_empty(self) -> Where:

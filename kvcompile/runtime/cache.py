@@ -10,13 +10,23 @@ from kvcompile.plan import Plan
 
 
 class KVCache:
-    """Buffers of every layer, allocated when the first tokens of a batch come and then only overwritten.
+    """Buffers of every layer, and of recurrent state, allocated when the first tokens of a batch come and then only
+    overwritten.
 
     A batch is a rectangle of columns, padded on the left; each row (sequence) has its own length.
     """
 
-    def __init__(self, plan: Plan, names: tuple[tuple[str, ...], ...], device: torch.device):
-        """names: the graph's placeholder of each buffer, by layer, in the layout's order."""
+    def __init__(
+        self,
+        plan: Plan,
+        names: tuple[tuple[str, ...], ...],
+        device: torch.device,
+        states: tuple[tuple[str, ...], ...] = (),
+    ):
+        """
+        names:  the graph's placeholder of each buffer, by layer, in the layout's order
+        states: the same of each recurrent state
+        """
         self.plan = plan
         self.device = device
         self.batch = 0
@@ -33,14 +43,15 @@ class KVCache:
         self._specs = {
             name: spec
             for decision, layer in zip(plan.decisions, names, strict=True)
-            for name, spec in zip(
-                layer,
-                decision.layout.buffers(
-                    decision.num_kv_heads, decision.head_dim, decision.v_head_dim, plan.torch_dtype, limit
-                ),
-                strict=True,
-            )
+            for name, spec in zip(layer, decision.buffers(plan.torch_dtype, limit), strict=True)
         }
+
+        self._states = {
+            name: slot
+            for state, of_state in zip(plan.states, states, strict=True)
+            for name, slot in zip(of_state, state.slots, strict=True)
+        }
+        self._seen: list[int] = []  # tokens of each row, known without asking the device
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +65,12 @@ class KVCache:
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape (without batch) and dtype of each buffer."""
-        return {name: (spec.shape, spec.dtype) for name, spec in self._specs.items()}
+        caches = {name: (spec.shape, spec.dtype) for name, spec in self._specs.items()}
+        return caches | {name: (slot.shape, slot.torch_dtype) for name, slot in self._states.items()}
+
+    def rows(self, pads: Tensor | None) -> Tensor:
+        """int64 [2, B] on the CPU: `pads` of the new tokens, and how many tokens each row has seen."""
+        return torch.tensor([[0] * self.batch if pads is None else pads.tolist(), self._seen])
 
     def check_limits(self, batch: int, tokens: int) -> None:
         """Refuse `batch` sequences of `tokens` in all that could never fit.
@@ -101,27 +117,32 @@ class KVCache:
         # The old buffers go first: two caches never stand in memory together.
         self.buffers = {}
         self.buffers = {
-            name: torch.zeros((batch, *spec.shape), dtype=spec.dtype, device=self.device)
-            for name, spec in self._specs.items()
+            name: torch.zeros((batch, *shape), dtype=dtype, device=self.device)
+            for name, (shape, dtype) in self.shapes().items()
         }
         self.batch = batch
+        self._seen = [0] * batch
         self.seq_lens = torch.zeros(batch, dtype=torch.int64, device=self.device)
 
-    def advance(self, new_lens: Tensor, columns: int) -> None:
-        """Note that `columns` more columns have been appended, and the rows' lengths now."""
+    def advance(self, new_lens: Tensor, columns: int, rows: Tensor | None = None) -> None:
+        """Note that `columns` more columns have been appended, and the rows' lengths now; rows: of this call."""
         self.seq_lens = new_lens
         self.columns += columns
+        if rows is not None:
+            self._seen = [seen + columns - pad for pad, seen in zip(*rows.tolist(), strict=True)]
 
     def reset(self) -> None:
         """Forget all sequences; the memory is kept for the next ones of the same number."""
         self.columns = 0
         self.seq_lens = torch.zeros_like(self.seq_lens)
+        self._seen = [0] * self.batch  # what the states hold is not read where nothing was seen
 
     def release(self) -> None:
         """Forget all sequences and free the buffers."""
         self.buffers = {}
         self.batch = self.columns = 0
         self.seq_lens = torch.zeros(0, dtype=torch.int64, device=self.device)
+        self._seen = []
 
     def reorder(self, index: Tensor) -> None:
         """Row i becomes what row index[i] was (beam search); in place, so that addresses stay."""
@@ -131,3 +152,4 @@ class KVCache:
             used = buffer[:, :, : self.columns] if name in self._contiguous else buffer
             used.copy_(used.index_select(0, index))
         self.seq_lens = self.seq_lens.index_select(0, index)
+        self._seen = [self._seen[i] for i in index.tolist()] if self._states else self._seen

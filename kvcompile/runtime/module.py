@@ -35,7 +35,7 @@ class CachedModel(nn.Module):
         self.executor = executor
         self.report: dict[str, Any] = {}
         self.analysis: Analysis | None = None
-        self.cache = KVCache(plan, program.caches, program.device)
+        self.cache = KVCache(plan, program.caches, program.device, program.states)
         self._prepared: set[ShapeClass] = set()
         self.train(False)
 
@@ -126,13 +126,16 @@ class CachedModel(nn.Module):
             inputs["span"] = min(cache.span, -(-(cache.columns + tokens) // _SPAN_STEP) * _SPAN_STEP)
         else:
             inputs["span"] = 0
+        rows = cache.rows(pads) if program.states else None
+        if rows is not None:
+            inputs["rows"] = rows
         # A chunk in the middle of a prompt still computes one row of logits: the graph has no form without.
         if program.takes_logits_to_keep:
             inputs["logits_to_keep"] = steps[tokens - max(kept, 1) :]
         shapes = self._shapes(batch, tokens, max(kept, 1))
         self._prepare(shapes, None)
         outputs = self.executor.run(shapes, inputs)
-        cache.advance(positions[:, -1] + 1, tokens)
+        cache.advance(positions[:, -1] + 1, tokens, rows)
         flat = list(outputs)
         if not program.takes_logits_to_keep and kept < tokens:
             flat = [value[:, tokens - max(kept, 1) :] for value in flat]
@@ -161,6 +164,7 @@ class CachedModel(nn.Module):
             "logits_to_keep": Symbolic(("keep",), torch.int64, device),
             "past_length": Symbolic((), torch.int64, device),
             "span": "span",
+            "rows": Symbolic((2, "batch"), torch.int64, torch.device("cpu")),
             **program.constants,
         }
         for name, (shape, dtype) in self.cache.shapes().items():
@@ -212,10 +216,10 @@ class CachedModel(nn.Module):
                 "attention_mask: padding must stand on the left of a sequence, before its first token "
                 "(tokenizer.padding_side = 'left')"
             )
-        if not self.program.takes_position_ids:
+        if not self.program.ragged:
             raise InputError(
-                "attention_mask: this model has no position_ids, so its sequences cannot start at different "
-                "places; pass sequences of one length without padding"
+                "attention_mask: this model counts positions itself and not by position_ids alone, so its "
+                "sequences cannot start at different places; pass sequences of one length without padding"
             )
         return pads
 

@@ -9,22 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcompile.kernels.opaque import OpaqueModule
+
 
 @dataclass(frozen=True)
 class Program:
     """The graph's interface.
 
     caches:    placeholder names of each layer's buffers, in layout order
+    states:    placeholder names of each recurrent state, in the plan's order
     constants: placeholders with a fixed value (rope tables)
     rebuild:   the original's output class around the graph's flat outputs
+    opaques:   the modules that the graph calls as Python; it means nothing without them
+    ragged:    whether the sequences of a batch may start at different places
     logits:    which of the flat outputs are the logits
     """
 
     caches: tuple[tuple[str, ...], ...]
+    states: tuple[tuple[str, ...], ...]
     constants: dict[str, Tensor]
     rebuild: Callable[[Sequence[Any]], Any]
     logits: int
     takes_position_ids: bool
     takes_logits_to_keep: bool
     takes_past_length: bool
+    ragged: bool
     device: torch.device
+    opaques: tuple[OpaqueModule, ...] = ()

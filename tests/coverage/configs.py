@@ -104,7 +104,7 @@ SIZES: dict[str, Any] = {
     "v_head_dim": 16,
     "index_topk": 8,
     "index_head_dim": 16,
-    "index_n_heads": 2,
+    "index_n_heads": 12,  # few enough exact ties (all heads at zero) between which a topk may choose
     "first_k_dense_replace": 1,
     "moe_layer_start_index": 0,
     "mamba_n_heads": 6,
@@ -163,13 +163,17 @@ _INDEXED = ("indexed_attention", "indexed_attention")
 _SHARED = ("sliding_attention", "full_attention", "sliding_attention", "full_attention")
 # Kinds of layers, where the default of the config would give one kind only, or the wrong number.
 LAYERS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("afmoe", "beam", "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "exaone4"), _WINDOW),
+    **dict.fromkeys(
+        ("afmoe", "beam", "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "exaone4"), _WINDOW
+    ),
     **dict.fromkeys(("dots1", "exaone_moe", "flint", "gemma2", "gemma3", "gemma3_text", "gpt_oss"), _WINDOW),
-    **dict.fromkeys(("granite_swa", "granitemoe_swa", "kolibri1", "laguna", "mellum", "mimo_v2_flash"), _WINDOW),
+    **dict.fromkeys(
+        ("granite_swa", "granitemoe_swa", "kolibri1", "laguna", "mellum", "mimo_v2_flash"), _WINDOW
+    ),
     **dict.fromkeys(("ministral", "modernbert-decoder", "olmo3", "vaultgemma"), _WINDOW),
     **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), _SHARED),
     **dict.fromkeys(("bailing_hybrid", "granitemoehybrid", "kimi_linear", "minimax", "olmo_hybrid"), _LINEAR),
-    **dict.fromkeys(("bamba", "jamba", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _LINEAR),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _LINEAR),
     **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), _INDEXED),
     **dict.fromkeys(("dots3_note", "dots3_note_text"), ("indexed_attention", "sliding_attention")),
     **dict.fromkeys(("inkling_text", "inkling2_text", "zaya"), ("hybrid_sliding", "hybrid")),
@@ -181,20 +185,61 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "qwen4_exp": ("linear_attention", "indexed_attention"),
     "qwen4_exp_text": ("linear_attention", "indexed_attention"),
 }
-_BIDIRECTIONAL = (  # encoders that are decoders when they are told to
-    "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
-    "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod reformer"
-).split()
+# Encoders that are decoders when they are told to.
+_BIDIRECTIONAL = [
+    *(
+        "bert",
+        "bert-generation",
+        "big_bird",
+        "camembert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "megatron-bert",
+    ),
+    *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl"),
+    *("xmod", "reformer"),
+]
 _TINY_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_TINY_BYTES = {"vocab_size": 260, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 1} | {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "head_dim": 8,
+}
 SPECIAL: dict[str, dict[str, Any]] = {
+    "blt": {
+        "vocab_size": 260,
+        "encoder_hash_byte_group_vocab": 64,
+        "patcher_config": _TINY_BYTES,
+        "global_config": _TINY_BYTES,
+        "encoder_config": _TINY_BYTES | {"hidden_size_global": 48},
+        "decoder_config": _TINY_BYTES | {"hidden_size_global": 48},
+    },
     **{name: {"is_decoder": True} for name in _BIDIRECTIONAL},
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "mimo_v2_flash": {"v_head_dim": 8},
+    "mimo_v2_flash": {"v_head_dim": 8, "num_key_value_heads": 3},  # sliding layers have twice as many
+    "bamba": {"attn_layer_indices": [1]},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    **{name: {"num_kv_shared_layers": 2} for name in ("gemma4_text", "gemma4_unified_text")},
+    "dots3_note_text": {"per_layer_config": {}, "head_dim": 24, "swa_head_dim": 24},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 2,
+        "intermediate_size": 56,
+        "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
+    },
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]} for kind in _WINDOW
+        }
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "musicgen_decoder": {"num_codebooks": 1},
+    "musicgen_melody_decoder": {"num_codebooks": 1, "num_chroma": 4, "chroma_length": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "codegen": {"n_head": 4, "n_embd": 32, "rotary_dim": 4},
     "gptj": {"rotary_dim": 4},
-    "zaya": {"num_experts_per_tok": 1},
+    "zaya": {"num_experts_per_tok": 1, "sliding_window": SLIDING},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4}
     | {"attention_hidden_size": 96, "attention_head_dim": 16, "num_key_value_heads": 6, "mamba_dt_rank": 4},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4}
@@ -202,11 +247,47 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "mlp", "full_attention"]},
     "mamba2": {"num_heads": 6, "head_dim": 16},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}}
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}}
     | {"ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 48}},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
+    **dict.fromkeys(
+        ("qwen4_exp", "qwen4_exp_text"),
+        {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8}
+        | {
+            "indexer_compress_ratio": 2,
+            "ple_embed_dim": 16,
+            "ngram_vocab_size_base": 64,
+            "split_ngram_parts": 2,
+        },
+    ),
+    "phi4_multimodal": {
+        "vision_config": {**_TINY_VISION, "image_size": 28, "patch_size": 14, "crop_size": 28},
+        "audio_config": {**_TINY_VISION, "num_blocks": 1, "ext_pw_out_channel": 16}
+        | {"depthwise_separable_out_channel": 16, "nemo_conv_channels": 16},
+    },
+    "got_ocr2": {"vision_config": {**_TINY_VISION, "output_channels": 8, "image_size": 32, "mlp_dim": 16}},
+    "moss_transcribe_diarize": {"audio_config": _TINY_VISION},
+    "dots3_note": {
+        "per_layer_config": {},
+        "vision_config": {
+            **_TINY_VISION,
+            "per_layer_config": {},
+            "adapter_in_dim": 16,
+            "adapter_out_dim": 48,
+            "num_local_experts": 2,
+        }
+        | {"moe_intermediate_size": 16},
+        "audio_config": {
+            **_TINY_VISION,
+            "per_layer_config": {},
+            "adapter_input_size": 16,
+            "adapter_out_dim": 48,
+            "head_dim": 8,
+        }
+        | {"num_key_value_heads": 2, "downsample_hidden_size": 8, "conv_output_size": 128},
+    },
     "gemma3": {"vision_config": {**_TINY_VISION, "image_size": 28, "patch_size": 14}},
     "git": {"vision_config": {**_TINY_VISION, "image_size": 28, "patch_size": 14}},
-    "mllama": {},
 }
 
 
@@ -224,7 +305,11 @@ def _shrink(cls: Any, model_type: str) -> Any:
     changes: dict[str, Any] = dict(base)
     layers = LAYERS.get(model_type)
     for name, value in defaults.items():
-        if name in SIZES and (isinstance(value, (int, float)) or value is None) and not isinstance(value, bool):
+        if (
+            name in SIZES
+            and (isinstance(value, (int, float)) or value is None)
+            and not isinstance(value, bool)
+        ):
             if value is None and name not in ("head_dim", "num_key_value_heads", "pad_token_id"):
                 continue
             changes[name] = SIZES[name]
@@ -239,7 +324,9 @@ def _shrink(cls: Any, model_type: str) -> Any:
     if "mlp_layer_types" in defaults:  # one of each kind
         kinds = list(dict.fromkeys(defaults["mlp_layer_types"]))
         count = changes["num_hidden_layers"]
-        changes["mlp_layer_types"] = (["dense", "sparse"] * count)[:count] if "dense" in kinds else (kinds * count)[:count]
+        changes["mlp_layer_types"] = (
+            (["dense", "sparse"] * count)[:count] if "dense" in kinds else (kinds * count)[:count]
+        )
     if "kv_lora_rank" in changes and "num_key_value_heads" in changes:
         changes["num_key_value_heads"] = changes["num_attention_heads"]  # as latent attention has it
     changes |= {key: value for key, value in special.items() if not key.startswith("__")}
@@ -252,9 +339,13 @@ def tiny_model(model_type: str, attn: str | None = None) -> nn.Module:
     import transformers
 
     config = tiny_config(model_type)
+    cls: Any = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not isinstance(config, cls.config_class):  # the class wants the decoder of a composite config
+        parts = [getattr(config, name, None) for name in PARTS]
+        config = next((part for part in parts if isinstance(part, cls.config_class)), config)
     torch.manual_seed(0)
     kwargs = {} if attn is None else {"attn_implementation": attn}
-    model = transformers.AutoModelForCausalLM.from_config(config, **kwargs).eval()
+    model = cls._from_config(config, **kwargs).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

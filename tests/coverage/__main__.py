@@ -1,0 +1,70 @@
+"""python -m tests.coverage: check every causal-LM type and write docs/coverage.md and docs/coverage.json.
+
+python -m tests.coverage                       all types, and the table in the docs
+python -m tests.coverage --fast                the types that CI checks; nothing is written
+python -m tests.coverage llama gemma2 bloom    these types; nothing is written
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("types", nargs="*", help="default: all")
+    parser.add_argument("--fast", action="store_true", help="the types that CI checks")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one type")
+    options = parser.parse_args(argv)
+    # One thread a process; read by OpenMP when torch is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    warnings.filterwarnings("ignore")
+    import torch
+    import transformers
+    from rich.console import Console
+
+    from tests.coverage.check import Row
+    from tests.coverage.configs import all_types
+    from tests.coverage.fast import FAST
+    from tests.coverage.run import run
+    from tests.coverage.table import write
+
+    transformers.logging.set_verbosity_error()
+    console = Console()
+    started = time.perf_counter()
+
+    def tell(row: Row, left: int) -> None:
+        errors = " ".join(f"{name} {error:.0e}" for name, error in row.errors.items())
+        found = f"{row.sites}/{row.expected}" if row.sites >= 0 else ""
+        reason = " ".join(row.reason.split())[:200]
+        style = {"verified": "green", "refused": "yellow", "wrong": "red", "error": "red"}.get(row.outcome)
+        line = f"{left:>4} left  {row.type}: {row.outcome} {found} {row.seconds:.0f} s {errors} {reason}"
+        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    rows = run(
+        options.types or (FAST if options.fast else all_types()), options.jobs, options.limit, tell=tell
+    )
+    seconds = time.perf_counter() - started
+    if not (options.types or options.fast):
+        versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
+        write(rows, versions, DOCS / "coverage.md", DOCS / "coverage.json")
+    bad = [row.type for row in rows if row.outcome in ("wrong", "error")]
+    verified = sum(row.outcome == "verified" for row in rows)
+    console.print(
+        f"{verified} of {len(rows)} verified in {seconds:.0f} s; wrong or failed: {', '.join(bad) or 'none'}"
+    )
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""The coverage table: a subset in every run, all of it under `slow`; and the page says what the rows say."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+
+from tests.coverage.__main__ import DOCS
+from tests.coverage.check import RECIPES, TOLERANCE, Row, _Count, check_type
+from tests.coverage.configs import all_types, tiny_model
+from tests.coverage.fast import FAST
+from tests.coverage.run import run
+from tests.coverage.table import BEGIN, END, markdown
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, Row]:
+    rows = json.loads((DOCS / "coverage.json").read_text())["rows"]
+    return {row["type"]: Row(**row) for row in rows}
+
+
+def test_the_page_has_the_rows(known: dict[str, Row]) -> None:
+    data = json.loads((DOCS / "coverage.json").read_text())
+    page = (DOCS / "coverage.md").read_text()
+    assert markdown(list(known.values()), data["versions"]) in page
+    assert page.count(BEGIN) == page.count(END) == 1
+
+
+def test_the_goal_is_met(known: dict[str, Row]) -> None:
+    outcomes = [row.outcome for row in known.values()]
+    assert outcomes.count("verified") >= 165
+    assert not {"wrong", "error"} & set(outcomes)
+    assert all(row.reason for row in known.values() if row.outcome != "verified")
+    for row in known.values():
+        if row.outcome == "verified":
+            assert set(row.errors) | set(row.refused) == set(RECIPES) and row.sites > 0
+            assert set(row.refused) <= {"streaming"}
+            assert all(error <= TOLERANCE[name] for name, error in row.errors.items())
+
+
+def test_fast_types(known: dict[str, Row]) -> None:
+    """What the table says of these types is still so."""
+    assert len(set(FAST)) >= 40
+    rows = run(FAST, jobs=os.cpu_count() or 1, limit=300)
+    assert [(row.type, row.outcome, row.reason if row.outcome == "wrong" else "") for row in rows] == [
+        (name, known[name].outcome, "") for name in sorted(FAST)
+    ]
+    for row in rows:
+        assert (row.sites, row.masks, row.rope) == tuple(
+            getattr(known[row.type], field) for field in ("sites", "masks", "rope")
+        )
+
+
+@pytest.mark.slow
+def test_all_types(known: dict[str, Row]) -> None:
+    rows = run(all_types(), jobs=os.cpu_count() or 1, limit=600)
+    assert [(row.type, row.outcome) for row in rows] == [(r.type, r.outcome) for r in known.values()]
+
+
+def test_the_harness_sees_a_wrong_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rewrite that gives other logits is called wrong, whatever verification says."""
+    from kvcompile.runtime.module import CachedModel
+
+    honest = CachedModel.forward
+
+    def off_by_little(self: CachedModel, *args: object, **kwargs: object) -> object:
+        out = honest(self, *args, **kwargs)  # type: ignore[arg-type]
+        out.logits[:, -1] += 0.01
+        return out
+
+    monkeypatch.setattr(CachedModel, "forward", off_by_little)
+    row = check_type("llama", ("baseline",))
+    assert row.outcome == "wrong" and "logits differ" in row.reason
+
+
+def test_sites_are_counted_without_detection() -> None:
+    ids = torch.randint(3, 61, (2, 27))
+    for name, blocks in (("llama", 2), ("gemma2", 2), ("mamba", 0)):
+        with _Count(27) as count, torch.no_grad():
+            tiny_model(name)(ids, use_cache=False)
+        assert count.blocks == blocks
+
+
+def test_a_type_that_hangs_or_dies_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tests.coverage.run as runner
+
+    def check(model_type: str, recipes: tuple[str, ...]) -> Row:
+        if model_type == "dies":
+            os._exit(3)
+        while model_type == "hangs":
+            pass
+        return Row(model_type, outcome="verified")
+
+    monkeypatch.setattr(runner, "check_type", check)
+    rows = run(["fine", "dies", "hangs"], jobs=2, limit=2)
+    assert [(row.type, row.outcome, row.reason) for row in rows] == [
+        ("dies", "error", "the process died"),
+        ("fine", "verified", ""),
+        ("hangs", "error", "no result after 2 s"),
+    ]
