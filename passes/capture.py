@@ -132,7 +132,11 @@ def capture(model: nn.Module) -> Captured:
                     captured.seconds,
                 )
                 return replace(captured, state_problem=route.state_problem)
-    tried = "\n".join(f"  - {reason}" for reason in reasons)
+    routes: dict[str, list[str]] = {}
+    for reason in reasons:
+        name, _, why = reason.partition(": ")
+        routes.setdefault(why, []).append(name)
+    tried = "\n".join(f"  - {'; '.join(names)}: {why}" for why, names in routes.items())
     raise CaptureError(
         f"{type(model).__name__} could not be traced into one graph with dynamic batch and sequence."
         f" Tried:\n{tried}\n"

@@ -41,6 +41,7 @@ def test_the_goal_is_met(known: dict[str, Row]) -> None:
             assert all(error <= TOLERANCE[name] for name, error in row.errors.items())
 
 
+@pytest.mark.timeout(1800)
 def test_fast_types(known: dict[str, Row]) -> None:
     """What the table says of these types is still so."""
     assert len(set(FAST)) >= 40
@@ -55,6 +56,7 @@ def test_fast_types(known: dict[str, Row]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_all_types(known: dict[str, Row]) -> None:
     rows = run(all_types(), jobs=os.cpu_count() or 1, limit=600)
     assert [(row.type, row.outcome) for row in rows] == [(r.type, r.outcome) for r in known.values()]

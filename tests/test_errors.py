@@ -162,7 +162,7 @@ def test_a_bad_first_call_allocates_nothing(llama: Any, what: str) -> None:
 
 def test_padding_needs_position_ids(nano: Any) -> None:
     nano.reset()
-    with pytest.raises(InputError, match=r"no position_ids.*one length without padding"):
+    with pytest.raises(InputError, match=r"not by position_ids alone.*one length without padding"):
         nano(ids(), mask("11111", "01111"))
     assert nano(ids(), mask("11111", "11111")).shape == (2, 5, 61)
 

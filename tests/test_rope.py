@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kvcompile
-from kvcompile.errors import PlanError
+from kvcompile.errors import LimitError, PlanError
 from kvcompile.kernels.rope import rotate
 from kvcompile.passes.capture import capture
 from kvcompile.passes.detect import detect
@@ -319,15 +319,14 @@ class Tabled(Rotated):
 
 
 def test_tables_that_end() -> None:
-    """Positions in the cache go no further than the model's own table."""
-    model = Tabled().eval()
-    recipe: dict[str, Any] = {
-        "cache": {"retention": {"kind": "sink_window", "sinks": 2, "window": 9, "positions": "in_cache"}}
-    }
-    with pytest.raises(PlanError, match="cannot be told so far: index 48 is out of bounds"):
-        kvcompile.optimize(model, recipe, compile={"mode": "none"})
-    fast = kvcompile.optimize(model, recipe, prefill_chunk=8, compile={"mode": "none"})
-    assert fast(torch.randint(0, 61, (1, 8))).shape == (1, 8, 61)
+    """Positions in the cache go no further than the model's own table, which limits sequences as well."""
+    retention = {"kind": "sink_window", "sinks": 2, "window": 9, "positions": "in_cache"}
+    fast = kvcompile.optimize(Tabled().eval(), {"cache": {"retention": retention}}, compile={"mode": "none"})
+    assert fast.plan.limits.max_tokens == 48
+    assert [len(table) for table in fast.program.constants.values()] == [48, 48]
+    fast(torch.randint(0, 61, (1, 48)))
+    with pytest.raises(LimitError):
+        fast(torch.randint(0, 61, (1, 1)))
 
 
 def test_complex_numbers_leave_the_graph() -> None:
