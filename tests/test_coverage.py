@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -64,16 +65,16 @@ def test_all_types(known: dict[str, Row]) -> None:
 
 def test_the_harness_sees_a_wrong_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rewrite that gives other logits is called wrong, whatever verification says."""
-    from kvcompile.runtime.module import CachedModel
+    from kvcompile.runtime.huggingface import HuggingFaceCachedModel
 
-    honest = CachedModel.forward
+    honest = HuggingFaceCachedModel.forward
 
-    def off_by_little(self: CachedModel, *args: object, **kwargs: object) -> object:
-        out = honest(self, *args, **kwargs)  # type: ignore[arg-type]
+    def off_by_little(self: HuggingFaceCachedModel, *args: Any, **kwargs: Any) -> Any:
+        out = honest(self, *args, **kwargs)
         out.logits[:, -1] += 0.01
         return out
 
-    monkeypatch.setattr(CachedModel, "forward", off_by_little)
+    monkeypatch.setattr(HuggingFaceCachedModel, "forward", off_by_little)
     row = check_type("llama", ("baseline",))
     assert row.outcome == "wrong" and "logits differ" in row.reason
 
