@@ -1,8 +1,12 @@
 """Encoding and decoding of K and V vectors, by storage. Shapes: x [..., dim]; parts as `Storage.parts` has them.
 
 int8: q = round(x / s), s = absmax / 127, kept in the scale's dtype (the rounded scale is what divides).
-int4: q = round((x - m) / s), m = min, s = (max - min) / 15 per group of channels.
-A row of one value has s = 0 (or is all minimum): the divisor is then 1, and decoding gives the value back.
+affine: q = round((x - m) / s), m = min, s = (max - min) / (2^bits - 1) per group of channels.
+fp8: q = x / s rounded, s = absmax / 448, or 1.
+A row of one value has s = 0 (or is all minimum): the divisor is then 1, and decoding gives the value back. What a
+dtype cannot hold becomes the largest number that it can.
+
+What keeps the newest tokens in full is in `kernels/recent.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +14,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcompile.layouts import InKeys, Int4, Int8, ModelDtype, Storage
+from kvcompile.kernels.bits import pack, unpack
+from kvcompile.kernels.hadamard import hadamard
+from kvcompile.layouts import (
+    Affine,
+    Float,
+    Fp8,
+    InKeys,
+    Int8,
+    ModelDtype,
+    PerChannel,
+    Recent,
+    Rotated,
+    Storage,
+)
+from kvcompile.layouts.storages.part import scale_dtype
 
 
 def encode(storage: Storage, x: Tensor) -> list[Tensor]:
@@ -20,41 +38,78 @@ def encode(storage: Storage, x: Tensor) -> list[Tensor]:
             return [x]
         case InKeys():
             return []
+        case Float():
+            return [clamped(x, storage.torch_dtype)]
+        case Fp8(scale="none"):
+            return [clamped(x.float(), storage.torch_dtype)]
+        case Fp8():
+            scale = clamped(x.float().abs().amax(-1) / storage.largest, scale_dtype(storage.scale_dtype))
+            scaled = (x.float() / _divisor(scale)[..., None]).clamp(-storage.largest, storage.largest)
+            return [scaled.to(storage.torch_dtype), scale]
         case Int8():
-            scale = (x.float().abs().amax(-1) / 127).to(getattr(torch, storage.scale_dtype))
+            scale = clamped(x.float().abs().amax(-1) / 127, scale_dtype(storage.scale_dtype))
             q = torch.round(x.float() / _divisor(scale)[..., None]).clamp(-127, 127)
             return [q.to(torch.int8), scale]
-        case Int4():
+        case Affine():
             grouped = x.float().unflatten(-1, (storage.groups(x.shape[-1]), -1))
-            dtype = getattr(torch, storage.scale_dtype)
-            minimum = grouped.amin(-1).to(dtype)
-            scale = ((grouped.amax(-1) - grouped.amin(-1)) / 15).to(dtype)
-            q = torch.round((grouped - minimum.float()[..., None]) / _divisor(scale)[..., None]).clamp(0, 15)
-            low, high = q.flatten(-2).to(torch.uint8).chunk(2, dim=-1)
-            return [low | (high << 4), scale, minimum]
+            q, scale, minimum = quantized(grouped, -1, storage.bits, scale_dtype(storage.scale_dtype))
+            return [pack(q.flatten(-2), storage.bits), scale, minimum]
+        case Rotated(inner=inner):
+            return encode(inner, hadamard(x).to(x.dtype) if isinstance(inner, ModelDtype) else hadamard(x))
+        case Recent() | PerChannel():
+            raise ValueError(f"{storage}: what the newest tokens are encoded as depends on the others")
 
 
 def decode(storage: Storage, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
     """The storage's parts -> x [..., dim] in `dtype`."""
     match storage:
-        case ModelDtype():
+        case ModelDtype() | Float() | Fp8(scale="none"):
             return parts[0].to(dtype)
-        case Int8():
+        case Int8() | Fp8():
             data, scale = parts
             return (data.float() * scale.float()[..., None]).to(dtype)
-        case Int4():
+        case Affine():
             data, scale, minimum = parts
-            q = torch.cat([data & 15, data >> 4], dim=-1).float()
+            q = unpack(data, storage.bits)
             grouped = q.unflatten(-1, (storage.groups(q.shape[-1]), -1))
-            x: Tensor = grouped * scale.float()[..., None] + minimum.float()[..., None]
-            return x.flatten(-2).to(dtype)
+            return dequantized(grouped, scale, minimum, -1).flatten(-2).to(dtype)
+        case Rotated(inner=inner):
+            return hadamard(decode(inner, parts, torch.float32)).to(dtype)
         case InKeys():
             raise ValueError("values that are kept in the keys have no parts of their own: see `leading`")
+        case Recent() | PerChannel():
+            raise ValueError(f"{storage}: how the newest tokens are read depends on who reads them")
+
+
+def quantized(x: Tensor, dim: int, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x fp32 -> codes uint8 of its shape, and scale and minimum in `dtype`, without `dim`, which shares them."""
+    low, high, levels = x.amin(dim), x.amax(dim), 2**bits - 1
+    minimum = clamped(low, dtype)
+    scale = clamped((high - low) / levels, dtype)
+    shifted = x - minimum.float().unsqueeze(dim)
+    q = torch.round(shifted / _divisor(scale).unsqueeze(dim)).clamp(0, levels)
+    return q.to(torch.uint8), scale, minimum
+
+
+def dequantized(codes: Tensor, scale: Tensor, minimum: Tensor, dim: int) -> Tensor:
+    """The inverse of `quantized`, fp32."""
+    x: Tensor = codes.float() * scale.float().unsqueeze(dim) + minimum.float().unsqueeze(dim)
+    return x
+
+
+def turned(storage: Storage, x: Tensor) -> Tensor:
+    """x [..., dim] in the basis that the storage keeps vectors in; fp32 where that is another."""
+    return hadamard(x) if isinstance(storage, Rotated) else x
+
+
+def as_kept(storage: Storage) -> Storage:
+    """The storage of what is in the parts, without the rotation before it."""
+    return storage.inner if isinstance(storage, Rotated) else storage
 
 
 def leading(storage: Storage, parts: list[Tensor], channels: int) -> tuple[Storage, list[Tensor]]:
     """The first channels of vectors that are stored as `parts`: values that are kept in the keys."""
-    if isinstance(storage, Int4):  # two channels far apart share a byte
+    if isinstance(storage, (Affine, Rotated)):  # channels far apart share a byte, or all of a block
         return ModelDtype(), [decode(storage, parts, torch.float32)[..., :channels]]
     return storage, [parts[0][..., :channels], *parts[1:]]
 
@@ -64,7 +119,7 @@ def dot_keys(storage: Storage, q: Tensor, parts: list[Tensor]) -> Tensor:
 
     A scale per token multiplies the scores, never the elements.
     """
-    if isinstance(storage, Int8):
+    if _scaled(storage):
         data, scale = parts
         return _dot(q, data) * scale.float()[:, :, None]
     return _dot(q, decode(storage, parts, q.dtype))
@@ -72,10 +127,21 @@ def dot_keys(storage: Storage, q: Tensor, parts: list[Tensor]) -> Tensor:
 
 def weigh_values(storage: Storage, p: Tensor, parts: list[Tensor]) -> Tensor:
     """Probabilities times stored values: p fp32 [B, Hkv, G, T], parts [B, Hkv, T, ...] -> fp32 [B, Hkv, G, Dv]."""
-    if isinstance(storage, Int8):
+    if _scaled(storage):
         data, scale = parts
         return _weigh(p * scale.float()[:, :, None], data)
     return _weigh(p, decode(storage, parts, torch.float32))
+
+
+def clamped(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in `dtype`, at most its largest finite number."""
+    largest = torch.finfo(dtype).max
+    return (x.clamp(-largest, largest) if torch.finfo(x.dtype).max > largest else x).to(dtype)
+
+
+def _scaled(storage: Storage) -> bool:
+    """Whether a vector is its elements times one scale."""
+    return isinstance(storage, Int8) or (isinstance(storage, Fp8) and storage.scale == "token")
 
 
 def _dot(q: Tensor, k: Tensor) -> Tensor:

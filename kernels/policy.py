@@ -1,8 +1,9 @@
 """The oracle of a policy: full-sequence attention that forgets and rounds as a layout does, with no cache.
 
 Every query's row is computed from the whole sequence: which keys the policy has kept by then, each key as its
-storage gives it back, and (positions in_cache) rotated to its place among those kept. There are no slots, no
-chunks and no steps here, so nothing of the address arithmetic under test is shared with it.
+storage gives it back by then (`kernels/rounding.py`), and (positions in_cache) rotated to its place among those
+kept. There are no slots, no chunks and no steps here, so nothing of the address arithmetic under test is shared
+with it.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcompile.kernels import codec
+from kvcompile.kernels import rounding
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.layouts import InKeys
+from kvcompile.layouts import InKeys, Storage
 from kvcompile.types import MaskSpec, ScoreSpec
 
 
@@ -36,12 +37,6 @@ def policy_attention(
         sinks: logits [Hq]; bias: as `spec.score.bias` says; None where the site has none.
         dynamic: a mask (bool) or bias of the whole sequences [B or 1, Hq or 1, T, T], for layouts that forget nothing.
     """
-    layout = spec.layout
-    k = codec.decode(layout.keys, codec.encode(layout.keys, k), k.dtype)
-    if isinstance(layout.values, InKeys):
-        v = k[..., : layout.values.channels]
-    else:
-        v = codec.decode(layout.values, codec.encode(layout.values, v), v.dtype)
     rows = []
     for row in range(q.shape[0]):
         first = 0 if padding is None else int(padding[row])
@@ -61,32 +56,53 @@ def _sequence(
     bias: Tensor | None,
     dynamic: Tensor | None,
 ) -> Tensor:
-    """One sequence, no padding: q [Hq, T, D] -> [Hq, T, Dv]."""
+    """One sequence, no padding: q [Hq, T, D], k [Hkv, T, D], v [Hkv, T, Dv] -> [Hq, T, Dv]."""
+    layout = spec.layout
     group = q.shape[0] // k.shape[0]
     index = torch.arange(q.shape[1], device=q.device)
     kept = _kept(index, spec)
-    if not spec.layout.retention.in_cache:
-        scores = q.float() @ k.repeat_interleave(group, 0).float().transpose(-1, -2) * spec.sm_scale
-        scores = final_scores(scores, spec.score, bias, index, index)
+    ks = rounding.older_and_newest(layout.keys, k)
+    k_full = v_full = _in_full(layout.keys, index)
+    if isinstance(layout.values, InKeys):
+        vs = (ks[0][..., : layout.values.channels], ks[1][..., : layout.values.channels])
+    else:
+        vs = rounding.older_and_newest(layout.values, v)
+        v_full = _in_full(layout.values, index)
+    ks, vs = ((a.repeat_interleave(group, 0), b.repeat_interleave(group, 0)) for a, b in (ks, vs))
+    if not layout.retention.in_cache:
+        older, newest = (q.float() @ x.float().transpose(-1, -2) * spec.sm_scale for x in ks)
+        scores = final_scores(torch.where(k_full, newest, older), spec.score, bias, index, index)
         if dynamic is not None:
             scores = with_dynamic(scores, dynamic)
         p = softmax_with_sink(scores.masked_fill(~kept, float("-inf")), sinks)
-        return (p @ v.repeat_interleave(group, 0).float()).to(q.dtype)
+        return (p.masked_fill(v_full, 0) @ vs[0].float() + p.masked_fill(~v_full, 0) @ vs[1].float()).to(
+            q.dtype
+        )
     out = []
     for i in range(len(index)):
         tokens = index[kept[i]]
         place = torch.arange(len(tokens), device=q.device)[None]
-        q_i, k_i = q[None, :, i : i + 1], k[None, :, tokens]
+        q_i = q[None, :, i : i + 1]
+        k_i, v_i = (
+            torch.where(full[i, tokens, None], x[1][:, tokens], x[0][:, tokens])[None]
+            for x, full in ((ks, k_full), (vs, v_full))
+        )
         if rope:
             q_i, k_i = (
                 rotate(q_i, place[:, -1:], *rope, form=spec.rotary),
                 rotate(k_i, place, *rope, form=spec.rotary),
             )
-        scores = q_i[0].float() @ k_i[0].repeat_interleave(group, 0).float().transpose(-1, -2) * spec.sm_scale
+        scores = q_i[0].float() @ k_i[0].float().transpose(-1, -2) * spec.sm_scale
         # As if the kept tokens were the whole sequence, of which this query is the last.
         scores = final_scores(scores, spec.score, bias, place[0, -1:], place[0])
-        out.append(softmax_with_sink(scores, sinks) @ v[:, tokens].repeat_interleave(group, 0).float())
+        out.append(softmax_with_sink(scores, sinks) @ v_i[0].float())
     return torch.cat(out, dim=1).to(q.dtype)
+
+
+def _in_full(storage: Storage, index: Tensor) -> Tensor:
+    """Which tokens each query sees as the newest ones come back, bool [T, T]."""
+    first = [rounding.newest_from(storage, i + 1) for i in range(len(index))]
+    return index[None] >= torch.tensor(first, device=index.device)[:, None]
 
 
 def final_scores(

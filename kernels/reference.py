@@ -9,20 +9,27 @@ which no longer is seen. So do many tokens of a layout that never reuses a slot.
 to the old slots and to themselves, and are appended after: early queries still see what late keys overwrite.
 Sites that share a cache act as one: what comes before is done by the first of them, what comes after by the last.
 Either way each query sees its own key as it is stored, so a prompt gives the same in any chunks.
+
+The newest tokens that a storage keeps in full stand in rings beside (`kernels/recent.py`); vectors that a storage
+keeps turned stay turned: queries turn instead, and so does the result.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcompile.kernels import codec
+from kvcompile.kernels import codec, recent
+from kvcompile.kernels.hadamard import hadamard
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.scores import bias_at, grouped, probabilities, soft_capped
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.symbolic import evaluate
-from kvcompile.layouts import CacheLayout, Contiguous, InKeys, ModelDtype, Storage
+from kvcompile.layouts import CacheLayout, Contiguous, InKeys, ModelDtype, Rotated, Storage
 from kvcompile.layouts import symbols as sy
 
 
@@ -51,56 +58,113 @@ def cached_attention(
         dynamic: a mask (bool) or bias of the new queries over the slots [B or 1, Hq or 1, S, span], or None;
             for contiguous placement only.
     """
-    layout = spec.layout
+    layout, dtype = spec.layout, q.dtype
     new_lens = positions[:, -1] + 1
-    if q.shape[2] == 1 or isinstance(layout.placement, Contiguous):
+    one = q.shape[2] == 1
+    reading = replace(spec, layout=_as_read(layout, bool(rope), q.shape[-1]))
+    read = reading.layout
+    if not rope:
+        # A decode step is computed in fp32, many queries in the dtype of their keys.
+        q = codec.turned(layout.keys, q) if one else codec.turned(layout.keys, q).to(dtype)
+    if one or isinstance(layout.placement, Contiguous):
         if spec.share in ("none", "first"):
             append(k, v, buffers, positions, seq_lens, layout)
         keys, values, key_positions = _stored(buffers, new_lens, span, layout)
-        if q.shape[2] == 1:
-            return _decode(
-                q, keys, values, key_positions, positions, new_lens, rope, spec, sinks, bias, dynamic
+        if one:
+            out = _decode(
+                q, keys, values, key_positions, positions, new_lens, rope, reading, sinks, bias, dynamic
             )
-        k_all = codec.decode(layout.keys, keys, q.dtype)
-        v_all = _values(layout, values, k_all)
-        return _prefill(q, k_all, v_all, key_positions, positions, seq_lens, rope, spec, sinks, bias, dynamic)
+            return _turned_back(out, layout, read).to(dtype)
+        allowed = None
+        if layout.residual:
+            new = _new(layout, read, k, v)
+            k_all, v_all, key_positions, allowed = recent.seen_by_many(
+                read, keys, values, new, key_positions, positions, seq_lens, dtype
+            )
+            dynamic = None if dynamic is None else _at(dynamic, key_positions)
+        else:
+            k_all = codec.decode(read.keys, keys, dtype)
+            v_all = _values(read, values, k_all)
+        out = _prefill(
+            q, k_all, v_all, key_positions, positions, seq_lens, rope, reading, sinks, bias, dynamic, allowed
+        )
+        if spec.share in ("none", "last"):
+            _append_recent(k, v, buffers, positions, seq_lens, layout)
+        return _turned_back(out, layout, read).to(dtype)
     keys, values, key_positions = _stored(buffers, seq_lens, span, layout)
-    k_all = torch.cat([codec.decode(layout.keys, keys, q.dtype), _as_stored(layout.keys, k)], dim=2)
-    if isinstance(layout.values, InKeys):
-        v_all = _values(layout, values, k_all)
-    else:
-        v_all = torch.cat([_values(layout, values, k_all), _as_stored(layout.values, v)], dim=2)
+    k_all = torch.cat([codec.decode(read.keys, keys, dtype), _as_stored(layout.keys, read.keys, k)], dim=2)
+    v_all = _values(read, values, k_all)
+    if not isinstance(layout.values, InKeys):
+        v_all = torch.cat([v_all, _as_stored(layout.values, read.values, v)], dim=2)
     key_positions = torch.cat([key_positions, positions], dim=1)
-    out = _prefill(q, k_all, v_all, key_positions, positions, seq_lens, rope, spec, sinks, bias)
+    out = _prefill(q, k_all, v_all, key_positions, positions, seq_lens, rope, reading, sinks, bias)
     if spec.share in ("none", "last"):
         append(k, v, buffers, positions, seq_lens, layout)
-    return out
+    return _turned_back(out, layout, read).to(dtype)
+
+
+def _as_read(layout: CacheLayout, rope: bool, head_dim: int) -> CacheLayout:
+    """The layout whose vectors are those that attention uses: turned ones stay so, but for keys before RoPE."""
+    if rope or not isinstance(layout.keys, Rotated):
+        return replace(layout, values=codec.as_kept(layout.values))
+    # The first channels of turned keys are not those of the keys: all are weighed, and then turned back.
+    values = InKeys(head_dim) if isinstance(layout.values, InKeys) else codec.as_kept(layout.values)
+    return replace(layout, keys=codec.as_kept(layout.keys), values=values)
+
+
+def _turned_back(out: Tensor, layout: CacheLayout, read: CacheLayout) -> Tensor:
+    """The result [B, Hq, S, Dv] in the model's basis."""
+    if isinstance(layout.values, InKeys):
+        return out if read.keys == layout.keys else hadamard(out)[..., : layout.values.channels]
+    return codec.turned(layout.values, out)
 
 
 def append(
     k: Tensor, v: Tensor, buffers: list[Tensor], positions: Tensor, seq_lens: Tensor, layout: CacheLayout
 ) -> None:
-    """Encode k, v and write each token to its slot. In a ring, only the tokens that stay are written."""
-    parts = [*codec.encode(layout.keys, k), *codec.encode(layout.values, v)]
-    slots = buffers[0].shape[2]
+    """Encode k, v and write each token to its slot. In a ring, only the tokens that stay are written.
+
+    The newest tokens that are kept in full are written too if there is but one; else see `_append_recent`.
+    """
+    if k.shape[2] == 1:
+        _append_recent(k, v, buffers, positions, seq_lens, layout)
     if k.shape[2] == 1 or isinstance(layout.placement, Contiguous):
-        # Padding (negative positions) lands at the far end, in slots that no token of its sequence reaches:
-        # the limit of tokens counts padding, too.
-        slot = torch.remainder(evaluate(layout.address, {sy.pos: positions}), slots)
+        address = evaluate(layout.address, {sy.pos: positions})
         batch = torch.arange(k.shape[0], device=k.device)[:, None, None]
         head = torch.arange(k.shape[1], device=k.device)[None, :, None]
-        for buffer, part in zip(buffers, parts, strict=True):
-            buffer.index_put_((batch, head, slot[:, None]), part)
+        for storage, x, own in _sides(layout, k, v, buffers):
+            rows, parts = recent.settled(storage, x, own, address)
+            for buffer, part in zip(own, parts, strict=False):  # a ring is not among them
+                # Padding (negative positions) lands at the far end, in slots that no token of its sequence
+                # reaches: the limit of tokens counts padding, too.
+                row = torch.remainder(rows, buffer.shape[2])
+                buffer.index_put_((batch, head, row[:, None]), part)
         return
     # Slots are taken more than once, so each slot asks which token it shall hold (no order of writes to rely on).
     new_lens = positions[:, -1] + 1
+    slots = buffers[0].shape[2]
     holds = _held(new_lens, slots, layout)
     index = (holds - positions[:, :1]).clamp(0, k.shape[2] - 1)
     is_new = _valid(holds, new_lens, slots, layout) & (holds >= seq_lens[:, None])
-    for buffer, part in zip(buffers, parts, strict=True):
-        shape = (index.shape[0], 1, slots, *([1] * (part.dim() - 3)))
-        token = torch.gather(part, 2, index.view(shape).expand(-1, part.shape[1], -1, *part.shape[3:]))
-        buffer.copy_(torch.where(is_new.view(shape), token, buffer))
+    for storage, x, own in _sides(layout, k, v, buffers):
+        for buffer, part in zip(own, codec.encode(storage, x), strict=True):
+            recent.overwrite(buffer, part, index, is_new)
+
+
+def _append_recent(
+    k: Tensor, v: Tensor, buffers: list[Tensor], positions: Tensor, seq_lens: Tensor, layout: CacheLayout
+) -> None:
+    for storage, x, own in _sides(layout, k, v, buffers):
+        recent.append(storage, x, own, positions, seq_lens)
+
+
+def _sides(
+    layout: CacheLayout, k: Tensor, v: Tensor, buffers: list[Tensor]
+) -> Iterator[tuple[Storage, Tensor, list[Tensor]]]:
+    """Storage, new vectors and buffers of K, and of V where they are its own."""
+    yield layout.keys, k, buffers[: layout.num_key_parts]
+    if not isinstance(layout.values, InKeys):
+        yield layout.values, v, buffers[layout.num_key_parts :]
 
 
 def _held(length: Tensor, slots: int, layout: CacheLayout) -> Tensor:
@@ -119,12 +183,14 @@ def _stored(
     buffers: list[Tensor], length: Tensor, span: int, layout: CacheLayout
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """K's parts, V's parts and the positions [B, T] of the tokens in them; -1 where there is none."""
-    if isinstance(layout.placement, Contiguous):
-        buffers = [buffer[:, :, :span] for buffer in buffers]
+    keys, values = buffers[: layout.num_key_parts], buffers[layout.num_key_parts :]
     slots = buffers[0].shape[2]
+    if isinstance(layout.placement, Contiguous):
+        keys, values = recent.up_to(layout.keys, keys, span), recent.up_to(layout.values, values, span)
+        slots = span
     held = _held(length, slots, layout)
     key_positions = torch.where(_valid(held, length, slots, layout), held, -1)
-    return buffers[: layout.num_key_parts], buffers[layout.num_key_parts :], key_positions
+    return keys, values, key_positions
 
 
 def _values(layout: CacheLayout, values: list[Tensor], keys: Tensor) -> Tensor:
@@ -134,8 +200,23 @@ def _values(layout: CacheLayout, values: list[Tensor], keys: Tensor) -> Tensor:
     return codec.decode(layout.values, values, keys.dtype)
 
 
-def _as_stored(storage: Storage, x: Tensor) -> Tensor:
-    return codec.decode(storage, codec.encode(storage, x), x.dtype)
+def _as_stored(storage: Storage, read: Storage, x: Tensor) -> Tensor:
+    """x as it comes back, in the basis of `read`."""
+    return codec.decode(read, codec.encode(storage, x), x.dtype)
+
+
+def _new(layout: CacheLayout, read: CacheLayout, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """New vectors in the basis of `read`, in the model's dtype."""
+    pairs = ((layout.keys, read.keys, k), (layout.values, read.values, v))
+    k, v = (codec.turned(stored, x).to(x.dtype) if stored != own else x for stored, own, x in pairs)
+    return k, v
+
+
+def _at(dynamic: Tensor, places: Tensor) -> Tensor:
+    """A mask or bias [B or 1, Hq or 1, S, span] at the slots `places` [B, N] (-1: any) of a contiguous layout."""
+    index = places.clamp(0, dynamic.shape[-1] - 1)[:, None, None]
+    dynamic = dynamic.expand(places.shape[0], -1, -1, -1)
+    return dynamic.gather(-1, index.expand(*dynamic.shape[:-1], places.shape[1]))
 
 
 def _visible(query: Tensor, key: Tensor, spec: SiteSpec) -> Tensor:
@@ -167,7 +248,7 @@ def _decode(
     bias: Tensor | None,
     dynamic: Tensor | None = None,
 ) -> Tensor:
-    """One query per sequence against the cache, in fp32."""
+    """One query per sequence against the cache: fp32 [B, Hq, 1, Dv]."""
     layout, retention = spec.layout, spec.layout.retention
     heads = (keys[0].shape[1], q.shape[1] // keys[0].shape[1])
     query_place, place = positions, key_positions
@@ -179,10 +260,12 @@ def _decode(
         place = torch.where(key_positions < retention.sinks, key_positions, key_positions - evicted)
     if rope:
         q = rotate(q, query_place, *rope, form=spec.rotary)
-        rotated = rotate(codec.decode(layout.keys, keys, q.dtype), place, *rope, form=spec.rotary)
+        k = recent.decode(layout.keys, keys, key_positions, new_lens, q.dtype)
+        rotated = rotate(k, place, *rope, form=spec.rotary)
         scores = codec.dot_keys(ModelDtype(), q.squeeze(2).unflatten(1, heads), [rotated])
     else:
-        scores = codec.dot_keys(layout.keys, q.squeeze(2).unflatten(1, heads), keys)
+        of_heads = q.squeeze(2).unflatten(1, heads)
+        scores = recent.dot_keys(layout.keys, of_heads, keys, key_positions, new_lens)
     seen = _visible(positions[:, :, None], key_positions[:, None], spec)
     scores = soft_capped(scores * spec.sm_scale, spec.score.softcap)
     if spec.score.bias is not None:
@@ -193,10 +276,13 @@ def _decode(
         scores = scores + grouped(_added(dynamic, positions).squeeze(2), heads[0])
     p = probabilities(scores, sinks)
     storage = layout.values
-    if isinstance(storage, InKeys):
-        storage, values = codec.leading(layout.keys, keys, storage.channels)
-    out = codec.weigh_values(storage, p, values)
-    return out.flatten(1, 2).unsqueeze(2).to(q.dtype)
+    if isinstance(storage, InKeys) and layout.keys.residual:
+        out = recent.weigh_values(layout.keys, p, keys, key_positions, new_lens)[..., : storage.channels]
+    else:
+        if isinstance(storage, InKeys):
+            storage, values = codec.leading(layout.keys, keys, storage.channels)
+        out = recent.weigh_values(storage, p, values, key_positions, new_lens)
+    return out.flatten(1, 2).unsqueeze(2)
 
 
 def _prefill(
@@ -211,9 +297,16 @@ def _prefill(
     sinks: Tensor | None,
     bias: Tensor | None,
     dynamic: Tensor | None = None,
+    allowed: Tensor | None = None,
 ) -> Tensor:
-    """Many queries: q [B, Hq, S, D] against k [B, Hkv, T, D], v [B, Hkv, T, Dv] at key_positions [B, T]."""
-    seen = _visible(positions[:, :, None], key_positions[:, None], spec)[:, None]
+    """Many queries: q [B, Hq, S, D] against k [B, Hkv, T, D], v [B, Hkv, T, Dv] at key_positions [B, T].
+
+    allowed: which of the keys each query may see, besides what positions say, bool [B, S, T]; None: all.
+    """
+    seen = _visible(positions[:, :, None], key_positions[:, None], spec)
+    if allowed is not None:
+        seen = seen & (allowed | (positions < 0)[:, :, None])
+    seen = seen[:, None]
     if spec.layout.retention.in_cache:
         scores = _scores_in_cache(q, k, key_positions, positions, seq_lens, rope, spec, bias)
     elif spec.score.plain and dynamic is not None:

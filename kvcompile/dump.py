@@ -95,7 +95,7 @@ def _code(module: GraphModule) -> str:
 
 
 def _plain(recipe: Recipe) -> dict[str, object]:
-    return recipe.model_dump(mode="json", exclude_none=True)
+    return recipe.model_dump(mode="json", exclude_none=True, exclude_unset=True)
 
 
 def _trace(name: str, payload: Callable[[], str]) -> None:

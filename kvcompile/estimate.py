@@ -1,8 +1,8 @@
 """What a cache costs, from a config alone: bytes per token, bytes in all, and what fits in a memory budget.
 
-    total(B, T) = sum over layers of CacheLayout.bytes    one sympy expression, linear in B and in T
-    tokens    = floor(solve(total(B = batch, T) = memory, T))
-    sequences = floor(solve(total(B, T = tokens) = memory, B))
+    total(B, T) = sum over layers of CacheLayout.bytes    one sympy expression, which grows with B and with T
+    tokens    = the largest T with total(B = batch, T) <= memory
+    sequences = the largest B with total(B, T = tokens) <= memory
 
 The layouts come from `make_plan`, so an estimate and `optimize` never disagree on what a recipe means.
 """
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvcompile.shapes import LayerShape, ModelShape
 
 _TOKENS_UNKNOWN = 4096
+_WHOLE_GROUPS = 128  # tokens: a multiple of every group that shares its scales
 
 
 @dataclass(frozen=True)
@@ -205,9 +206,9 @@ def estimate(
         tokens=tokens,
         layers=costs,
         bytes_per_token=sum(len(cost.layers) * cost.bytes_per_token for cost in costs),
-        bytes_per_token_later=_at(total, 1, 2) - _at(total, 1, 1),
+        bytes_per_token_later=_slope(total),
         bytes=_at(total, batch, tokens),
-        full_bytes_per_token=_at(full, 1, 2) - _at(full, 1, 1),
+        full_bytes_per_token=_slope(full),
         full_bytes=_at(full, batch, tokens),
         state_bytes=plan.state_bytes,
         fit=None if limit is None else _fit(total, limit, batch, tokens),
@@ -378,6 +379,11 @@ def _at(total: sympy.Expr, batch: int, tokens: int) -> int:
     return int(total.subs({sy.B: batch, sy.T: tokens}))
 
 
+def _slope(total: sympy.Expr) -> int:
+    """Bytes that one more token of one sequence takes, rounded up: on average, where tokens come in groups."""
+    return -(-(_at(total, 1, 1 + _WHOLE_GROUPS) - _at(total, 1, 1)) // _WHOLE_GROUPS)
+
+
 def _fit(total: sympy.Expr, memory: int, batch: int, tokens: int) -> Fit:
     from kvcompile.layouts import symbols as sy
 
@@ -387,16 +393,22 @@ def _fit(total: sympy.Expr, memory: int, batch: int, tokens: int) -> Fit:
     return Fit(memory, most, sequences)
 
 
-def _largest(line: sympy.Expr, symbol: sympy.Symbol, limit: int) -> int | None:
-    """The largest whole `symbol` with line <= limit; None where the line does not depend on it and fits."""
-    import sympy
+def _largest(total: sympy.Expr, symbol: sympy.Symbol, limit: int) -> int | None:
+    """The largest whole `symbol` with total <= limit; None where the total does not depend on it and fits."""
 
-    # A symbol without the assumption "positive integer": the root is a fraction, or negative if nothing fits.
-    x = sympy.Dummy("x", real=True)
-    if symbol not in line.free_symbols:
-        return None if line <= limit else 0
-    (root,) = sympy.solve(sympy.Eq(line.subs(symbol, x), limit), x)
-    return max(0, int(sympy.floor(root)))
+    def fits(count: int) -> bool:
+        return bool(total.subs(symbol, count) <= limit)
+
+    if symbol not in total.free_symbols:
+        return None if fits(0) else 0
+    most = 1
+    while fits(most):
+        most *= 2
+    least = 0  # where one does not fit, none does
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return least
 
 
 def _layout(cost: LayerCost) -> str:

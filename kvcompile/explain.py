@@ -129,7 +129,9 @@ class Explanation:
         made.show_header = False
         if plan.states:
             count = f"{len(plan.states)} module{'s' if len(plan.states) > 1 else ''}"
-            made.add_row("recurrent state", f"{format_bytes(plan.state_bytes)} a sequence of any length, {count}")
+            made.add_row(
+                "recurrent state", f"{format_bytes(plan.state_bytes)} a sequence of any length, {count}"
+            )
         until = " until the budget is full, then nothing" if plan.bounded else ""
         made.add_row("a token takes", f"[bold]{format_bytes(plan.bytes_per_token)}[/bold]{until}")
         if limits.max_tokens is None and not plan.bounded:

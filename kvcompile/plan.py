@@ -15,7 +15,7 @@ import sympy
 import torch
 
 from kvcompile.errors import PlanError
-from kvcompile.layouts import BufferSpec, CacheLayout, Contiguous, Full, InKeys, ModelDtype
+from kvcompile.layouts import BufferSpec, CacheLayout, Contiguous, Full, InKeys
 from kvcompile.layouts import symbols as sy
 from kvcompile.recipe import Recipe
 from kvcompile.types import AttentionSite, MaskSpec, RecurrentState, RotaryForm, ScoreSpec, StateSlot
@@ -108,10 +108,10 @@ class Decision:
         )
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of one slot, all KV heads; none where the cache is another layer's."""
+        """Bytes of one more token, all KV heads, rounded up; none where the cache is another layer's."""
         if not self.owns:
             return 0
-        return int(self.subs(self.layout.bytes_per_slot, itemsize)) + self.mask_bytes
+        return int(sympy.ceiling(self.subs(self.layout.bytes_per_slot, itemsize))) + self.mask_bytes
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ def _decide(site: AttentionSite, sites: Sequence[AttentionSite], recipe: Recipe)
         )
     exact_retention, why = _exact(layout, site.mask)
     because.append(why)
-    exact_storage = isinstance(layout.keys, ModelDtype) and isinstance(layout.values, (ModelDtype, InKeys))
+    exact_storage = layout.keys.exact(site.dtype) and layout.values.exact(site.dtype)
     lossless = exact_retention and exact_storage
     return Decision(
         layer=site.layer,

@@ -237,7 +237,7 @@ def test_models_without_a_cache(what: str) -> None:
 
 def test_all_problems_of_a_recipe_at_once() -> None:
     recipe = {
-        "cache": {"keys": {"dtype": "int3"}, "retention": {"kind": "window", "size": 0}, "plcement": {}},
+        "cache": {"keys": {"dtype": "int5"}, "retention": {"kind": "window", "size": 0}, "plcement": {}},
         "layers": [{"where": {"index": 0}, "cache": {"values": {"dtype": "int8", "group": 32}}}],
         "runtime": {"max_batch": 0, "max_token": 5},
         "verify": "sometimes",
@@ -246,14 +246,15 @@ def test_all_problems_of_a_recipe_at_once() -> None:
     with pytest.raises(RecipeError) as caught:
         kvcompile.optimize(make(NanoGPT), recipe)
     assert caught.value.problems == (
-        "cache.keys.dtype: expected 'model', 'int8' or 'int4', got 'int3'",
+        "cache.keys.dtype: expected 'model', 'float32', 'float16', 'bfloat16', 'fp8_e4m3', 'fp8_e5m2', 'int8', 'int4', "
+        "'int3' or 'int2', got 'int5'",
         "cache.retention.size: expected greater than or equal to 1, got 0",
         "cache.plcement: unknown key; allowed: keys, values, placement, retention, latent",
         "runtime.max_batch: expected greater than or equal to 1, got 0",
         "runtime.max_token: unknown key; allowed: max_batch, max_tokens, prefill_chunk",
         "verify: expected 'quick', 'thorough' or 'off', got 'sometimes'",
         "speed: unknown key; allowed: name, description, cache, layers, runtime, compile, verify",
-        "layers[0].cache.values: group is for dtype int4 only, not for int8",
+        "layers[0].cache.values: group is for int2, int3, int4 and int8 with mode: asymmetric only, not for int8",
     )
 
 

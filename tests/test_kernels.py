@@ -12,10 +12,42 @@ from hypothesis import strategies as st
 from kvcompile.kernels import ops  # noqa: F401  (registers the op)
 from kvcompile.kernels.policy import policy_attention
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.layouts import CacheLayout, Contiguous, Full, Int4, Int8, ModelDtype, Ring, SinkWindow, Window
+from kvcompile.layouts import (
+    Affine,
+    CacheLayout,
+    Contiguous,
+    Float,
+    Fp8,
+    Full,
+    Int8,
+    ModelDtype,
+    PerChannel,
+    Recent,
+    Ring,
+    Rotated,
+    SinkWindow,
+    Window,
+)
 from kvcompile.types import BiasSpec, MaskSpec, ScoreSpec
 
-STORAGES = [ModelDtype(), Int8(), Int4(), Int4(group=32)]
+STORAGES = [
+    ModelDtype(),
+    Float("bfloat16"),
+    Fp8(),
+    Fp8("e5m2", "none"),
+    Int8(),
+    Affine(4),
+    Affine(4, 32),
+    Affine(8),
+    Rotated(Affine(3, 32)),
+]
+RESIDUAL = [
+    PerChannel(2, 4, 8),
+    PerChannel(3, 5, 5),
+    Recent(Affine(2, 32), 6),
+    Rotated(Recent(Fp8(), 3)),
+    Rotated(PerChannel(4, 3, 9)),
+]
 PLACED = [
     (Contiguous(), Full()),
     (Contiguous(), Window(5)),
@@ -101,7 +133,7 @@ def budget(
     )
     # The quantized grids differ between dtypes where a value sits on an edge: rounding is compared in-dtype only.
     eps = torch.finfo(oracle.dtype).eps
-    own = (oracle.double() - exact).abs().max() if isinstance(spec.layout.keys, ModelDtype) else 0.0
+    own = (oracle.double() - exact).abs().max() if spec.layout.keys == ModelDtype() else 0.0
     return 2 * own + 64 * eps * args[2].abs().max().double()
 
 
@@ -121,13 +153,34 @@ def check(spec: SiteSpec, chunks: list[int], padding: list[int], seed: int = 0) 
     assert error <= budget(spec, [q, k, v], pads, oracle)
 
 
-@pytest.mark.parametrize("storage", STORAGES, ids=str)
+@pytest.mark.parametrize(
+    "storage", [ModelDtype(), Fp8(), Int8(), Affine(4, 32), Rotated(Affine(3, 32))], ids=str
+)
 @pytest.mark.parametrize("placed", PLACED, ids=lambda p: f"{p[0]}-{p[1]}")
 def test_any_chunks_equal_the_policy(storage, placed) -> None:
     spec = SiteSpec(CacheLayout(storage, storage, *placed), D**-0.5)
     for chunks in ([T], [7] * 5 + [5], [1] * T, [13, 1, 1, 20, 1, 4], [2, 38]):
         check(spec, chunks, [0])
         check(spec, chunks, [0, 9, 3])
+
+
+@pytest.mark.parametrize("values", [ModelDtype(), Int8(), *RESIDUAL[1:4]], ids=str)
+@pytest.mark.parametrize("keys", RESIDUAL, ids=str)
+def test_tokens_settle_alike_in_any_chunks(keys, values) -> None:
+    """Keys and values settle at different tokens; a prompt sees both forms of one that settles within it."""
+    for layout in (CacheLayout(keys, values), CacheLayout(values, keys)):
+        for chunks in ([T], [7] * 5 + [5], [13, 1, 1, 20, 1, 4], [1] * 20):
+            check(SiteSpec(layout, D**-0.5), chunks, [0, 9])
+
+
+@pytest.mark.parametrize("placed", [p for p in PLACED if p[0] == Contiguous()], ids=lambda p: str(p[1]))
+def test_tokens_settle_in_every_contiguous_layout(placed) -> None:
+    scores = (ScoreSpec(), ScoreSpec(2.0, BiasSpec("alibi"), True))
+    for score, mask in itertools.product(scores, (MaskSpec("causal"), MaskSpec("sliding", 12))):
+        if mask.window and placed[1].in_cache:
+            continue  # a place in the cache under a sliding mask depends on both windows
+        layout = CacheLayout(RESIDUAL[4], RESIDUAL[2], *placed)
+        check(SiteSpec(layout, D**-0.5, mask, score), [13, 1, 1, 20, 1, 4], [0, 9])
 
 
 @pytest.mark.parametrize("placed", PLACED, ids=lambda p: f"{p[0]}-{p[1]}")
@@ -162,8 +215,8 @@ def test_scores_hold_in_every_layout(placed, score) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    keys=st.sampled_from(STORAGES),
-    values=st.sampled_from([ModelDtype(), Int8(), Int4()]),
+    keys=st.sampled_from([*STORAGES, *RESIDUAL]),
+    values=st.sampled_from([*STORAGES[:6], *RESIDUAL[:3]]),
     sinks=st.integers(0, 5),
     window=st.integers(1, 9),
     positions=st.sampled_from(["original", "in_cache"]),
@@ -173,7 +226,10 @@ def test_scores_hold_in_every_layout(placed, score) -> None:
     seed=st.integers(0, 99),
 )
 def test_any_with_any(keys, values, sinks, window, positions, placement, chunks, padding, seed) -> None:
+    if keys.residual or values.residual:
+        placement = Contiguous()
     layout = CacheLayout(keys, values, placement, SinkWindow(sinks, window, positions))
+    assert layout.check() is None
     padding = [min(pad, sum(chunks) - 1) for pad in padding]
     if sum(chunks) > 50:
         chunks = chunks[:2]
@@ -194,7 +250,7 @@ def test_budget_of_the_whole_length_is_the_full_cache() -> None:
 
 
 def test_layout_text_round_trips() -> None:
-    for storage, placed in itertools.product(STORAGES, PLACED):
+    for storage, placed in itertools.product([*STORAGES, *RESIDUAL], PLACED):
         for score in SCORES:
             spec = SiteSpec(CacheLayout(storage, ModelDtype(), *placed), 0.25, MaskSpec("sliding", 9), score)
             assert SiteSpec.from_json(spec.to_json()) == spec

@@ -10,18 +10,45 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompile.layouts import CacheLayout, Contiguous, Full, Int4, Int8, ModelDtype, Ring, SinkWindow, Window
+from kvcompile.layouts import (
+    Affine,
+    CacheLayout,
+    Contiguous,
+    Float,
+    Fp8,
+    Full,
+    Int8,
+    ModelDtype,
+    PerChannel,
+    Recent,
+    Ring,
+    Rotated,
+    SinkWindow,
+    Window,
+)
 from kvcompile.layouts import symbols as sy
 
 SCALES = ("float16", "float32")
 STORAGES = (
     ModelDtype(),
     *(Int8(scale_dtype=scale) for scale in SCALES),
-    *(Int4(group=group, scale_dtype=scale) for group in (0, 32, 64, 128) for scale in SCALES),
+    *(Affine(4, group, scale) for group in (0, 32, 64, 128) for scale in SCALES),
+    *(Affine(bits, 64) for bits in (2, 3, 8)),
+    Float("float32"),
+    Float("float16"),
+    Float("bfloat16"),
+    *(Fp8(form, scale) for form in ("e4m3", "e5m2") for scale in ("token", "none")),
+    Rotated(Affine(2, 32)),
+)
+RESIDUAL = (
+    Recent(Affine(2, 32), 128),
+    Recent(Fp8(), 5),
+    *(PerChannel(bits, 32, 128, scale) for bits in (2, 3, 4, 8) for scale in SCALES),
+    PerChannel(2, 128, 128),
+    Rotated(PerChannel(4, 64, 192)),
 )
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-storages = st.sampled_from(STORAGES)
 retentions = st.one_of(
     st.just(Full()),
     st.builds(Window, st.integers(1, 40)),
@@ -33,6 +60,7 @@ retentions = st.one_of(
 def layouts(draw: st.DrawFn) -> CacheLayout:
     retention = draw(retentions)
     placement = draw(st.sampled_from((Contiguous(), Ring()))) if retention.window else Contiguous()
+    storages = st.sampled_from(STORAGES if isinstance(placement, Ring) else (*STORAGES, *RESIDUAL))
     layout = CacheLayout(draw(storages), draw(storages), placement, retention)
     assert layout.check() is None
     return layout
@@ -54,7 +82,11 @@ def test_bytes_are_those_of_the_tensors(
     real = sum(torch.empty((batch, *b.shape), dtype=b.dtype, device="meta").nbytes for b in buffers)
     values = {sy.B: batch, sy.T: tokens, sy.H: heads, sy.D: dims[0], sy.Dv: dims[1], sy.P: dtype.itemsize}
     assert layout.bytes.subs(values) == real
-    assert layout.bytes_per_slot.subs(values) * layout.slots(tokens) * batch == real
+    if not layout.residual:
+        assert layout.bytes_per_slot.subs(values) * layout.slots(tokens) * batch == real
+    else:  # beyond the tokens in full, and over whole groups
+        more = layout.bytes.subs(values | {sy.T: tokens + 128}) - real
+        assert layout.bytes_per_slot.subs(values) * 128 * batch == more
 
 
 @settings(max_examples=200)
@@ -101,27 +133,61 @@ def test_a_ring_that_must_keep_everything_is_refused() -> None:
     assert problem is not None and "contiguous" in problem
 
 
-@pytest.mark.parametrize(("storage", "dim"), [(Int4(), 63), (Int4(group=64), 96), (Int4(group=128), 64)])
-def test_int4_needs_a_dim_it_can_pack(storage: Int4, dim: int) -> None:
+@pytest.mark.parametrize("storage", RESIDUAL, ids=str)
+def test_what_settles_in_order_is_refused_in_a_ring(storage: Recent | PerChannel | Rotated) -> None:
+    for layout in (CacheLayout(keys=storage), CacheLayout(values=storage)):
+        ring = CacheLayout(layout.keys, layout.values, Ring(), Window(9))
+        problem = ring.check()
+        assert layout.check() is None and problem is not None
+        assert "residual needs slots in the order of tokens" in problem and "'contiguous'" in problem
+
+
+@pytest.mark.parametrize(
+    ("storage", "dim", "reason"),
+    [
+        (Affine(4), 63, "int4 packs 2 channels together"),
+        (Affine(2), 66, "int2 packs 4 channels together"),
+        (Affine(3), 68, "int3 packs 8 channels together"),
+        (PerChannel(3, 32, 32), 68, "int3 packs 8 channels together"),
+        (Recent(Affine(2), 9), 66, "int2 packs 4 channels together"),
+        (Affine(4, 64), 96, "int4 group 64 does not divide"),
+        (Affine(4, 128), 64, "int4 group 128 does not divide"),
+        (Rotated(Int8()), 66, "blocks of a power of two"),
+        (Rotated(Affine(4, 64)), 96, "int4 group 64 does not divide"),
+    ],
+    ids=str,
+)
+def test_a_dim_that_does_not_fit(storage: Affine, dim: int, reason: str) -> None:
     problem = storage.check(dim)
-    assert problem is not None and str(dim) in problem
+    assert problem is not None and str(dim) in problem and reason in problem
 
 
 def test_bytes_per_token_head_of_each_storage() -> None:
     """D = 128: data, plus scales (and minimums) at their own width."""
     expected = {ModelDtype(): 256, Int8(): 130, Int8(scale_dtype="float32"): 132}
     expected |= {
-        Int4(): 68,
-        Int4(group=32): 80,
-        Int4(group=64): 72,
-        Int4(group=128, scale_dtype="float32"): 72,
+        Affine(4): 68,
+        Affine(4, 32): 80,
+        Affine(4, 64): 72,
+        Affine(4, 128, scale_dtype="float32"): 72,
+        Affine(2, 32): 48,
+        Affine(3, 32): 64,
+        Affine(8): 132,
+        Float("float32"): 512,
+        Float("float16"): 256,
+        Fp8(): 130,
+        Fp8("e5m2", scale_dtype="float32"): 132,
+        Fp8(scale="none"): 128,
+        PerChannel(2, 32, 128): 48,
+        Recent(Affine(2, 32), 128): 48,
+        Rotated(Affine(2, 32)): 48,
     }
     values = {sy.P: 2}
     assert {s: int(s.bytes_per_vector(sympy.Integer(128)).subs(values)) for s in expected} == expected
 
 
 def test_str_names_all_axes() -> None:
-    pairs = itertools.product((ModelDtype(), Int4(group=32)), repeat=2)
+    pairs = itertools.product((ModelDtype(), Affine(4, 32)), repeat=2)
     texts = [str(CacheLayout(keys, values)) for keys, values in pairs]
     assert texts[0] == "model · contiguous · full"
     assert texts[1] == "K model, V int4/g32 · contiguous · full"

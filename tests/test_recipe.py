@@ -8,7 +8,22 @@ from typing import Any
 import pytest
 
 from kvcompile.errors import RecipeError
-from kvcompile.layouts import CacheLayout, Contiguous, Full, Int4, Int8, ModelDtype, Ring, SinkWindow, Window
+from kvcompile.layouts import (
+    Affine,
+    CacheLayout,
+    Contiguous,
+    Float,
+    Fp8,
+    Full,
+    Int8,
+    ModelDtype,
+    PerChannel,
+    Recent,
+    Ring,
+    Rotated,
+    SinkWindow,
+    Window,
+)
 from kvcompile.recipe import Recipe, load_recipe, shipped_recipes, shipped_text
 
 
@@ -44,9 +59,45 @@ def test_what_the_shipped_recipes_choose() -> None:
         placement=Ring(), retention=Window(64)
     )
     assert layout(load_recipe("int8")) == CacheLayout(Int8(), Int8())
-    assert layout(load_recipe("int4")).keys == Int4(group=32)
+    assert layout(load_recipe("int4")).keys == Affine(4, 32)
+    assert layout(load_recipe("fp8")) == CacheLayout(Fp8(), Fp8())
+    for bits in (2, 4):
+        kivi = load_recipe(f"kivi{bits}")
+        assert layout(kivi) == CacheLayout(PerChannel(bits, 32, 128), Recent(Affine(bits, 32), 128))
+        sliding = CacheLayout(Affine(4, 32), Affine(4, 32), Ring(), Window(64))
+        assert layout(kivi, attention="sliding") == sliding
     streaming = layout(load_recipe("streaming"))
     assert streaming == CacheLayout(placement=Ring(), retention=SinkWindow(4, 1020, "in_cache"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"dtype": "float32"}, Float("float32")),
+        ({"dtype": "bfloat16"}, Float("bfloat16")),
+        ({"dtype": "fp8_e4m3"}, Fp8()),
+        ({"dtype": "fp8_e5m2", "scale_dtype": "float32"}, Fp8("e5m2", "token", "float32")),
+        ({"dtype": "fp8_e4m3", "scale": "none"}, Fp8("e4m3", "none")),
+        ({"dtype": "int8", "mode": "symmetric"}, Int8()),
+        ({"dtype": "int8", "mode": "asymmetric"}, Affine(8)),
+        ({"dtype": "int8", "mode": "asymmetric", "group": 64}, Affine(8, 64)),
+        ({"dtype": "int3", "group": 32, "rotate": "hadamard"}, Rotated(Affine(3, 32))),
+        ({"dtype": "int8", "residual": 16}, Recent(Int8(), 16)),
+        ({"dtype": "fp8_e4m3", "residual": 7, "rotate": "hadamard"}, Rotated(Recent(Fp8(), 7))),
+        (
+            {"dtype": "int2", "axis": "channel", "group": 32, "residual": 64, "rotate": "hadamard"},
+            Rotated(PerChannel(2, 32, 64)),
+        ),
+        (
+            {"dtype": "int8", "mode": "asymmetric", "axis": "channel", "group": 64, "residual": 64},
+            PerChannel(8, 64, 64),
+        ),
+    ],
+    ids=str,
+)
+def test_storages_are_built_as_named(keys: dict[str, Any], expected: Any) -> None:
+    assert layout(load_recipe({"cache": {"keys": keys}})) == CacheLayout(keys=expected)
+    assert layout(load_recipe({"cache": {"values": keys}})) == CacheLayout(values=expected)
 
 
 def test_a_file_takes_its_name_where_it_gives_none(tmp_path: Path) -> None:
@@ -96,9 +147,56 @@ def test_all_problems_come_at_once_with_path_and_what_is_allowed(tmp_path: Path)
         ({"cache": {"retention": {"window": 3}}}, "cache.retention.kind: is required"),
         ({"cache": {"retention": {"kind": "sink_window"}}}, "window: is required"),
         ({"cache": {"placement": {"kind": "ring"}}}, "must keep"),
-        ({"cache": {"keys": {"dtype": "int8", "group": 32}}}, "group is for dtype int4 only"),
-        ({"cache": {"keys": {"dtype": "model", "scale_dtype": "float32"}}}, "quantized dtypes only"),
-        ({"cache": {"keys": {"bits": 4}}}, "allowed: dtype, group, scale_dtype"),
+        (
+            {"cache": {"keys": {"dtype": "int8", "group": 32}}},
+            "group is for int2, int3, int4 and int8 with mode",
+        ),
+        ({"cache": {"keys": {"dtype": "fp8_e4m3", "group": 32}}}, "group is for"),
+        ({"cache": {"keys": {"dtype": "model", "scale_dtype": "float32"}}}, "dtypes with a scale only"),
+        (
+            {"cache": {"keys": {"dtype": "fp8_e5m2", "scale": "none", "scale_dtype": "float16"}}},
+            "not for fp8_e5m2 without a scale",
+        ),
+        (
+            {"cache": {"keys": {"dtype": "int8", "scale": "none"}}},
+            "scale is for fp8 dtypes only, not for int8",
+        ),
+        (
+            {"cache": {"values": {"dtype": "fp8_e4m3", "scale": "tensor"}}},
+            "cache.values.scale: one scale per tensor",
+        ),
+        ({"cache": {"values": {"dtype": "fp8_e4m3", "scale": "head"}}}, "needs calibration"),
+        ({"cache": {"keys": {"dtype": "int4", "mode": "symmetric"}}}, "mode is for dtype int8 only"),
+        ({"cache": {"keys": {"rotate": "hadamard"}}}, "rotate is for quantized dtypes only, not for model"),
+        ({"cache": {"keys": {"dtype": "float16", "residual": 8}}}, "residual is for quantized dtypes only"),
+        ({"cache": {"keys": {"dtype": "int2", "residual": -1}}}, "cache.keys.residual"),
+        ({"cache": {"keys": {"dtype": "int8", "axis": "channel"}}}, "axis: channel is for int2, int3, int4"),
+        ({"cache": {"keys": {"dtype": "int2", "axis": "channel"}}}, "axis: channel needs a group"),
+        (
+            {"cache": {"keys": {"dtype": "int2", "axis": "channel", "group": 32}}},
+            "needs a residual that is a multiple of group 32, got 0",
+        ),
+        (
+            {"cache": {"keys": {"dtype": "int2", "axis": "channel", "group": 64, "residual": 96}}},
+            "multiple of group 64, got 96",
+        ),
+        (
+            {
+                "cache": {
+                    "values": {"dtype": "int2", "residual": 9},
+                    "retention": {"kind": "window", "size": 8},
+                }
+            },
+            "residual needs slots in the order of tokens",
+        ),
+        (
+            {
+                "cache": {"keys": {"dtype": "int2", "axis": "channel", "group": 32, "residual": 32}},
+                "layers": [{"where": {"attention": "sliding"}, "cache": {"retention": {"kind": "window"}}}],
+            },
+            "layers[0].cache: residual needs slots",
+        ),
+        ({"cache": {"keys": {"bits": 4}}}, "allowed: dtype, mode, axis, group, residual, scale, scale_dtype"),
         ({"layers": [{"where": {}, "cache": {}}]}, "at least one of index, range, attention"),
         ({"layers": [{"where": {"range": [3, 1]}, "cache": {}}]}, "is empty"),
         (
@@ -149,10 +247,10 @@ def test_later_entries_of_layers_win_and_say_so() -> None:
         }
     )
     assert recipe.cache_for(0, 4, "causal")[1] == (0, 1)
-    assert layout(recipe, 0) == CacheLayout(Int4(group=32), ModelDtype())
-    assert layout(recipe, 2) == CacheLayout(Int4(group=32), Int8())
+    assert layout(recipe, 0) == CacheLayout(Affine(4, 32), ModelDtype())
+    assert layout(recipe, 2) == CacheLayout(Affine(4, 32), Int8())
     assert layout(recipe, 3) == CacheLayout(Int8(), ModelDtype())
-    assert layout(recipe, 1, attention="sliding") == CacheLayout(Int4(group=32), Int8(), Ring(), Window(64))
+    assert layout(recipe, 1, attention="sliding") == CacheLayout(Affine(4, 32), Int8(), Ring(), Window(64))
 
 
 def test_placement_follows_the_retention_unless_given() -> None:

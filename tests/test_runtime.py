@@ -175,7 +175,9 @@ def test_weights_are_shared_and_the_original_is_as_it_was() -> None:
     assert {p.data_ptr() for p in fast.parameters()} == pointers and not fast.training
 
 
-@pytest.mark.parametrize("recipe", ["baseline", "int8", "int4", "streaming", "streaming_int8"])
+@pytest.mark.parametrize(
+    "recipe", ["baseline", "int8", "int4", "fp8", "kivi2", "kivi4", "streaming", "streaming_int8"]
+)
 def test_memory_is_what_plan_and_estimate_say(recipe: str) -> None:
     model = tiny_hf("llama", hidden_size=192, head_dim=32)
     small = {"runtime": {"max_tokens": 40}}

@@ -3,20 +3,36 @@
 from kvcompile.layouts.layout import BufferSpec, CacheLayout
 from kvcompile.layouts.placement import Contiguous, Placement, Ring
 from kvcompile.layouts.retention import Full, Retention, SinkWindow, Window
-from kvcompile.layouts.storage import InKeys, Int4, Int8, ModelDtype, Storage
+from kvcompile.layouts.storage import (
+    Affine,
+    Float,
+    Fp8,
+    InKeys,
+    Int8,
+    ModelDtype,
+    PerChannel,
+    Recent,
+    Rotated,
+    Storage,
+)
 
 __all__ = [
+    "Affine",
     "BufferSpec",
     "CacheLayout",
     "Contiguous",
+    "Float",
+    "Fp8",
     "Full",
     "InKeys",
-    "Int4",
     "Int8",
     "ModelDtype",
+    "PerChannel",
     "Placement",
+    "Recent",
     "Retention",
     "Ring",
+    "Rotated",
     "SinkWindow",
     "Storage",
     "Window",

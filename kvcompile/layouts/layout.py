@@ -18,7 +18,8 @@ from kvcompile.layouts.storage import ModelDtype, Storage, storage_from
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """One cache tensor of a layer without its leading batch dim: [num_kv_heads, num_slots, ...]."""
+    """One cache tensor of a layer without its leading batch dim: [num_kv_heads, rows, ...], a row per slot or as
+    `Part.rows` says."""
 
     name: str  # "keys.data", "keys.scale", "values.data", ...
     shape: tuple[int, ...]
@@ -36,7 +37,17 @@ class CacheLayout:
 
     def check(self) -> str | None:
         """Why this combination makes no sense, or None."""
+        if self.residual and not isinstance(self.placement, Contiguous):
+            return (
+                "residual needs slots in the order of tokens: they settle one after another, or in whole groups, and a "
+                "ring takes slots back one by one; use placement 'contiguous', or a storage without residual"
+            )
         return self.placement.check(self.retention)
+
+    @property
+    def residual(self) -> int:
+        """Newest tokens that K or V keep beside in the model's dtype, at most; 0: none."""
+        return max(self.keys.residual, self.values.residual)
 
     @property
     def bounded(self) -> bool:
@@ -60,13 +71,14 @@ class CacheLayout:
 
     @property
     def bytes_per_slot(self) -> sympy.Expr:
-        """Bytes of one slot over all KV heads, in H, D, Dv, P."""
+        """Bytes that one more token takes over all KV heads, in H, D, Dv, P; on average, where tokens share some."""
         return sy.H * (self.keys.bytes_per_vector(sy.D) + self.values.bytes_per_vector(sy.Dv))
 
     @property
     def bytes(self) -> sympy.Expr:
         """Bytes of the layer's cache, in B, T, H, D, Dv, P."""
-        return sy.B * self.num_slots * self.bytes_per_slot
+        slots = self.num_slots
+        return sy.B * sy.H * (self.keys.bytes(sy.D, slots) + self.values.bytes(sy.Dv, slots))
 
     @property
     def num_key_parts(self) -> int:
@@ -84,7 +96,7 @@ class CacheLayout:
         """The layer's tensors for one sequence: K's parts, then V's."""
         slots = self.slots(max_tokens)
         return tuple(
-            BufferSpec(f"{side}.{part.name}", (num_kv_heads, slots, *part.shape), part.dtype)
+            BufferSpec(f"{side}.{part.name}", (num_kv_heads, part.rows(slots), *part.shape), part.dtype)
             for side, storage, dim in (("keys", self.keys, head_dim), ("values", self.values, v_head_dim))
             for part in storage.parts(dim, dtype)
         )

@@ -1,0 +1,1 @@
+"""The storages, one family a file; `kvcompile/layouts/storage.py` lists them."""
