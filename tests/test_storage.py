@@ -27,6 +27,7 @@ from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
     Affine,
     CacheLayout,
+    Contiguous,
     Float,
     Fp8,
     InKeys,
@@ -36,13 +37,16 @@ from kvcompile.layouts import (
     Recent,
     Ring,
     Rotated,
+    SinkWindow,
     Storage,
     Window,
 )
 from kvcompile.pipeline import plan_for
 from kvcompile.recipe import Recipe
+from kvcompile.types import RotaryForm
 from kvcompile.verify import check_program, verify
 from tests.models import tiny_hf
+from tests.test_kernels import rope_tables
 from tests.test_verify import fronts
 
 SCALES = ("float16", "float32")
@@ -237,7 +241,12 @@ HQ, HKV, T = 4, 2, 40
 
 
 def attended(
-    spec: SiteSpec, args: list[Tensor], chunks: list[int], pads: Tensor, **extra: Any
+    spec: SiteSpec,
+    args: list[Tensor],
+    chunks: list[int],
+    pads: Tensor,
+    rope: tuple[Tensor, ...] = (),
+    **extra: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     """The op over `chunks`, and the buffers after them; what no token was written to is 77."""
     q, k, v = args
@@ -257,7 +266,7 @@ def attended(
                 buffers,
                 positions,
                 seq_lens,
-                [],
+                list(rope),
                 start + size,
                 spec.to_json(),
                 **step,
@@ -301,6 +310,18 @@ def test_values_in_the_keys(storage: Any) -> None:
     wanted = policy_attention(*args, spec, [], pads)
     for chunks in CHUNKS:
         close(attended(spec, args, chunks, pads)[0], wanted, pads)
+
+
+@pytest.mark.parametrize("storage", [Fp8(), *TURNED, *RESIDUAL], ids=str)
+def test_values_in_keys_before_rope(storage: Any) -> None:
+    """Keys that rotate when they are read; the values in them do not."""
+    args, pads = inputs(2, k_dim=D, v_dim=40, heads=1), torch.tensor([0, 3])
+    rope, form = rope_tables(64, 8), RotaryForm("half", 48, 8)
+    layout = CacheLayout(storage, InKeys(40), Contiguous(), SinkWindow(3, 6, "in_cache"))
+    spec = SiteSpec(layout, 0.125, rotary=form)
+    wanted = policy_attention(*args, spec, rope, pads)
+    for chunks in CHUNKS:
+        close(attended(spec, args, chunks, pads, tuple(rope))[0], wanted, pads)
 
 
 @pytest.mark.parametrize("storage", [Fp8(), Rotated(Affine(4)), *RESIDUAL], ids=str)
