@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcompile.kernels import reference
+from kvcompile.kernels import reference, scored
 from kvcompile.kernels.spec import SiteSpec
+from kvcompile.layouts import Scored
 
 _LIB = torch.library.Library("kvcompile", "FRAGMENT")
 _LIB.define(
@@ -35,6 +36,10 @@ def _cached_attention(
     dynamic: Tensor | None = None,
 ) -> Tensor:
     site = SiteSpec.from_json(spec)
+    if isinstance(site.layout.retention, Scored):
+        return scored.cached_attention(
+            q, k, v, list(buffers), positions, seq_lens, list(rope), site, sinks, bias
+        )
     return reference.cached_attention(
         q, k, v, list(buffers), positions, seq_lens, list(rope), span, site, sinks, bias, dynamic
     )

@@ -36,6 +36,27 @@ def bias_at(spec: BiasSpec, values: Tensor, query: Tensor, key: Tensor) -> Tenso
     return torch.where(q[:, None] < 0, 0.0, bias)
 
 
+def bias_by_heads(spec: BiasSpec, values: Tensor, query: Tensor, key: Tensor, group: int) -> Tensor:
+    """`bias_at` where KV heads hold different tokens: query [B, S], key [B, Hkv or 1, T] -> fp32 [B, Hkv, G, S, T].
+
+    The bias has a head for every query head, or one for all; the result's heads are 1 where all are alike.
+    """
+    q, k = query[:, None, None, :, None], key[:, :, None, None]
+    heads = values.shape[0]
+    shape = (1, 1) if heads == 1 else (heads // group, group)
+    head = torch.arange(heads, device=values.device).view(1, *shape, 1, 1)
+    match spec.kind:
+        case "alibi":
+            bias = -values[head] * (q - k).float()
+        case "relative":
+            bias = values[head, (q - k).clamp(0, values.shape[1] - 1)]
+        case "columns":
+            bias = values[head, k.clamp(min=0)] - values[head, q.clamp(min=0)]
+        case "table":
+            bias = values[head, q.clamp(min=0), k.clamp(min=0)]
+    return torch.where(q < 0, 0.0, bias)
+
+
 def grouped(bias: Tensor, num_kv_heads: int) -> Tensor:
     """[B, Hq or 1, ...] -> [B, Hkv or 1, G or 1, ...]."""
     return bias[:, :, None] if bias.shape[1] == 1 else bias.unflatten(1, (num_kv_heads, -1))

@@ -123,7 +123,7 @@ def _check_emitted(fast: CachedModel, front: Front, plan: Plan) -> Check:
 
     fast.reset()
     try:
-        return check_program(step, front, plan)
+        return check_program(step, front, plan, buffers=lambda: fast.cache.buffers)
     finally:
         fast.release()
 

@@ -135,7 +135,7 @@ def rewrite(front: Front, plan: Plan) -> tuple[Rewritten, dict[str, Tensor]]:
     front = absorbed(front, plan)
     rewritten = insert_cache(front.canonical, front.sites, plan)
     budgets = [
-        decision.layout.retention.sinks + (decision.layout.retention.window or 0)
+        int(decision.layout.retention.budget())
         for decision in plan.decisions
         if decision.layout.retention.in_cache
     ]
@@ -167,7 +167,7 @@ def _tabulate(front: Front, rope: RopeSpec, count: int) -> tuple[Tensor, Tensor]
     except (IndexError, RuntimeError, NotRotary) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise PlanError(
-            "cache.retention.positions: in_cache counts up to sinks + window + runtime.prefill_chunk positions, and "
+            "cache.retention.positions: in_cache counts up to the budget + runtime.prefill_chunk positions, and "
             f"the model's rotary embedding cannot be told so far: {reason}. Make them fewer, or use positions: original"
         ) from error
     return cos, sin

@@ -15,9 +15,10 @@ import sympy
 import torch
 
 from kvcompile.errors import PlanError
-from kvcompile.layouts import BufferSpec, CacheLayout, Contiguous, Full, InKeys
+from kvcompile.layouts import BufferSpec, CacheLayout, Contiguous, Full, InKeys, Scored
 from kvcompile.layouts import symbols as sy
 from kvcompile.recipe import Recipe
+from kvcompile.recipe.retention import Place
 from kvcompile.types import AttentionSite, MaskSpec, RecurrentState, RotaryForm, ScoreSpec, StateSlot
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -162,6 +163,12 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether some layer needs a prompt in one pass."""
+        retentions = [decision.layout.retention for decision in self.decisions]
+        return any(isinstance(r, Scored) and r.prefill == "full" for r in retentions)
+
     def digest(self) -> str:
         """A short stable hash of everything that decides what is generated."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
@@ -205,7 +212,7 @@ def make_plan(
     decisions: list[Decision] = []
     for site in sites:
         try:
-            decisions.append(_decide(site, sites, recipe))
+            decisions.append(_decide(site, sites, recipe, model_max_tokens))
         except ValueError as error:
             refused.setdefault(str(error), []).append(site)
     for site, reader in zip(sites, decisions if not refused else (), strict=False):
@@ -256,9 +263,12 @@ def _differs(reader: Decision, owner: Decision) -> str | None:
     )
 
 
-def _decide(site: AttentionSite, sites: Sequence[AttentionSite], recipe: Recipe) -> Decision:
+def _decide(
+    site: AttentionSite, sites: Sequence[AttentionSite], recipe: Recipe, model_max_tokens: int | None
+) -> Decision:
     config, rules = recipe.cache_for(site.layer, len(sites), site.mask.kind)
-    layout = config.build(own_window=site.mask.window)
+    tokens = recipe.runtime.max_tokens or model_max_tokens
+    layout = config.build(Place(site.mask.window, tokens, site.layer, len(sites)))
     because = [f"layers[{i}] of the recipe: {_where(recipe, i)}" for i in rules] or ["the recipe's cache"]
     readers = [other.layer for other in sites if other.kv_source == site.layer != other.layer]
     latent = site.latent is not None and config.latent == "auto" and not readers
@@ -290,6 +300,8 @@ def _decide(site: AttentionSite, sites: Sequence[AttentionSite], recipe: Recipe)
             "cache.retention: the mask of this layer is computed from the activations of all tokens before; use "
             "retention: {kind: full} and placement: {kind: contiguous}"
         )
+    if isinstance(layout.retention, Scored):
+        _check_scored(layout.retention, site, readers)
     bias = site.score.bias
     if layout.retention.in_cache and bias is not None and bias.kind in ("columns", "table"):
         raise ValueError(
@@ -336,6 +348,28 @@ def _decide(site: AttentionSite, sites: Sequence[AttentionSite], recipe: Recipe)
     )
 
 
+def _check_scored(retention: Scored, site: AttentionSite, readers: Sequence[int]) -> None:
+    """Refuse a retention by scores where it makes no sense.
+
+    Raises:
+        ValueError: with the reason and what to do.
+    """
+    if site.mask.window is not None:
+        raise ValueError(
+            f"cache.retention: {retention.method} keeps tokens however old, which a {site.mask} mask hides; give "
+            f"{site.mask.kind} layers a retention of their own: "
+            f"layers: [{{where: {{attention: {site.mask.kind}}}, cache: {{retention: {{kind: window}}}}}}]"
+        )
+    others = [*readers] if site.kv_source == site.layer else [site.kv_source]
+    if others:
+        raise ValueError(
+            f"cache.retention: {retention.method} scores tokens by the attention of one layer, and this cache is "
+            f"shared with layer {others[0]}; give both a retention by positions, e.g. "
+            f"layers: [{{where: {{index: [{', '.join(map(str, sorted((site.layer, *others))))}]}}, "
+            "cache: {retention: {kind: full}}]"
+        )
+
+
 def _mask_rows(site: AttentionSite, sites: Sequence[AttentionSite]) -> tuple[StateSlot, ...]:
     """What the site's mask keeps of every token; layers that read the same keep it once, at the first."""
     if site.dynamic is None:
@@ -373,8 +407,8 @@ def _reach(decision: Decision) -> int | None:
         # The largest distance that is ever read, where that does not grow with the sequence.
         windows = [] if retention.window is None or retention.sinks else [retention.window]
         windows += [] if decision.mask.window is None else [decision.mask.window]
-        if retention.in_cache and retention.window is not None:
-            windows.append(retention.sinks + retention.window)
+        if retention.in_cache:
+            windows.append(int(retention.budget()))
         if windows and min(windows) <= bias.reach:
             return None
     return bias.reach

@@ -13,14 +13,18 @@ the original, and (in `optimize`) the compiled program.
 An error is the RMS over a site's outputs (or the logits), relative to their RMS. Its budget is measured, not
 chosen: how far the same outputs move in the oracle when every q, k, v and attention result is disturbed by a few
 units in the last place, which is what two correct orders of summation do.
+
+Which of two nearly equal scores is the lowest, rounding may decide, and a token that stays or goes is no rounding. So
+the oracles keep what the cached run kept, and it is checked that each of its choices was right but for rounding: by
+how much the scores move in the disturbed oracles.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +34,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from kvcompile.errors import VerificationError
 from kvcompile.kernels import opaque, ops
 from kvcompile.kernels.policy import policy_attention
+from kvcompile.kernels.policy_scored import Choice, scored_attention
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
     CacheLayout,
@@ -38,6 +43,7 @@ from kvcompile.layouts import (
     PerChannel,
     Recent,
     Rotated,
+    Scored,
     SinkWindow,
     Storage,
     Window,
@@ -59,7 +65,7 @@ QUANTIZED = 2.0**-15  # disturbance of what is quantized, at least
 # How many times the disturbed oracle's error a correct rewrite may have. Correct ones were seen to have a tenth
 # of the budget in float32 and a fifth in half precision; a token too many or too few in a mask has 10 times it.
 MARGIN = {torch.float32: 8.0, torch.bfloat16: 2.0, torch.float16: 2.0}
-_SMALL_WINDOW, _SMALL_SINKS, _SMALL_TOKENS = 5, 2, 48
+_SMALL_WINDOW, _SMALL_SINKS, _SMALL_HEAVY, _SMALL_TOKENS = 5, 2, 3, 48
 _SMALL_RESIDUAL = 4  # in two groups
 _ROUNDED_RUNS = 3
 _QUICK_CHUNKS = (9, 1, 1, 6, 1)  # over the edge of a small ring in a prompt, in single tokens, in a chunk
@@ -84,10 +90,16 @@ class Check:
 
 @dataclass(frozen=True)
 class _Run:
-    """Outputs of a run over [B, T] tokens: logits [B, T, V], and each site's [B, Hq, T, Dv]."""
+    """Outputs of a run over [B, T] tokens: logits [B, T, V], and each site's [B, Hq, T, Dv].
+
+    kept:    by layer whose retention goes by scores: after each chunk, its tokens [B, Hs, N], -1 for none
+    choices: by such a layer, what an oracle would have chosen by
+    """
 
     logits: Tensor
     sites: tuple[Tensor, ...]
+    kept: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
+    choices: Mapping[int, Sequence[Choice]] = field(default_factory=dict)
 
 
 def verify(model: nn.Module, front: Front, plan: Plan, mode: VerifyMode) -> tuple[Check, ...]:
@@ -119,22 +131,39 @@ def verify(model: nn.Module, front: Front, plan: Plan, mode: VerifyMode) -> tupl
 
 
 def check_program(
-    step: Callable[[Tensor, Tensor | None], Tensor], front: Front, plan: Plan, chunks: Sequence[int] = _CHUNKS
+    step: Callable[[Tensor, Tensor | None], Tensor],
+    front: Front,
+    plan: Plan,
+    chunks: Sequence[int] = _CHUNKS,
+    buffers: Callable[[], Mapping[str, Tensor]] | None = None,
 ) -> Check:
-    """The emitted program against the oracle: `step(input_ids, attention_mask) -> logits`, called chunk by chunk."""
+    """The emitted program against the oracle: `step(input_ids, attention_mask) -> logits`, called chunk by chunk.
+
+    buffers: the program's caches by the names of its placeholders; needed where a retention goes by scores.
+    """
     front = absorbed(front, plan)
     started = time.perf_counter()
+    chunks = _fit(chunks, plan.limits.max_tokens)
+    if not plan.whole_prompts:  # the program would cut them itself, which scores depend on
+        chunks = [size for chunk in chunks for size in _pieces(chunk, plan.limits.prefill_chunk)]
     ids, pads = _probe(front, sum(chunks))
-    oracle, noisy = _oracles(front, plan, _tables(front, plan, *rewrite(front, plan)), ids, pads)
+    rewritten, constants = rewrite(front, plan)
     mask = torch.arange(ids.shape[1], device=ids.device) >= pads[:, None]
     outs, start = [], 0
+    kept = _Kept(plan, rewritten)
     for size in chunks:
         part = slice(start, start + size)
         outs.append(step(ids[:, part], mask[:, part].long() if bool(pads.any()) else None))
         start += size
-    got = _Run(torch.cat(outs, dim=1), ())
-    bare = _Run(oracle.logits, ())
-    return _compare("compiled program", got, bare, [_Run(n.logits, ()) for n in noisy], pads, plan, started)
+        if buffers is not None:
+            kept.note(buffers(), start - pads)
+    got = _Run(torch.cat(outs, dim=1), (), kept.by_layer)
+    oracle, noisy = _oracles(
+        front, plan, _tables(front, plan, rewritten, constants), ids, pads, chunks, got.kept
+    )
+    bare = _Run(oracle.logits, (), choices=oracle.choices)
+    noise = [_Run(n.logits, (), choices=n.choices) for n in noisy]
+    return _compare("compiled program", got, bare, noise, pads, plan, started)
 
 
 def _check_detection(model: nn.Module, front: Front, plan: Plan, tokens: int) -> Check:
@@ -181,8 +210,9 @@ def _check_cache(name: str, front: Front, plan: Plan, chunks: Sequence[int]) -> 
     chunks = _fit(chunks, plan.limits.max_tokens)
     ids, pads = _probe(front, sum(chunks))
     rewritten, constants = rewrite(front, plan)
-    oracle, noisy = _oracles(front, plan, _tables(front, plan, rewritten, constants), ids, pads)
     got = _cached(front, plan, rewritten, constants, ids, pads, chunks)
+    tables = _tables(front, plan, rewritten, constants)
+    oracle, noisy = _oracles(front, plan, tables, ids, pads, chunks, got.kept)
     return _compare(name, got, oracle, noisy, pads, plan, started)
 
 
@@ -234,9 +264,15 @@ def _original(model: nn.Module, front: Front, ids: Tensor) -> Tensor:
 
 
 def _oracles(
-    front: Front, plan: Plan, tables: dict[int, list[Tensor]], ids: Tensor, pads: Tensor
+    front: Front,
+    plan: Plan,
+    tables: dict[int, list[Tensor]],
+    ids: Tensor,
+    pads: Tensor,
+    chunks: Sequence[int] = (),
+    kept: Mapping[int, Sequence[Tensor]] | None = None,
 ) -> tuple[_Run, list[_Run]]:
-    """The policy's full-sequence run, as it is and disturbed.
+    """The policy's full-sequence run, as it is and disturbed; chunks and kept: of a cached run, for scored layers.
 
     Where vectors are rounded to few steps, a handful of values on the edge between two of them make most of what a
     disturbance moves: one run could miss them, so there are several.
@@ -244,7 +280,9 @@ def _oracles(
     storages = [storage for d in plan.decisions for storage in (d.layout.keys, d.layout.values)]
     exact = all(storage.exact(plan.torch_dtype) for storage in storages)
     seeds = [None, *range(1, 2 if exact else 1 + _ROUNDED_RUNS)]
-    undisturbed, *noisy = (_Oracle(front, plan, tables, pads, seed).run_on(ids) for seed in seeds)
+    undisturbed, *noisy = (
+        _Oracle(front, plan, tables, pads, seed, chunks, kept or {}).run_on(ids) for seed in seeds
+    )
     return undisturbed, noisy
 
 
@@ -264,9 +302,18 @@ class _Oracle(Interpreter):
     """Runs the canonical graph with every attention replaced by its policy's oracle."""
 
     def __init__(
-        self, front: Front, plan: Plan, tables: dict[int, list[Tensor]], pads: Tensor, seed: int | None
+        self,
+        front: Front,
+        plan: Plan,
+        tables: dict[int, list[Tensor]],
+        pads: Tensor,
+        seed: int | None,
+        chunks: Sequence[int],
+        kept: Mapping[int, Sequence[Tensor]],
     ):
         super().__init__(front.canonical, garbage_collect_values=False)
+        self.chunks, self.kept = chunks, kept
+        self.choices: dict[int, list[Choice]] = {}
         self.front, self.plan, self.tables, self.pads, self.noise = (
             front,
             plan,
@@ -287,7 +334,7 @@ class _Oracle(Interpreter):
         names = [n.name for n in self.front.canonical.graph.nodes if n.op == "placeholder"]
         with torch.no_grad():
             out = self.run(*[inputs[name] for name in names])
-        return _Run(out[self.front.captured.logits_index], tuple(self.outputs))
+        return _Run(out[self.front.captured.logits_index], tuple(self.outputs), choices=self.choices)
 
     def run_node(self, n: Node) -> Any:
         if is_mixer(n):
@@ -307,7 +354,15 @@ class _Oracle(Interpreter):
         spec = SiteSpec(decision.layout, decision.sm_scale, decision.mask, site.score, rotary=decision.rotary)
         extra = (site.sinks, site.bias, None if site.dynamic is None else site.dynamic.node)
         extras = [None if node is None else self.env[node] for node in extra]
-        out = policy_attention(q_in, k_in, v_in, spec, self.tables.get(site.layer, []), self.pads, *extras)
+        rope = self.tables.get(site.layer, [])
+        if isinstance(decision.layout.retention, Scored):
+            sinks, bias, _ = extras
+            kept = self.kept[site.layer]
+            out, self.choices[site.layer] = scored_attention(
+                q_in, k_in, v_in, spec, rope, self.chunks, self.pads, sinks, bias, kept
+            )
+        else:
+            out = policy_attention(q_in, k_in, v_in, spec, rope, self.pads, *extras)
         self.outputs.append(self._disturbed(out, ModelDtype()))
         return self.outputs[-1]
 
@@ -330,6 +385,27 @@ class _Oracle(Interpreter):
             amount = max(amount, QUANTIZED)
         unit = torch.rand(x.shape, generator=self.generator, device=x.device, dtype=torch.float32) * 2 - 1
         return (x.float() * (1 + amount * unit)).to(x.dtype)
+
+
+class _Kept:
+    """Notes what layers whose retention goes by scores hold after each chunk."""
+
+    def __init__(self, plan: Plan, rewritten: Rewritten):
+        self.names = {
+            decision.layer: f"cache_{decision.layer}_slots_token"
+            for decision in plan.decisions
+            if isinstance(decision.layout.retention, Scored)
+        }
+        known = {name for names in rewritten.caches for name in names}
+        assert known >= set(self.names.values())
+        self.by_layer: dict[int, list[Tensor]] = {layer: [] for layer in self.names}
+
+    def note(self, buffers: Mapping[str, Tensor], lengths: Tensor) -> None:
+        """lengths: tokens that each sequence has seen by now [B]; not positive where it has seen none."""
+        for layer, name in self.names.items():
+            token = buffers[name].long()
+            slot = torch.arange(token.shape[2], device=token.device)
+            self.by_layer[layer].append(torch.where(slot < lengths[:, None, None], token, -1))
 
 
 class _Tap(Interpreter):
@@ -376,6 +452,7 @@ def _cached(
     seq_lens = torch.zeros(batch, dtype=torch.int64, device=device)
     names = [n.name for n in rewritten.graph_module.graph.nodes if n.op == "placeholder"]
     logits, sites, start = [], [], 0
+    kept = _Kept(plan, rewritten)
     for size in chunks:
         inputs = example_inputs(front, batch, size) | constants | caches
         positions = (seq_lens - (pads - start).clamp(0, size))[:, None] + torch.arange(size, device=device)
@@ -394,10 +471,10 @@ def _cached(
         logits.append(out[front.captured.logits_index])
         sites.append(tap.outputs)
         seq_lens = positions[:, -1] + 1
+        kept.note(caches, seq_lens)
         start += size
-    return _Run(
-        torch.cat(logits, dim=1), tuple(torch.cat(parts, dim=2) for parts in zip(*sites, strict=True))
-    )
+    outputs = tuple(torch.cat(parts, dim=2) for parts in zip(*sites, strict=True))
+    return _Run(torch.cat(logits, dim=1), outputs, kept.by_layer)
 
 
 def _compare(
@@ -420,7 +497,33 @@ def _compare(
             raise VerificationError(_failure(name, layer, error, budget, plan), layer, error)
         if error / budget > worst[0]:
             worst = (error / budget, error, budget, layer)
+    for layer, choices in oracle.choices.items():
+        _check_choices(name, layer, choices, [n.choices[layer] for n in noisy], plan)
     return Check(name, tokens, worst[1], worst[2], worst[3], time.perf_counter() - started)
+
+
+def _check_choices(
+    name: str, layer: int, choices: Sequence[Choice], noisy: Sequence[Sequence[Choice]], plan: Plan
+) -> None:
+    """Each token that went had the lowest score, as far as rounding lets one tell.
+
+    Raises:
+        VerificationError: a choice that rounding does not explain.
+    """
+    for number, choice in enumerate(choices):
+        moved = max(float((choice.values - other[number].values).abs().max()) for other in noisy)
+        size = float(choice.values.abs().max())
+        budget = MARGIN[torch.float32] * (moved + torch.finfo(torch.float32).eps * size)
+        if choice.excess > budget:
+            decision = next(d for d in plan.decisions if d.layer == layer)
+            raise VerificationError(
+                f"verification {name!r} failed: layer {layer} ({decision.module_path}, {decision.source}; "
+                f"{decision.layout}) gave up a token whose score is above that of one it kept, by "
+                f"{choice.excess:.2e}, where rounding explains {budget:.2e}. The rewritten model was not returned. "
+                "Please report this model; verify: off skips the check",
+                layer,
+                choice.excess,
+            )
 
 
 def _relative(x: Tensor, reference: Tensor, where: Tensor) -> float:
@@ -465,6 +568,14 @@ def _shrink(plan: Plan) -> Plan:
                     retention,
                     sinks=min(retention.sinks, _SMALL_SINKS),
                     window=min(retention.window, _SMALL_WINDOW),
+                )
+            case Scored():
+                retention = replace(
+                    retention,
+                    sinks=min(retention.sinks, _SMALL_SINKS),
+                    heavy=min(retention.heavy, _SMALL_HEAVY),
+                    recent=min(retention.recent, _SMALL_WINDOW),
+                    rows=min(retention.rows, _SMALL_WINDOW),
                 )
         keys, values = _settling(decision.layout.keys), _settling(decision.layout.values)
         layout = replace(decision.layout, keys=keys, values=values, retention=retention)

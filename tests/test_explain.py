@@ -14,6 +14,7 @@ import torch
 from kvcompile.explain import Explanation, explain
 from kvcompile.plan import Decision, Limits, Plan
 from kvcompile.recipe import Recipe
+from kvcompile.recipe.retention import Place
 from kvcompile.types import MaskSpec, NoMatch, RotaryForm
 
 MISS = NoMatch("sdpa", "scale is not a number", "sdpa_7", "modeling_x.py:123", "model.layers.3.attn")
@@ -33,7 +34,7 @@ def decision(layer: int, window: int | None = None, recipe: str = "baseline") ->
         v_head_dim=64,
         sm_scale=0.125,
         mask=mask,
-        layout=config.build(window),
+        layout=config.build(Place(window)),
         lossless=recipe == "baseline",
         because=("the recipe's cache", "keeps all that a causal mask shows"),
         kv_source=layer,

@@ -25,6 +25,7 @@ from kvcompile.layouts import (
     Window,
 )
 from kvcompile.recipe import Recipe, load_recipe, shipped_recipes, shipped_text
+from kvcompile.recipe.retention import Place
 
 
 def problems(source: Any, **overrides: Any) -> str:
@@ -38,7 +39,7 @@ def layout(
     recipe: Recipe, layer: int = 0, layers: int = 4, attention: str = "causal", window: int = 64
 ) -> Any:
     config, _ = recipe.cache_for(layer, layers, attention)
-    return config.build(window if attention == "sliding" else None)
+    return config.build(Place(window if attention == "sliding" else None))
 
 
 @pytest.mark.parametrize("name", shipped_recipes())

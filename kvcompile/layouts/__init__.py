@@ -1,8 +1,9 @@
 """The three axes of a KV cache: storage x placement x retention, and their symbolic address and bytes."""
 
 from kvcompile.layouts.layout import BufferSpec, CacheLayout
-from kvcompile.layouts.placement import Contiguous, Placement, Ring
+from kvcompile.layouts.placement import Contiguous, Placement, Ring, Slots
 from kvcompile.layouts.retention import Full, Retention, SinkWindow, Window
+from kvcompile.layouts.scored import Scored
 from kvcompile.layouts.storage import (
     Affine,
     Float,
@@ -33,7 +34,9 @@ __all__ = [
     "Retention",
     "Ring",
     "Rotated",
+    "Scored",
     "SinkWindow",
+    "Slots",
     "Storage",
     "Window",
 ]

@@ -11,8 +11,9 @@ import sympy
 import torch
 
 from kvcompile.layouts import symbols as sy
-from kvcompile.layouts.placement import Contiguous, Placement, Ring, placement_from
+from kvcompile.layouts.placement import Contiguous, Placement, placement_from
 from kvcompile.layouts.retention import Full, Retention, retention_from
+from kvcompile.layouts.scored import STATE_BYTES, Scored
 from kvcompile.layouts.storage import ModelDtype, Storage, storage_from
 
 
@@ -52,7 +53,7 @@ class CacheLayout:
     @property
     def bounded(self) -> bool:
         """Whether the slots do not grow with the tokens (a sequence may run for ever)."""
-        return isinstance(self.placement, Ring)
+        return sy.T not in self.num_slots.free_symbols
 
     @property
     def num_slots(self) -> sympy.Expr:
@@ -72,13 +73,22 @@ class CacheLayout:
     @property
     def bytes_per_slot(self) -> sympy.Expr:
         """Bytes that one more token takes over all KV heads, in H, D, Dv, P; on average, where tokens share some."""
-        return sy.H * (self.keys.bytes_per_vector(sy.D) + self.values.bytes_per_vector(sy.Dv))
+        vectors = self.keys.bytes_per_vector(sy.D) + self.values.bytes_per_vector(sy.Dv)
+        return sy.H * vectors + STATE_BYTES * self.state_heads
 
     @property
     def bytes(self) -> sympy.Expr:
         """Bytes of the layer's cache, in B, T, H, D, Dv, P."""
         slots = self.num_slots
-        return sy.B * sy.H * (self.keys.bytes(sy.D, slots) + self.values.bytes(sy.Dv, slots))
+        vectors = self.keys.bytes(sy.D, slots) + self.values.bytes(sy.Dv, slots)
+        return sy.B * (sy.H * vectors + STATE_BYTES * self.state_heads * slots)
+
+    @property
+    def state_heads(self) -> sympy.Expr:
+        """How many heads note token and score of each slot: none, one for all, or each KV head, H."""
+        if not isinstance(self.retention, Scored):
+            return sympy.Integer(0)
+        return sy.H if self.retention.granularity == "kv_head" else sympy.Integer(1)
 
     @property
     def num_key_parts(self) -> int:
@@ -93,13 +103,21 @@ class CacheLayout:
     def buffers(
         self, num_kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, max_tokens: int | None
     ) -> tuple[BufferSpec, ...]:
-        """The layer's tensors for one sequence: K's parts, then V's."""
+        """The layer's tensors for one sequence: K's parts, V's, and what a retention by scores notes of each slot."""
         slots = self.slots(max_tokens)
-        return tuple(
+        state: tuple[BufferSpec, ...] = ()
+        if isinstance(self.retention, Scored):
+            shape = (int(self.state_heads.subs(sy.H, num_kv_heads)), slots)
+            state = (
+                BufferSpec("slots.token", shape, torch.int32),
+                BufferSpec("slots.score", shape, torch.float32),
+            )
+        vectors = tuple(
             BufferSpec(f"{side}.{part.name}", (num_kv_heads, part.rows(slots), *part.shape), part.dtype)
             for side, storage, dim in (("keys", self.keys, head_dim), ("values", self.values, v_head_dim))
             for part in storage.parts(dim, dtype)
         )
+        return (*vectors, *state)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

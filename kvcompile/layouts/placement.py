@@ -4,6 +4,7 @@
 |---|---|---|
 | Contiguous | pos | the limit of tokens |
 | Ring | pos below `sinks`, else sinks + (pos - sinks) mod window | sinks + window |
+| Slots | pos below the budget, else the slot `given_up` by the lowest score | the budget |
 
 Eviction never compacts: in a ring the new token overwrites the slot of the token that leaves the window.
 """
@@ -16,7 +17,7 @@ from typing import Any, Literal
 import sympy
 
 from kvcompile.layouts import symbols as sy
-from kvcompile.layouts.retention import Retention
+from kvcompile.layouts.retention import Retention, Scored
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class Contiguous:
         return sy.slot
 
     def check(self, retention: Retention) -> str | None:
+        if isinstance(retention, Scored):
+            return (
+                f"a contiguous placement keeps the memory of the tokens that {retention.method} forgets: use placement "
+                "'slots'"
+            )
         return None
 
     def __str__(self) -> str:
@@ -68,6 +74,11 @@ class Ring:
         return ring if not sinks else sympy.Piecewise((sy.slot, sy.slot < sinks), (ring, True))
 
     def check(self, retention: Retention) -> str | None:
+        if isinstance(retention, Scored):
+            return (
+                f"a ring overwrites its oldest tokens, where {retention.method} says which one goes: use placement "
+                "'slots'"
+            )
         if retention.window is None:
             return (
                 "a ring overwrites its oldest tokens, which retention 'full' must keep: "
@@ -79,8 +90,35 @@ class Ring:
         return "ring"
 
 
-Placement = Contiguous | Ring
-PLACEMENTS: tuple[type[Placement], ...] = (Contiguous, Ring)
+@dataclass(frozen=True)
+class Slots:
+    """As many slots as the retention keeps, in no order: each knows its token, and a score says which one goes."""
+
+    kind: Literal["slots"] = "slots"
+
+    def num_slots(self, retention: Retention) -> sympy.Expr:
+        return retention.budget()
+
+    def address(self, retention: Retention) -> sympy.Expr:
+        return sympy.Piecewise((sy.pos, sy.pos < retention.budget()), (sy.given_up, True))
+
+    def token_at(self, retention: Retention) -> sympy.Expr:
+        return sy.held
+
+    def check(self, retention: Retention) -> str | None:
+        if not isinstance(retention, Scored):
+            return (
+                f"slots in any order need a score per token, which retention {retention.kind!r} has not: use placement "
+                + ("'contiguous'" if retention.window is None else "'ring'")
+            )
+        return None
+
+    def __str__(self) -> str:
+        return "slots"
+
+
+Placement = Contiguous | Ring | Slots
+PLACEMENTS: tuple[type[Placement], ...] = (Contiguous, Ring, Slots)
 
 
 def placement_from(data: dict[str, Any]) -> Placement:

@@ -5,8 +5,9 @@
 | Full | always | - |
 | Window(size) | j > i - size (the query's own token counts) | Mistral |
 | SinkWindow(sinks, window) | j < sinks, or j > i - window | StreamingLLM, Xiao et al. 2023 |
+| Scored(sinks, heavy, recent) | j is kept: see `layouts/scored.py` | H2O, TOVA, SnapKV |
 
-These depend on positions alone, so the slot of a token is an expression of its position. The site's own
+All but the last depend on positions alone, so the slot of a token is an expression of its position. The site's own
 mask holds as well: what a model never sees, a retention cannot show it.
 """
 
@@ -18,6 +19,7 @@ from typing import Any, Literal
 import sympy
 
 from kvcompile.layouts import symbols as sy
+from kvcompile.layouts.scored import Scored
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,8 @@ class SinkWindow:
         return f"sinks {self.sinks} + window {self.window}" + (" in_cache" if self.in_cache else "")
 
 
-Retention = Full | Window | SinkWindow
-RETENTIONS: tuple[type[Retention], ...] = (Full, Window, SinkWindow)
+Retention = Full | Window | SinkWindow | Scored
+RETENTIONS: tuple[type[Retention], ...] = (Full, Window, SinkWindow, Scored)
 
 
 def retention_from(data: dict[str, Any]) -> Retention:

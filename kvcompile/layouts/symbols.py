@@ -3,6 +3,8 @@
 pos     position of a token in its sequence, 0-based
 slot    index into a layer's array of slots
 length  tokens a sequence has seen
+held    position of the token in a slot, where the cache itself notes it
+given_up  slot that a retention by scores gives up
 B       sequences          T   limit on tokens per sequence
 H       KV heads of a layer
 D, Dv   channels of one K / V vector
@@ -14,5 +16,6 @@ from __future__ import annotations
 import sympy
 
 pos, slot = sympy.symbols("pos slot", integer=True)
+held, given_up = sympy.symbols("held given_up", integer=True)
 length = sympy.Symbol("length", integer=True, nonnegative=True)
 B, T, H, D, Dv, P = sympy.symbols("B T H D Dv P", integer=True, positive=True)

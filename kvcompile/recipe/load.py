@@ -11,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from kvcompile.errors import RecipeError
+from kvcompile.recipe.retention import KINDS
 from kvcompile.recipe.schema import CacheConfig, Recipe, RuntimeConfig, merge_cache
 
 _SECTIONS = tuple(Recipe.model_fields)
@@ -149,7 +150,7 @@ def _tuples(data: dict[str, Any]) -> dict[str, Any]:
 
 def _say(item: Any, prefix: tuple[str | int, ...] = ()) -> str:
     """One pydantic error as `path: what was expected, got what came`."""
-    tags = {"full", "window", "sink_window"}
+    tags = set(KINDS)
     loc = [
         part
         for i, part in enumerate((*prefix, *item["loc"]))
@@ -166,7 +167,7 @@ def _say(item: Any, prefix: tuple[str | int, ...] = ()) -> str:
     if kind == "union_tag_invalid":
         return f"{path}.kind: expected one of {context['expected_tags']}, got {context['tag']!r}"
     if kind == "union_tag_not_found":
-        return f"{path}.kind: is required, one of 'full', 'window', 'sink_window'"
+        return f"{path}.kind: is required, one of {', '.join(map(repr, KINDS))}"
     if kind == "value_error":
         return f"{path}: {context['error']}"
     message = item["msg"][0].lower() + item["msg"][1:]

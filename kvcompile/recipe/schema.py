@@ -13,20 +13,16 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from kvcompile import layouts
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
+from kvcompile.recipe.retention import ANYWHERE, FullConfig, Place, RetentionConfig, Strict
 
 _FLOATS = ("model", "float32", "float16", "bfloat16")
 _BITS: dict[str, Literal[2, 3, 4, 8]] = {"int2": 2, "int3": 3, "int4": 4, "int8": 8}
 
 
-class StorageConfig(_Strict):
+class StorageConfig(Strict):
     """How K or V vectors are encoded."""
 
     dtype: Literal[
@@ -132,33 +128,12 @@ class StorageConfig(_Strict):
         return layouts.Int8(scale_dtype=self.scale_dtype)
 
 
-class FullConfig(_Strict):
-    kind: Literal["full"] = "full"
+class PlacementConfig(Strict):
+    kind: Literal["contiguous", "ring", "slots"]
 
 
-class WindowConfig(_Strict):
-    kind: Literal["window"] = "window"
-    size: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="tokens; the model's own window if absent"
-    )
-
-
-class SinkWindowConfig(_Strict):
-    kind: Literal["sink_window"] = "sink_window"
-    sinks: Annotated[int, Field(ge=0)] = 4
-    window: Annotated[int, Field(ge=1)]
-    positions: Literal["original", "in_cache"] = "original"
-
-
-RetentionConfig = Annotated[FullConfig | WindowConfig | SinkWindowConfig, Field(discriminator="kind")]
-
-
-class PlacementConfig(_Strict):
-    kind: Literal["contiguous", "ring"]
-
-
-class CacheConfig(_Strict):
-    """One layer's layout. Placement defaults to what the retention frees: ring if bounded, else contiguous."""
+class CacheConfig(Strict):
+    """One layer's layout. Placement defaults to what the retention frees: contiguous if nothing, ring or slots."""
 
     keys: StorageConfig = StorageConfig()
     values: StorageConfig = StorageConfig()
@@ -171,32 +146,33 @@ class CacheConfig(_Strict):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> CacheConfig:
-        problem = self.build(own_window=1).check()
+        problem = self.build(ANYWHERE).check()
         if problem:
             raise ValueError(problem)
         return self
 
-    def build(self, own_window: int | None) -> layouts.CacheLayout:
-        """The layout; `own_window` is the model's, for `retention: {kind: window}` without a size."""
-        retention: layouts.Retention
-        match self.retention:
-            case FullConfig():
-                retention = layouts.Full()
-            case WindowConfig(size=size):
-                window = size if size is not None else own_window
-                if window is None:
-                    raise ValueError("retention window has no size, and the layer has no window of its own")
-                retention = layouts.Window(window)
-            case SinkWindowConfig(sinks=sinks, window=window, positions=positions):
-                retention = layouts.SinkWindow(sinks, window, positions)
-        kind = self.placement.kind if self.placement else None
-        if kind is None:
-            kind = "contiguous" if isinstance(retention, layouts.Full) else "ring"
-        placement = layouts.Contiguous() if kind == "contiguous" else layouts.Ring()
+    def build(self, place: Place) -> layouts.CacheLayout:
+        """The layout of one layer.
+
+        Raises:
+            ValueError: the layer lacks what the retention is said by.
+        """
+        retention = self.retention.build(place)
+        if self.placement is not None:
+            kind = self.placement.kind
+        elif isinstance(retention, layouts.Full):
+            kind = "contiguous"
+        else:
+            kind = "slots" if isinstance(retention, layouts.Scored) else "ring"
+        placement: layouts.Placement = {
+            "contiguous": layouts.Contiguous(),
+            "ring": layouts.Ring(),
+            "slots": layouts.Slots(),
+        }[kind]
         return layouts.CacheLayout(self.keys.build(), self.values.build(), placement, retention)
 
 
-class Where(_Strict):
+class Where(Strict):
     """Which layers an entry of `layers` is for: every condition given must hold."""
 
     index: int | list[int] | None = Field(None, description="layer numbers from 0; negative from the end")
@@ -232,12 +208,12 @@ class Where(_Strict):
         return True
 
 
-class LayerRule(_Strict):
+class LayerRule(Strict):
     where: Where
     cache: dict[str, Any] = Field(description="the axes to change; the others stay as in `cache`")
 
 
-class RuntimeConfig(_Strict):
+class RuntimeConfig(Strict):
     max_batch: Annotated[int, Field(ge=1)] = 64
     max_tokens: Annotated[int, Field(ge=1)] | None = Field(
         None,
@@ -246,7 +222,7 @@ class RuntimeConfig(_Strict):
     prefill_chunk: Annotated[int, Field(ge=2)] = Field(512, description="tokens of a prompt in one pass")
 
 
-class CompileConfig(_Strict):
+class CompileConfig(Strict):
     mode: Literal["default", "max-autotune", "reduce-overhead", "none"] = Field(
         "default", description="Inductor's modes; none runs the rewritten graph as it is"
     )
@@ -255,7 +231,7 @@ class CompileConfig(_Strict):
 VerifyMode = Literal["quick", "thorough", "off"]
 
 
-class Recipe(_Strict):
+class Recipe(Strict):
     """A named choice of KV cache. Read one with `Recipe.load`, which reports all problems at once."""
 
     name: str = "custom"

@@ -101,7 +101,7 @@ class CachedModel(nn.Module):
 
     def _chunks(self, tokens: int) -> list[int]:
         """Sizes of the passes of a prompt, as even as can be."""
-        count = math.ceil(tokens / self.plan.limits.prefill_chunk)
+        count = 1 if self.plan.whole_prompts else math.ceil(tokens / self.plan.limits.prefill_chunk)
         return [tokens * (i + 1) // count - tokens * i // count for i in range(count)]
 
     def _step(self, input_ids: Tensor, pads: Tensor | None, kept: int) -> list[Tensor]:

@@ -1,0 +1,246 @@
+"""Append and attend where scores say which tokens stay (`layouts/scored.py`): slots in any order, a token in each.
+
+Shapes as in `reference`; besides K's and V's parts a layer has, per slot, the position of its token [B, Hs, N] (int32)
+and its score [B, Hs, N] (fp32), Hs = Hkv, or 1 where a layer has one score for all heads. Slots fill in order: of a
+sequence of `length` tokens the first min(length, N) hold one, and what stands in the others means nothing.
+
+One new token takes its slot, attends to all slots, and leaves its probabilities there. Many attend to the slots and to
+themselves; then those that stay are written, in the order of their score.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvcompile.kernels import codec, columns
+from kvcompile.kernels.reference import _as_read as as_read
+from kvcompile.kernels.reference import _as_stored as as_stored
+from kvcompile.kernels.reference import _sides as sides
+from kvcompile.kernels.reference import _turned_back as turned_back
+from kvcompile.kernels.reference import _values as values_of
+from kvcompile.kernels.rope import rotate
+from kvcompile.kernels.scores import bias_by_heads, probabilities, soft_capped
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.layouts import CacheLayout, InKeys, ModelDtype, Scored
+
+_LATEST = torch.iinfo(torch.int32).max
+
+
+def cached_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    buffers: list[Tensor],
+    positions: Tensor,
+    seq_lens: Tensor,
+    rope: list[Tensor],
+    spec: SiteSpec,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Append k, v to `buffers` (in place) and attend; returns [B, Hq, S, Dv] in q's dtype.
+
+    Args: as `reference.cached_attention`; buffers: K's parts, V's, then token and score of each slot.
+    """
+    layout, dtype = spec.layout, q.dtype
+    one = q.shape[2] == 1
+    reading = replace(spec, layout=as_read(layout, bool(rope), q.shape[-1]))
+    if not rope:
+        q = codec.turned(layout.keys, q) if one else codec.turned(layout.keys, q).to(dtype)
+    attend = _one if one else _many
+    out = attend(q, k, v, buffers, positions, seq_lens, rope, layout, reading, sinks, bias)
+    return turned_back(out, layout, reading.layout).to(dtype)
+
+
+def _one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    buffers: list[Tensor],
+    positions: Tensor,
+    seq_lens: Tensor,
+    rope: list[Tensor],
+    layout: CacheLayout,
+    spec: SiteSpec,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """One query per sequence: fp32 [B, Hq, 1, Dv]."""
+    retention, read = _retention(layout), spec.layout
+    parts, token, score = buffers[:-2], buffers[-2], buffers[-1]
+    slot = _slot_for(token, score, positions[:, None], retention)
+    batch = torch.arange(k.shape[0], device=k.device)[:, None, None]
+    for storage, x, own in sides(layout, k, v, parts):
+        head = torch.arange(k.shape[1], device=k.device)[None, :, None]
+        for buffer, part in zip(own, codec.encode(storage, x), strict=True):
+            buffer.index_put_((batch, head, slot), part)
+    head = torch.arange(token.shape[1], device=k.device)[None, :, None]
+    token.index_put_((batch, head, slot), positions[:, None].to(token.dtype))
+    score.index_put_((batch, head, slot), torch.zeros((), device=score.device))
+
+    held = _held(token, positions[:, -1] + 1)
+    heads = (k.shape[1], q.shape[1] // k.shape[1])
+    keys, values = parts[: layout.num_key_parts], parts[layout.num_key_parts :]
+    query_place, place = positions, held
+    if retention.in_cache:
+        query_place = positions.clamp(max=retention.tokens - 1)
+        place = _ranks(held)
+    if rope:
+        q = rotate(q, query_place, *rope, form=spec.rotary)
+        rotated = rotate(codec.decode(read.keys, keys, q.dtype), place, *rope, form=spec.rotary)
+        scores = codec.dot_keys(ModelDtype(), q.squeeze(2).unflatten(1, heads), [rotated])
+    else:
+        scores = codec.dot_keys(read.keys, q.squeeze(2).unflatten(1, heads), keys)
+    scores = soft_capped(scores * spec.sm_scale, spec.score.softcap)
+    if spec.score.bias is not None:
+        assert bias is not None
+        scores = scores + bias_by_heads(spec.score.bias, bias, query_place, place, heads[1]).squeeze(3)
+    # A padding query sees everything, so that its softmax has something to sum to.
+    seen = (held >= 0) | (positions < 0)[:, None]
+    p = probabilities(scores.masked_fill(~seen[:, :, None], float("-inf")), sinks)
+    storage = read.values
+    if isinstance(storage, InKeys):
+        storage, values = codec.leading(read.keys, keys, storage.channels)
+    out = codec.weigh_values(storage, p, values)
+    # Slots without a token collect what means nothing: it is gone when a token comes.
+    share = columns.pooled(p, retention)
+    if retention.score == "last":
+        score.copy_(share)
+    elif retention.score != "vote":
+        score.add_(share)
+    return out.flatten(1, 2).unsqueeze(2)
+
+
+def _many(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    buffers: list[Tensor],
+    positions: Tensor,
+    seq_lens: Tensor,
+    rope: list[Tensor],
+    layout: CacheLayout,
+    spec: SiteSpec,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Many queries against the slots and themselves: [B, Hq, S, Dv]."""
+    retention, read, dtype = _retention(layout), spec.layout, q.dtype
+    parts, token, score = buffers[:-2], buffers[-2], buffers[-1]
+    keys, values = parts[: layout.num_key_parts], parts[layout.num_key_parts :]
+    held = _held(token, seq_lens)
+    own = torch.where(positions < 0, -1, positions)[:, None].expand(-1, held.shape[1], -1)
+    tokens = torch.cat([held, own], dim=2)
+    k_all = torch.cat([codec.decode(read.keys, keys, dtype), as_stored(layout.keys, read.keys, k)], dim=2)
+    v_all = values_of(read, values, k_all)
+    if not isinstance(layout.values, InKeys):
+        v_all = torch.cat([v_all, as_stored(layout.values, read.values, v)], dim=2)
+    query_place, place = positions, tokens
+    if retention.in_cache:
+        # New tokens stand after all that were kept.
+        query_place = positions - (seq_lens - retention.tokens).clamp(min=0)[:, None]
+        place = torch.cat([_ranks(held), query_place[:, None].expand(-1, held.shape[1], -1)], dim=2)
+    if rope:
+        q = rotate(q, query_place, *rope, form=spec.rotary)
+        k_all = rotate(k_all, place, *rope, form=spec.rotary)
+    out, gained = columns.OP(
+        q, k_all, v_all, tokens, positions, query_place, place, spec.to_json(), sinks=sinks, bias=bias
+    )
+    last = positions[:, -1:, None]
+    scores = _after(score, gained, tokens, last, retention)
+    stay = _staying(tokens, scores, last, token.shape[2], retention)
+    for storage, x, mine in sides(layout, k, v, parts):
+        for buffer, part in zip(mine, codec.encode(storage, x), strict=True):
+            buffer.copy_(_take(buffer, part, stay))
+    token.copy_(tokens.gather(2, stay))
+    score.copy_(scores.gather(2, stay))
+    return out
+
+
+def _retention(layout: CacheLayout) -> Scored:
+    assert isinstance(layout.retention, Scored)
+    return layout.retention
+
+
+def _held(token: Tensor, length: Tensor) -> Tensor:
+    """Positions int64 [B, Hs, N] of the tokens in the slots of sequences of `length` [B]; -1 where there is none."""
+    slot = torch.arange(token.shape[2], device=token.device)
+    return torch.where(slot < length[:, None, None], token.long(), -1)
+
+
+def _ranks(held: Tensor) -> Tensor:
+    """Each token's place among those kept, [B, Hs, N], from 0 in the order of positions; anything for no token."""
+    # Slots without a token go last.
+    order = torch.where(held < 0, _LATEST, held).argsort(-1)
+    place = torch.arange(held.shape[2], device=held.device).expand_as(held)
+    return torch.empty_like(order).scatter_(2, order, place)
+
+
+def _slot_for(token: Tensor, score: Tensor, position: Tensor, retention: Scored) -> Tensor:
+    """The slot [B, Hs, 1] that the token at `position` [B, 1, 1] takes: the next free one, or that of the lowest score.
+
+    Padding (negative) gets one at the far end that holds no token yet.
+    """
+    held = token.long()
+    candidate = (held >= retention.sinks) & (held <= position - retention.recent)
+    value = score / (position - held).clamp(min=1) if retention.score == "mean_age" else score
+    value = value.masked_fill(~candidate, float("inf"))
+    lowest = value.amin(-1, keepdim=True)
+    oldest = held.masked_fill(~candidate | (value > lowest), _LATEST).argmin(-1, keepdim=True)
+    slots = token.shape[2]
+    return torch.where(position < slots, torch.remainder(position, slots), oldest)
+
+
+def _after(score: Tensor, gained: Tensor, tokens: Tensor, last: Tensor, retention: Scored) -> Tensor:
+    """Scores [B, Hs, N + S] of slots and new tokens after a pass, from the slots' `score` and the columns' sums."""
+    new = gained.shape[2] - score.shape[2]
+    match retention.score:
+        case "last":
+            return gained
+        case "vote":
+            voted = gained.masked_fill((tokens < 0) | (tokens > last - retention.recent), 0.0)
+            # What got no vote must still stand above tokens that came after the vote, which have 0.
+            eligible = (tokens >= 0) & (tokens <= last - retention.recent)
+            return torch.where(eligible, 1.0 + _smoothed(voted, tokens, retention.smooth), 0.0)
+        case _:
+            before = torch.cat([score, score.new_zeros(*score.shape[:2], new)], dim=2)
+            return torch.where(tokens >= 0, before + gained, 0.0)
+
+
+def _smoothed(votes: Tensor, tokens: Tensor, width: int) -> Tensor:
+    """Votes averaged over `width` neighbours in the order of positions (zeros beyond the ends)."""
+    if width == 1:
+        return votes
+    order = tokens.argsort(-1)
+    ordered = votes.gather(2, order)
+    padded = torch.nn.functional.pad(ordered, (width // 2, width // 2))
+    count = ordered.shape[2]
+    total = padded[:, :, :count]
+    for shift in range(1, width):
+        total = total + padded[:, :, shift : shift + count]
+    return torch.empty_like(votes).scatter_(2, order, total / width)
+
+
+def _staying(tokens: Tensor, scores: Tensor, last: Tensor, slots: int, retention: Scored) -> Tensor:
+    """Which `slots` of the tokens [B, Hs, N + S] stay, indices [B, Hs, slots]; those without a token come last."""
+    value = scores
+    if retention.score == "mean_age":
+        value = scores / (last + 1 - tokens).clamp(min=1)
+    protected = (tokens < retention.sinks) | (tokens > last - retention.recent)
+    value = value.masked_fill(protected, float("inf")).masked_fill(tokens < 0, float("-inf"))
+    # The newest first, and then by value without changing the order of equals: of them the oldest goes.
+    newest = tokens.argsort(-1, descending=True)
+    ranked = value.gather(2, newest).argsort(dim=-1, descending=True, stable=True)
+    return newest.gather(2, ranked)[:, :, :slots]
+
+
+def _take(old: Tensor, new: Tensor, index: Tensor) -> Tensor:
+    """Rows `index` [B, Hs, N] of old [B, Hkv, N, ...] followed by new [B, Hkv, S, ...]."""
+    if old.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):  # torch gathers no fp8
+        return _take(old.view(torch.uint8), new.view(torch.uint8), index).view(old.dtype)
+    both = torch.cat([old, new], dim=2)
+    shape = (*index.shape, *[1] * (both.dim() - 3))
+    return both.gather(2, index.view(shape).expand(-1, both.shape[1], -1, *both.shape[3:]))

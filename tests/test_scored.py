@@ -1,0 +1,240 @@
+"""Retention by scores (H2O, TOVA, SnapKV): the cached op against a dictionary of tokens per head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvcompile.kernels import columns, ops
+from kvcompile.kernels.policy import policy_attention
+from kvcompile.kernels.policy_scored import scored_attention
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.layouts import (
+    Affine,
+    CacheLayout,
+    Contiguous,
+    Float,
+    Fp8,
+    Full,
+    InKeys,
+    Int8,
+    ModelDtype,
+    Ring,
+    Rotated,
+    Scored,
+    SinkWindow,
+    Slots,
+)
+from kvcompile.types import BiasSpec, RotaryForm, ScoreSpec
+from tests.test_kernels import HKV, HQ, D, T, rope_tables, score_tensors
+
+STORAGES = (ModelDtype(), Float("bfloat16"), Fp8(), Int8(), Affine(4, 32), Rotated(Affine(4, 32)))
+H2O = Scored(1, 3, 2)
+TOVA = Scored(0, 5, 1, "tova", "last", "mean", "layer")
+SNAP = Scored(0, 3, 4, "snapkv", "vote", "mean", "kv_head", rows=3, smooth=3)
+RETENTIONS = (
+    H2O,
+    replace(H2O, score="mean_age", pooling="max"),
+    replace(H2O, pooling="sum", granularity="layer", rows=2),
+    replace(H2O, positions="in_cache"),
+    TOVA,
+    replace(TOVA, positions="in_cache"),
+    SNAP,
+    replace(SNAP, sinks=2, smooth=5, pooling="max"),
+)
+SCORES = (
+    ScoreSpec(),
+    ScoreSpec(softcap=3.0, sinks=True),
+    ScoreSpec(bias=BiasSpec("alibi")),
+    ScoreSpec(bias=BiasSpec("relative", T)),
+    ScoreSpec(bias=BiasSpec("table", T)),
+)
+ROPE = rope_tables(4 * T)
+HEADS = RotaryForm("half", 0, D)
+CHUNKS = st.lists(st.sampled_from((1, 1, 1, 2, 3, 7, 12)), min_size=1, max_size=14).filter(
+    lambda sizes: sum(sizes) <= T
+)
+
+
+def inputs(seed: int, tokens: int, batch: int = 2, v_dim: int = 32) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    # Large scores: few tokens get most of the probability, and others come back into view.
+    q, k = (2 * torch.randn(batch, h, tokens, D, generator=g) for h in (HQ, HKV))
+    return q, k, torch.randn(batch, HKV, tokens, v_dim, generator=g)
+
+
+def run(
+    spec: SiteSpec,
+    args: tuple[Tensor, ...],
+    chunks: list[int],
+    pads: Tensor,
+    rope: list[Tensor],
+    **extra: Any,
+) -> tuple[Tensor, list[Tensor]]:
+    """The op over `chunks`, and the tokens held after each pass; what no token was written to is 77."""
+    q, k, v = args
+    specs = spec.layout.buffers(k.shape[1], k.shape[3], v.shape[3], q.dtype, None)
+    buffers = [torch.full((len(q), *s.shape), 77, dtype=s.dtype) for s in specs]
+    seq_lens, start, outs, held = torch.zeros(len(q), dtype=torch.int64), 0, [], []
+    for size in chunks:
+        part = slice(start, start + size)
+        positions = (seq_lens - (pads - start).clamp(0, size))[:, None] + torch.arange(size)
+        outs.append(
+            ops.cached_attention(
+                q[:, :, part],
+                k[:, :, part],
+                v[:, :, part],
+                buffers,
+                positions,
+                seq_lens,
+                rope,
+                0,
+                spec.to_json(),
+                **extra,
+            )
+        )
+        seq_lens = positions[:, -1] + 1
+        slots = torch.arange(buffers[-2].shape[2])
+        held.append(torch.where(slots < seq_lens[:, None, None], buffers[-2].long(), -1))
+        start += size
+    return torch.cat(outs, 2), held
+
+
+def close(got: Tensor, wanted: Tensor, pads: Tensor, tolerance: float = 2e-4) -> None:
+    for row, pad in enumerate(pads.tolist()):
+        torch.testing.assert_close(got[row, :, pad:], wanted[row, :, pad:], rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=60)
+@given(
+    retention=st.sampled_from(RETENTIONS),
+    score=st.sampled_from(SCORES),
+    keys=st.sampled_from(STORAGES),
+    values=st.sampled_from(STORAGES),
+    chunks=CHUNKS,
+    pad=st.integers(0, 9),
+    seed=st.integers(0, 999),
+)
+def test_equals_a_dictionary_of_tokens(
+    retention: Scored, score: ScoreSpec, keys: Any, values: Any, chunks: list[int], pad: int, seed: int
+) -> None:
+    """Step by step, in any passes, ragged: what is seen, and what stays."""
+    if retention.in_cache and score.bias is not None and score.bias.kind == "table":
+        score = ScoreSpec()
+    layout = CacheLayout(keys, values, Slots(), retention)
+    assert layout.check() is None
+    spec = SiteSpec(layout, 0.125, score=score, rotary=HEADS if retention.in_cache else None)
+    args, tokens = inputs(seed, sum(chunks)), sum(chunks)
+    pads = torch.tensor([0, min(pad, tokens - 1)])
+    rope = ROPE if retention.in_cache else []
+    extra = score_tensors(spec)
+    got, held = run(spec, args, chunks, pads, rope, **extra)
+    # Which of two nearly equal scores goes is the op's to say; that they were nearly equal is checked.
+    wanted, choices = scored_attention(
+        *args, spec, rope, chunks, pads, extra.get("sinks"), extra.get("bias"), held
+    )
+    close(got, wanted, pads)
+    assert all(choice.excess <= 1e-4 for choice in choices)
+
+
+@settings(max_examples=15)
+@given(retention=st.sampled_from(RETENTIONS), chunks=CHUNKS, seed=st.integers(0, 99))
+def test_budget_is_met_exactly(retention: Scored, chunks: list[int], seed: int) -> None:
+    """Every head holds min(length, budget) different tokens, sinks and recents among them."""
+    spec = SiteSpec(CacheLayout(placement=Slots(), retention=replace(retention, positions="original")), 0.125)
+    pads = torch.tensor([0, 2 if sum(chunks) > 2 else 0])
+    _, held = run(spec, inputs(seed, sum(chunks)), chunks, pads, [])
+    length = 0
+    for size, tokens in zip(chunks, held, strict=True):
+        length += size
+        for row, pad in enumerate(pads.tolist()):
+            seen = max(length - pad, 0)
+            for head in tokens[row]:
+                kept = [t for t in head.tolist() if t >= 0]
+                assert len(kept) == len(set(kept)) == min(seen, retention.tokens)
+                always = {*range(min(retention.sinks, seen)), *range(max(seen - retention.recent, 0), seen)}
+                assert always <= set(kept)
+
+
+@pytest.mark.parametrize("retention", RETENTIONS, ids=str)
+def test_budget_as_long_as_the_text_keeps_all(retention: Scored) -> None:
+    spec = SiteSpec(
+        CacheLayout(placement=Slots(), retention=replace(retention, heavy=T, positions="original")), 0.125
+    )
+    full = SiteSpec(CacheLayout(placement=Contiguous(), retention=Full()), 0.125)
+    args, pads = inputs(3, T), torch.tensor([0, 4])
+    wanted = policy_attention(*args, full, [], pads)
+    for chunks in ([T], [11, *[1] * (T - 11)], [7, 12, 1, 1, 12, 7]):
+        close(run(spec, args, chunks, pads, [])[0], wanted, pads)
+
+
+def test_no_heavy_hitters_is_a_sink_window() -> None:
+    """And a step that sees `budget` tokens with itself is what a ring of that many slots sees."""
+    for positions in ("original", "in_cache"):
+        scored = CacheLayout(placement=Slots(), retention=Scored(2, 0, 5, positions=positions))
+        ring = CacheLayout(placement=Ring(), retention=SinkWindow(2, 5, positions))
+        rope = ROPE if positions == "in_cache" else []
+        form = HEADS if rope else None
+        args, pads = inputs(5, 30), torch.tensor([0, 3])
+        chunks = [7, *[1] * 23]
+        wanted = policy_attention(*args, SiteSpec(ring, 0.125, rotary=form), rope, pads)
+        got, _ = run(SiteSpec(scored, 0.125, rotary=form), args, chunks, pads, rope)
+        close(got, wanted, pads)
+
+
+def test_of_equal_scores_the_oldest_goes() -> None:
+    """Queries that see all tokens alike: what stays are sinks, and the newest."""
+    retention = Scored(1, 2, 1)
+    spec = SiteSpec(CacheLayout(placement=Slots(), retention=replace(retention, score="last")), 0.125)
+    q, k, v = inputs(1, 9)
+    for chunks in ([9], [4, 1, 1, 1, 1, 1]):
+        _, held = run(spec, (q * 0, k, v), chunks, torch.tensor([0, 0]), [])
+        assert sorted(held[-1][0, 0].tolist()) == [0, 6, 7, 8]
+
+
+@pytest.mark.parametrize("storage", (ModelDtype(), Int8(), Rotated(Affine(4, 32))), ids=str)
+def test_values_in_the_keys(storage: Any) -> None:
+    layout = CacheLayout(storage, InKeys(40), Slots(), H2O)
+    spec = SiteSpec(layout, 0.125)
+    q, k, _ = inputs(2, 30)
+    args = (q, k[:, :1], k[:, :1, :, :40])
+    chunks, pads = [9, 1, 1, 6, *[1] * 13], torch.tensor([0, 4])
+    got, held = run(spec, args, chunks, pads, [])
+    close(got, scored_attention(*args, spec, [], chunks, pads, held=held)[0], pads)
+
+
+def test_queries_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks only bound the memory: the sums are the same."""
+    spec = SiteSpec(CacheLayout(placement=Slots(), retention=replace(H2O, rows=9)), 0.125)
+    args, pads = inputs(4, 33), torch.tensor([0, 7])
+    whole, held = run(spec, args, [20, 13], pads, [])
+    monkeypatch.setattr(columns, "_ELEMENTS", 500)
+    parts, same = run(spec, args, [20, 13], pads, [])
+    close(parts, whole, pads, 1e-5)
+    assert all(torch.equal(a.sort(-1).values, b.sort(-1).values) for a, b in zip(held, same, strict=True))
+
+
+def test_an_oracle_that_is_told_what_was_kept_checks_it() -> None:
+    spec = SiteSpec(CacheLayout(placement=Slots(), retention=H2O), 0.125)
+    args, chunks, pads = inputs(6, 16), [9, 1, 1, 5], torch.tensor([0, 0])
+    _, held = run(spec, args, chunks, pads, [])
+    wrong = [tokens.clone() for tokens in held]
+    recent = wrong[0][0, 0] == 8
+    wrong[0][0, 0][recent] = next(t for t in range(8) if t not in held[0][0, 0].tolist())
+    with pytest.raises(ValueError, match="only those of"):
+        scored_attention(*args, spec, [], chunks, pads, held=wrong)
+    # The heavy hitter that matters most for the one that matters least: seen in the scores.
+    _, choices = scored_attention(*args, spec, [], chunks, pads, held=held)
+    assert max(choice.excess for choice in choices) <= 1e-5
+    swapped = [tokens.clone() for tokens in held[:1]]
+    gone = next(t for t in range(1, 7) if t not in held[0][0, 0].tolist())
+    heavy = max(t for t in held[0][0, 0].tolist() if 1 <= t < 7)
+    swapped[0][0, 0][swapped[0][0, 0] == heavy] = gone
+    _, choices = scored_attention(*(x[:, :, :9] for x in args), spec, [], [9], pads, held=swapped)
+    assert max(choice.excess for choice in choices) > 1e-3
