@@ -20,7 +20,9 @@ from kvcompile.layouts import Scored
 _LIB = torch.library.Library("kvcompile", "FRAGMENT")
 _LIB.define(
     "attend_columns(Tensor q, Tensor k, Tensor v, Tensor tokens, Tensor positions, Tensor query_place, "
-    "Tensor key_place, str spec, *, Tensor? sinks=None, Tensor? bias=None) -> (Tensor, Tensor)"
+    "Tensor key_place, str spec, *, Tensor? sinks=None, Tensor? bias=None) -> (Tensor, Tensor)",
+    # Tensors of any strides will do: a compiler that kept those it traced with would fix the sizes in them.
+    tags=(torch.Tag.flexible_layout,),
 )
 _ELEMENTS = 1 << 22  # probabilities in memory at a time: 16 MiB
 

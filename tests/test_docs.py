@@ -20,7 +20,7 @@ import pytest
 import torch
 import typer.main
 import yaml
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -297,12 +297,16 @@ def of_type(annotation: Any, metadata: list[Any]) -> str:
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(annotation))
     least = next((item.ge for item in metadata if isinstance(item, Ge)), None)
+    if annotation is float and {type(item) for item in metadata} == {Gt, Lt}:
+        return "fraction"
     lengths = {getattr(item, "min_length", None) for item in metadata} - {None}
     if get_origin(annotation) is list:
         return f"list of {lengths.pop()} integers" if lengths else "list of integers"
     if get_origin(annotation) is dict:
         return "mapping"
-    return {str: "text", int: "integer"}[annotation] + ("" if least is None else f" >= {least}")
+    return {str: "text", int: "integer", float: "number"}[annotation] + (
+        "" if least is None else f" >= {least}"
+    )
 
 
 def default_of(field: FieldInfo) -> str:
