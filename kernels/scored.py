@@ -24,7 +24,9 @@ from kvcompile.kernels.reference import _values as values_of
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.scores import bias_by_heads, probabilities, soft_capped
 from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.symbolic import evaluate
 from kvcompile.layouts import CacheLayout, InKeys, ModelDtype, Scored
+from kvcompile.layouts import symbols as sy
 
 _LATEST = torch.iinfo(torch.int32).max
 
@@ -71,7 +73,7 @@ def _one(
     """One query per sequence: fp32 [B, Hq, 1, Dv]."""
     retention, read = _retention(layout), spec.layout
     parts, token, score = buffers[:-2], buffers[-2], buffers[-1]
-    slot = _slot_for(token, score, positions[:, None], retention)
+    slot = _slot_for(token, score, positions[:, None], layout)
     batch = torch.arange(k.shape[0], device=k.device)[:, None, None]
     for storage, x, own in sides(layout, k, v, parts):
         head = torch.arange(k.shape[1], device=k.device)[None, :, None]
@@ -179,19 +181,17 @@ def _ranks(held: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(2, order, place)
 
 
-def _slot_for(token: Tensor, score: Tensor, position: Tensor, retention: Scored) -> Tensor:
-    """The slot [B, Hs, 1] that the token at `position` [B, 1, 1] takes: the next free one, or that of the lowest score.
-
-    Padding (negative) gets one at the far end that holds no token yet.
-    """
-    held = token.long()
+def _slot_for(token: Tensor, score: Tensor, position: Tensor, layout: CacheLayout) -> Tensor:
+    """The slot [B, Hs, 1] that the token at `position` [B, 1, 1] takes: the next free one, or that of the lowest score."""
+    retention, held = _retention(layout), token.long()
     candidate = (held >= retention.sinks) & (held <= position - retention.recent)
     value = score / (position - held).clamp(min=1) if retention.score == "mean_age" else score
     value = value.masked_fill(~candidate, float("inf"))
     lowest = value.amin(-1, keepdim=True)
     oldest = held.masked_fill(~candidate | (value > lowest), _LATEST).argmin(-1, keepdim=True)
-    slots = token.shape[2]
-    return torch.where(position < slots, torch.remainder(position, slots), oldest)
+    # Padding has a negative position, and so a slot at the far end.
+    address = evaluate(layout.address, {sy.pos: position, sy.given_up: oldest})
+    return torch.remainder(address, token.shape[2])
 
 
 def _after(score: Tensor, gained: Tensor, tokens: Tensor, last: Tensor, retention: Scored) -> Tensor:

@@ -23,7 +23,9 @@ from kvcompile.layouts import (
     Recent,
     Ring,
     Rotated,
+    Scored,
     SinkWindow,
+    Slots,
     Window,
 )
 from kvcompile.layouts import symbols as sy
@@ -66,8 +68,23 @@ def layouts(draw: st.DrawFn) -> CacheLayout:
     return layout
 
 
+scored = st.builds(
+    CacheLayout,
+    st.sampled_from(STORAGES),
+    st.sampled_from(STORAGES),
+    st.just(Slots()),
+    st.builds(
+        Scored,
+        st.integers(0, 4),
+        st.integers(0, 20),
+        st.integers(1, 20),
+        granularity=st.sampled_from(("kv_head", "layer")),
+    ),
+)
+
+
 @given(
-    layout=layouts(),
+    layout=st.one_of(layouts(), scored),
     batch=st.integers(1, 5),
     heads=st.integers(1, 8),
     dims=st.tuples(*[st.sampled_from((128, 256, 384))] * 2),
@@ -117,7 +134,16 @@ def test_slots_that_hold_nothing_yet_name_no_live_token(layout: CacheLayout) -> 
             assert token >= length or (slot >= sinks and token < sinks)
 
 
-@given(layout=layouts())
+@given(layout=scored, length=st.integers(1, 60), slot=st.integers(0, 40))
+def test_slots_fill_in_order_and_then_as_scores_say(layout: CacheLayout, length: int, slot: int) -> None:
+    assert layout.check() is None and layout.bounded
+    address = sympy.lambdify((sy.pos, sy.given_up), layout.address, "math")
+    slots = layout.slots(None)
+    assert [address(pos, -1) for pos in range(min(length, slots))] == list(range(min(length, slots)))
+    assert address(slots + length, slot) == slot
+
+
+@given(layout=st.one_of(layouts(), scored))
 def test_json_round_trip(layout: CacheLayout) -> None:
     assert CacheLayout.from_json(layout.to_json()) == layout
 

@@ -111,7 +111,7 @@ def close(got: Tensor, wanted: Tensor, pads: Tensor, tolerance: float = 2e-4) ->
         torch.testing.assert_close(got[row, :, pad:], wanted[row, :, pad:], rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     retention=st.sampled_from(RETENTIONS),
     score=st.sampled_from(SCORES),
@@ -143,7 +143,7 @@ def test_equals_a_dictionary_of_tokens(
     assert all(choice.excess <= 1e-4 for choice in choices)
 
 
-@settings(max_examples=15)
+@settings(max_examples=15, deadline=None)
 @given(retention=st.sampled_from(RETENTIONS), chunks=CHUNKS, seed=st.integers(0, 99))
 def test_budget_is_met_exactly(retention: Scored, chunks: list[int], seed: int) -> None:
     """Every head holds min(length, budget) different tokens, sinks and recents among them."""
