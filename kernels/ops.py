@@ -15,7 +15,8 @@ from kvcompile.kernels.spec import SiteSpec
 _LIB = torch.library.Library("kvcompile", "FRAGMENT")
 _LIB.define(
     "cached_attention(Tensor q, Tensor k, Tensor v, Tensor(a!)[] buffers, Tensor positions, Tensor seq_lens, "
-    "Tensor[] rope, SymInt span, str spec, *, Tensor? sinks=None, Tensor? bias=None, Tensor? dynamic=None) -> Tensor"
+    "Tensor[] rope, SymInt span, str spec, *, Tensor? sinks=None, Tensor? bias=None, Tensor? dynamic=None, "
+    "Tensor? page_table=None) -> Tensor"
 )
 
 
@@ -33,10 +34,11 @@ def _cached_attention(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     dynamic: Tensor | None = None,
+    page_table: Tensor | None = None,
 ) -> Tensor:
     site = SiteSpec.from_json(spec)
     return reference.cached_attention(
-        q, k, v, list(buffers), positions, seq_lens, list(rope), span, site, sinks, bias, dynamic
+        q, k, v, list(buffers), positions, seq_lens, list(rope), span, site, sinks, bias, dynamic, page_table
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,19 +12,23 @@ import sympy
 import torch
 
 from kvcompile.layouts import symbols as sy
-from kvcompile.layouts.placement import Contiguous, Placement, Ring, placement_from
+from kvcompile.layouts.pages import SPARE_PAGES, offset, page_index
+from kvcompile.layouts.placement import Contiguous, Paged, Placement, Ring, placement_from
 from kvcompile.layouts.retention import Full, Retention, retention_from
-from kvcompile.layouts.storage import ModelDtype, Storage, storage_from
+from kvcompile.layouts.storage import ModelDtype, Part, Storage, storage_from
+
+_NONE = sympy.Integer(0)
 
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """One cache tensor of a layer without its leading batch dim: [num_kv_heads, rows, ...], a row per slot or as
-    `Part.rows` says."""
+    """One cache tensor of a layer without its leading dim: [num_kv_heads, rows, ...], a row per slot or as
+    `Part.rows` says. The leading dim is the batch, or the pages of a pool where `paged`."""
 
     name: str  # "keys.data", "keys.scale", "values.data", ...
     shape: tuple[int, ...]
     dtype: torch.dtype
+    paged: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,12 +42,35 @@ class CacheLayout:
 
     def check(self) -> str | None:
         """Why this combination makes no sense, or None."""
-        if self.residual and not isinstance(self.placement, Contiguous):
+        if self.residual and not self.in_order:
             return (
                 "residual needs slots in the order of tokens: they settle one after another, or in whole groups, and a "
                 "ring takes slots back one by one; use placement 'contiguous', or a storage without residual"
             )
-        return self.placement.check(self.retention)
+        return self.placement.check(self.retention) or self._check_groups()
+
+    def _check_groups(self) -> str | None:
+        """Why the tokens that share a row do not fill pages, or None."""
+        if not isinstance(self.placement, Paged):
+            return None
+        size = self.placement.page_size
+        every = math.lcm(*(part.every for storage in (self.keys, self.values) for part in _parts(storage)))
+        if size % every == 0:
+            return None
+        return (
+            f"groups of {every} tokens share their scales and must not lie across two pages: page_size {size} is no "
+            f"multiple of {every}; use {-(-size // every) * every}"
+        )
+
+    @property
+    def logical(self) -> Contiguous | Ring:
+        """What decides the slot of a token, whether or not the slots are in pages."""
+        return self.placement.logical(self.retention) if isinstance(self.placement, Paged) else self.placement
+
+    @property
+    def in_order(self) -> bool:
+        """Whether slots stand in the order of tokens and are never reused."""
+        return isinstance(self.logical, Contiguous)
 
     @property
     def residual(self) -> int:
@@ -52,7 +80,7 @@ class CacheLayout:
     @property
     def bounded(self) -> bool:
         """Whether the slots do not grow with the tokens (a sequence may run for ever)."""
-        return isinstance(self.placement, Ring)
+        return isinstance(self.logical, Ring)
 
     @property
     def num_slots(self) -> sympy.Expr:
@@ -63,6 +91,15 @@ class CacheLayout:
     def address(self) -> sympy.Expr:
         """The slot of the token at `pos`."""
         return self.placement.address(self.retention)
+
+    @property
+    def physical_address(self) -> sympy.Expr:
+        """The row of the pool, or of the sequence's own array, that the token at `pos` is in: page * size + offset."""
+        if not isinstance(self.placement, Paged):
+            return self.address
+        size = self.placement.page_size
+        row = sy.table(page_index(size)) * size + offset(size)
+        return row.subs(sy.slot, self.address)
 
     @property
     def token_at(self) -> sympy.Expr:
@@ -76,14 +113,24 @@ class CacheLayout:
 
     @property
     def bytes(self) -> sympy.Expr:
-        """Bytes of the layer's cache, in B, T, H, D, Dv, P."""
+        """Bytes of the layer's cache, in B, T, H, D, Dv, P; page tables are the plan's, as layers share them.
+
+        Paged: what B sequences of T tokens take at most, or the pool where its pages are given.
+        """
         slots = self.num_slots
+        if isinstance(self.placement, Paged):
+            pages = self.placement.pages
+            if pages is None:
+                pages = sy.B * self.placement.pages_per_sequence(self.retention)
+            # What a storage keeps beside, in rows of a fixed number, is each sequence's own.
+            beside = sy.B * sy.H * (self.keys.bytes(sy.D, _NONE) + self.values.bytes(sy.Dv, _NONE))
+            return (pages + SPARE_PAGES) * self.placement.page_size * self.bytes_per_slot + beside
         return sy.B * sy.H * (self.keys.bytes(sy.D, slots) + self.values.bytes(sy.Dv, slots))
 
     @property
     def num_key_parts(self) -> int:
         """How many of the buffers are K's (the rest are V's); no storage has fewer parts for other dims."""
-        return len(self.keys.parts(128, torch.float32))
+        return len(_parts(self.keys))
 
     def slots(self, max_tokens: int | None) -> int:
         """`num_slots` as a number; `max_tokens` may be None for a bounded layout."""
@@ -93,10 +140,16 @@ class CacheLayout:
     def buffers(
         self, num_kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, max_tokens: int | None
     ) -> tuple[BufferSpec, ...]:
-        """The layer's tensors for one sequence: K's parts, then V's."""
-        slots = self.slots(max_tokens)
+        """The layer's tensors for one sequence, or one page of a pool: K's parts, then V's."""
+        paged = self.placement.page_size if isinstance(self.placement, Paged) else 0
+        slots = paged or self.slots(max_tokens)
         return tuple(
-            BufferSpec(f"{side}.{part.name}", (num_kv_heads, part.rows(slots), *part.shape), part.dtype)
+            BufferSpec(
+                f"{side}.{part.name}",
+                (num_kv_heads, part.rows(slots), *part.shape),
+                part.dtype,
+                bool(paged and not part.fixed),
+            )
             for side, storage, dim in (("keys", self.keys, head_dim), ("values", self.values, v_head_dim))
             for part in storage.parts(dim, dtype)
         )
@@ -123,3 +176,8 @@ class CacheLayout:
         same = self.keys == self.values
         storage = str(self.keys) if same else f"K {self.keys}, V {self.values}"
         return f"{storage} · {self.placement} · {self.retention}"
+
+
+def _parts(storage: Storage) -> tuple[Part, ...]:
+    """The storage's parts for any dim: their number, and how many tokens share a row, do not depend on it."""
+    return storage.parts(128, torch.float32)

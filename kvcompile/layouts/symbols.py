@@ -2,6 +2,7 @@
 
 pos     position of a token in its sequence, 0-based
 slot    index into a layer's array of slots
+table   a function: the page of a pool that stands at an entry of the sequence's page table
 length  tokens a sequence has seen
 B       sequences          T   limit on tokens per sequence
 H       KV heads of a layer
@@ -14,5 +15,6 @@ from __future__ import annotations
 import sympy
 
 pos, slot = sympy.symbols("pos slot", integer=True)
+table = sympy.Function("table", integer=True, nonnegative=True)
 length = sympy.Symbol("length", integer=True, nonnegative=True)
 B, T, H, D, Dv, P = sympy.symbols("B T H D Dv P", integer=True, positive=True)

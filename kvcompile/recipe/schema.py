@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvcompile import layouts
+from kvcompile.layouts.pages import LARGEST, SMALLEST
 
 
 class _Strict(BaseModel):
@@ -154,7 +155,29 @@ RetentionConfig = Annotated[FullConfig | WindowConfig | SinkWindowConfig, Field(
 
 
 class PlacementConfig(_Strict):
-    kind: Literal["contiguous", "ring"]
+    kind: Literal["contiguous", "ring", "paged"]
+    page_size: Annotated[int, Field(ge=SMALLEST, le=LARGEST)] = Field(
+        16, description="paged: tokens of a page"
+    )
+    pages: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="paged: pages of each layer's pool; absent: it grows on demand"
+    )
+
+    @model_validator(mode="after")
+    def _keys_have_an_effect(self) -> PlacementConfig:
+        given = self.model_fields_set & {"page_size", "pages"}
+        if given and self.kind != "paged":
+            raise ValueError(f"{' and '.join(sorted(given))}: for kind paged only, not for {self.kind}")
+        return self
+
+    def build(self) -> layouts.Placement:
+        match self.kind:
+            case "contiguous":
+                return layouts.Contiguous()
+            case "ring":
+                return layouts.Ring()
+            case "paged":
+                return layouts.Paged(self.page_size, self.pages)
 
 
 class CacheConfig(_Strict):
@@ -189,10 +212,11 @@ class CacheConfig(_Strict):
                 retention = layouts.Window(window)
             case SinkWindowConfig(sinks=sinks, window=window, positions=positions):
                 retention = layouts.SinkWindow(sinks, window, positions)
-        kind = self.placement.kind if self.placement else None
-        if kind is None:
-            kind = "contiguous" if isinstance(retention, layouts.Full) else "ring"
-        placement = layouts.Contiguous() if kind == "contiguous" else layouts.Ring()
+        placement: layouts.Placement
+        if self.placement is not None:
+            placement = self.placement.build()
+        else:
+            placement = layouts.Contiguous() if isinstance(retention, layouts.Full) else layouts.Ring()
         return layouts.CacheLayout(self.keys.build(), self.values.build(), placement, retention)
 
 
