@@ -16,7 +16,8 @@ from kvcompile.layouts import Scored
 _LIB = torch.library.Library("kvcompile", "FRAGMENT")
 _LIB.define(
     "cached_attention(Tensor q, Tensor k, Tensor v, Tensor(a!)[] buffers, Tensor positions, Tensor seq_lens, "
-    "Tensor[] rope, SymInt span, str spec, *, Tensor? sinks=None, Tensor? bias=None, Tensor? dynamic=None) -> Tensor"
+    "Tensor[] rope, SymInt span, str spec, *, Tensor? sinks=None, Tensor? bias=None, Tensor? dynamic=None, "
+    "Tensor? page_table=None) -> Tensor"
 )
 
 
@@ -34,14 +35,15 @@ def _cached_attention(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     dynamic: Tensor | None = None,
+    page_table: Tensor | None = None,
 ) -> Tensor:
     site = SiteSpec.from_json(spec)
     if isinstance(site.layout.retention, Scored):
         return scored.cached_attention(
-            q, k, v, list(buffers), positions, seq_lens, list(rope), site, sinks, bias
+            q, k, v, list(buffers), positions, seq_lens, list(rope), site, sinks, bias, page_table
         )
     return reference.cached_attention(
-        q, k, v, list(buffers), positions, seq_lens, list(rope), span, site, sinks, bias, dynamic
+        q, k, v, list(buffers), positions, seq_lens, list(rope), span, site, sinks, bias, dynamic, page_table
     )
 
 

@@ -23,13 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcompile.kernels import codec, recent
+from kvcompile.kernels import codec, paged, recent
 from kvcompile.kernels.hadamard import hadamard
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.scores import bias_at, grouped, probabilities, soft_capped
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.symbolic import evaluate
-from kvcompile.layouts import CacheLayout, Contiguous, InKeys, ModelDtype, Rotated, Storage
+from kvcompile.layouts import CacheLayout, InKeys, ModelDtype, Rotated, Storage
 from kvcompile.layouts import symbols as sy
 
 
@@ -46,17 +46,19 @@ def cached_attention(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     dynamic: Tensor | None = None,
+    page_table: Tensor | None = None,
 ) -> Tensor:
     """Append k, v to `buffers` (in place) and attend; returns [B, Hq, S, Dv] in q's dtype.
 
     Args:
-        buffers: the layout's parts, K's then V's, each [B, Hkv, slots, ...].
+        buffers: the layout's parts, K's then V's, each [B, Hkv, slots, ...]; pools of them where it is paged.
         rope: [cos, sin] tables [P, R] for positions counted in the cache (q and k are then before RoPE), else [].
-        span: slots of a contiguous placement to read, at least the longest sequence with the new tokens.
+        span: slots to read where slots stand in the order of tokens, at least the longest sequence with the new tokens.
         sinks: a logit per query head [Hq] that takes part in the softmax and weighs no value, or None.
         bias: what `spec.score.bias` says is added to the scores, or None.
         dynamic: a mask (bool) or bias of the new queries over the slots [B or 1, Hq or 1, S, span], or None;
             for contiguous placement only.
+        page_table: int32 [B, pages], where the layout is paged; see `kernels/paged.py`.
     """
     layout, dtype = spec.layout, q.dtype
     new_lens = positions[:, -1] + 1
@@ -66,10 +68,10 @@ def cached_attention(
     if not rope:
         # A decode step is computed in fp32, many queries in the dtype of their keys.
         q = codec.turned(layout.keys, q) if one else codec.turned(layout.keys, q).to(dtype)
-    if one or isinstance(layout.placement, Contiguous):
+    if one or layout.in_order:
         if spec.share in ("none", "first"):
-            append(k, v, buffers, positions, seq_lens, layout)
-        keys, values, key_positions = _stored(buffers, new_lens, span, layout)
+            append(k, v, buffers, positions, seq_lens, layout, page_table)
+        keys, values, key_positions = _stored(buffers, new_lens, span, layout, page_table)
         if one:
             out = _decode(
                 q, keys, values, key_positions, positions, new_lens, rope, reading, sinks, bias, dynamic
@@ -91,7 +93,7 @@ def cached_attention(
         if spec.share in ("none", "last"):
             _append_recent(k, v, buffers, positions, seq_lens, layout)
         return _turned_back(out, layout, read).to(dtype)
-    keys, values, key_positions = _stored(buffers, seq_lens, span, layout)
+    keys, values, key_positions = _stored(buffers, seq_lens, span, layout, page_table)
     k_all = torch.cat([codec.decode(read.keys, keys, dtype), _as_stored(layout.keys, read.keys, k)], dim=2)
     v_all = _values(read, values, k_all)
     if not isinstance(layout.values, InKeys):
@@ -99,7 +101,7 @@ def cached_attention(
     key_positions = torch.cat([key_positions, positions], dim=1)
     out = _prefill(q, k_all, v_all, key_positions, positions, seq_lens, rope, reading, sinks, bias)
     if spec.share in ("none", "last"):
-        append(k, v, buffers, positions, seq_lens, layout)
+        append(k, v, buffers, positions, seq_lens, layout, page_table)
     return _turned_back(out, layout, read).to(dtype)
 
 
@@ -120,7 +122,13 @@ def _turned_back(out: Tensor, layout: CacheLayout, read: CacheLayout) -> Tensor:
 
 
 def append(
-    k: Tensor, v: Tensor, buffers: list[Tensor], positions: Tensor, seq_lens: Tensor, layout: CacheLayout
+    k: Tensor,
+    v: Tensor,
+    buffers: list[Tensor],
+    positions: Tensor,
+    seq_lens: Tensor,
+    layout: CacheLayout,
+    page_table: Tensor | None = None,
 ) -> None:
     """Encode k, v and write each token to its slot. In a ring, only the tokens that stay are written.
 
@@ -128,13 +136,16 @@ def append(
     """
     if k.shape[2] == 1:
         _append_recent(k, v, buffers, positions, seq_lens, layout)
-    if k.shape[2] == 1 or isinstance(layout.placement, Contiguous):
+    if k.shape[2] == 1 or layout.in_order:
         address = evaluate(layout.address, {sy.pos: positions})
         batch = torch.arange(k.shape[0], device=k.device)[:, None, None]
         head = torch.arange(k.shape[1], device=k.device)[None, :, None]
         for storage, x, own in _sides(layout, k, v, buffers):
             rows, parts = recent.settled(storage, x, own, address)
             for buffer, part in zip(own, parts, strict=False):  # a ring is not among them
+                if page_table is not None:
+                    paged.write(buffer, page_table, rows, part)
+                    continue
                 # Padding (negative positions) lands at the far end, in slots that no token of its sequence
                 # reaches: the limit of tokens counts padding, too.
                 row = torch.remainder(rows, buffer.shape[2])
@@ -142,13 +153,16 @@ def append(
         return
     # Slots are taken more than once, so each slot asks which token it shall hold (no order of writes to rely on).
     new_lens = positions[:, -1] + 1
-    slots = buffers[0].shape[2]
+    slots = buffers[0].shape[2] if page_table is None else layout.slots(None)
     holds = _held(new_lens, slots, layout)
     index = (holds - positions[:, :1]).clamp(0, k.shape[2] - 1)
     is_new = _valid(holds, new_lens, slots, layout) & (holds >= seq_lens[:, None])
     for storage, x, own in _sides(layout, k, v, buffers):
         for buffer, part in zip(own, codec.encode(storage, x), strict=True):
-            recent.overwrite(buffer, part, index, is_new)
+            if page_table is None:
+                recent.overwrite(buffer, part, index, is_new)
+            else:
+                paged.overwrite(buffer, page_table, part, index, is_new)
 
 
 def _append_recent(
@@ -180,12 +194,16 @@ def _valid(held: Tensor, length: Tensor, slots: int, layout: CacheLayout) -> Ten
 
 
 def _stored(
-    buffers: list[Tensor], length: Tensor, span: int, layout: CacheLayout
+    buffers: list[Tensor], length: Tensor, span: int, layout: CacheLayout, page_table: Tensor | None = None
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """K's parts, V's parts and the positions [B, T] of the tokens in them; -1 where there is none."""
     keys, values = buffers[: layout.num_key_parts], buffers[layout.num_key_parts :]
     slots = buffers[0].shape[2]
-    if isinstance(layout.placement, Contiguous):
+    if page_table is not None:
+        slots = span if layout.in_order else layout.slots(None)
+        keys = paged.stored(layout.keys, keys, page_table, slots)
+        values = paged.stored(layout.values, values, page_table, slots)
+    elif layout.in_order:
         keys, values = recent.up_to(layout.keys, keys, span), recent.up_to(layout.values, values, span)
         slots = span
     held = _held(length, slots, layout)

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvcompile.kernels import codec, columns
+from kvcompile.kernels import codec, columns, paged
 from kvcompile.kernels.reference import _as_read as as_read
 from kvcompile.kernels.reference import _as_stored as as_stored
 from kvcompile.kernels.reference import _sides as sides
@@ -42,6 +42,7 @@ def cached_attention(
     spec: SiteSpec,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    page_table: Tensor | None = None,
 ) -> Tensor:
     """Append k, v to `buffers` (in place) and attend; returns [B, Hq, S, Dv] in q's dtype.
 
@@ -53,7 +54,7 @@ def cached_attention(
     if not rope:
         q = codec.turned(layout.keys, q) if one else codec.turned(layout.keys, q).to(dtype)
     attend = _one if one else _many
-    out = attend(q, k, v, buffers, positions, seq_lens, rope, layout, reading, sinks, bias)
+    out = attend(q, k, v, buffers, positions, seq_lens, rope, layout, reading, sinks, bias, page_table)
     return turned_back(out, layout, reading.layout).to(dtype)
 
 
@@ -69,23 +70,21 @@ def _one(
     spec: SiteSpec,
     sinks: Tensor | None,
     bias: Tensor | None,
+    page_table: Tensor | None,
 ) -> Tensor:
     """One query per sequence: fp32 [B, Hq, 1, Dv]."""
     retention, read = _retention(layout), spec.layout
     parts, token, score = buffers[:-2], buffers[-2], buffers[-1]
     slot = _slot_for(token, score, positions[:, None], layout)
-    batch = torch.arange(k.shape[0], device=k.device)[:, None, None]
     for storage, x, own in sides(layout, k, v, parts):
-        head = torch.arange(k.shape[1], device=k.device)[None, :, None]
         for buffer, part in zip(own, codec.encode(storage, x), strict=True):
-            buffer.index_put_((batch, head, slot), part)
-    head = torch.arange(token.shape[1], device=k.device)[None, :, None]
-    token.index_put_((batch, head, slot), positions[:, None].to(token.dtype))
-    score.index_put_((batch, head, slot), torch.zeros((), device=score.device))
+            _write(buffer, slot, part, page_table)
+    _write(token, slot, positions[:, None].to(token.dtype))
+    _write(score, slot, torch.zeros((), device=score.device))
 
     held = _held(token, positions[:, -1] + 1)
     heads = (k.shape[1], q.shape[1] // k.shape[1])
-    keys, values = parts[: layout.num_key_parts], parts[layout.num_key_parts :]
+    keys, values = _stored(parts, layout, page_table)
     query_place, place = positions, held
     if retention.in_cache:
         query_place = positions.clamp(max=retention.tokens - 1)
@@ -128,11 +127,12 @@ def _many(
     spec: SiteSpec,
     sinks: Tensor | None,
     bias: Tensor | None,
+    page_table: Tensor | None,
 ) -> Tensor:
     """Many queries against the slots and themselves: [B, Hq, S, Dv]."""
     retention, read, dtype = _retention(layout), spec.layout, q.dtype
     parts, token, score = buffers[:-2], buffers[-2], buffers[-1]
-    keys, values = parts[: layout.num_key_parts], parts[layout.num_key_parts :]
+    keys, values = _stored(parts, layout, page_table)
     held = _held(token, seq_lens)
     own = torch.where(positions < 0, -1, positions)[:, None].expand(-1, held.shape[1], -1)
     tokens = torch.cat([held, own], dim=2)
@@ -154,12 +154,41 @@ def _many(
     last = positions[:, -1:, None]
     scores = _after(score, gained, tokens, last, retention)
     stay = _staying(tokens, scores, last, token.shape[2], retention)
-    for storage, x, mine in sides(layout, k, v, parts):
-        for buffer, part in zip(mine, codec.encode(storage, x), strict=True):
-            buffer.copy_(_take(buffer, part, stay))
+    slots = torch.arange(token.shape[2], device=token.device)[None]
+    for (storage, x, mine), old in zip(sides(layout, k, v, parts), (keys, values), strict=False):
+        for buffer, before, part in zip(mine, old, codec.encode(storage, x), strict=True):
+            if page_table is None:
+                buffer.copy_(_take(before, part, stay))
+            else:
+                paged.write(buffer, page_table, slots, _take(before, part, stay))
     token.copy_(tokens.gather(2, stay))
     score.copy_(scores.gather(2, stay))
     return out
+
+
+def _stored(
+    parts: list[Tensor], layout: CacheLayout, page_table: Tensor | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """K's and V's parts, [B, Hkv, N, ...] each."""
+    keys, values = parts[: layout.num_key_parts], parts[layout.num_key_parts :]
+    if page_table is None:
+        return keys, values
+    slots = layout.slots(None)
+    return (
+        paged.stored(layout.keys, keys, page_table, slots),
+        paged.stored(layout.values, values, page_table, slots),
+    )
+
+
+def _write(buffer: Tensor, slot: Tensor, values: Tensor, page_table: Tensor | None = None) -> None:
+    """Slot [B, Hs, 1] of each head of `buffer` [B, Hkv, N, ...], or of its sequence's pages, becomes `values`."""
+    head = torch.arange(buffer.shape[1], device=buffer.device)[None, :, None]
+    if page_table is None:
+        batch = torch.arange(buffer.shape[0], device=buffer.device)[:, None, None]
+        buffer.index_put_((batch, head, slot), values)
+        return
+    page, row = (x[..., None] for x in paged.located(page_table, slot.squeeze(2), buffer.shape[2]))
+    buffer.index_put_((page, head, row), values)
 
 
 def _retention(layout: CacheLayout) -> Scored:
@@ -182,7 +211,7 @@ def _ranks(held: Tensor) -> Tensor:
 
 
 def _slot_for(token: Tensor, score: Tensor, position: Tensor, layout: CacheLayout) -> Tensor:
-    """The slot [B, Hs, 1] that the token at `position` [B, 1, 1] takes: the next free one, or that of the lowest score."""
+    """The slot [B, Hs, 1] of the token at `position` [B, 1, 1]: the next free one, or that of the lowest score."""
     retention, held = _retention(layout), token.long()
     candidate = (held >= retention.sinks) & (held <= position - retention.recent)
     value = score / (position - held).clamp(min=1) if retention.score == "mean_age" else score

@@ -10,8 +10,8 @@ from torch import Tensor
 def evaluate(expression: sympy.Basic, values: dict[sympy.Symbol, Tensor]) -> Tensor:
     """The expression's value, elementwise over broadcastable int64 tensors (bool for a relation).
 
-    Integers, sums, products, Mod (the sign of the divisor, as in Python), Piecewise and comparisons: the
-    vocabulary of `kvcompile.layouts`. Anything else is a ValueError.
+    Integers, sums, products, Mod (the sign of the divisor, as in Python), floor of a quotient, Piecewise and
+    comparisons: the vocabulary of `kvcompile.layouts`. Anything else is a ValueError.
     """
     like = next(iter(values.values()))
 
@@ -27,6 +27,9 @@ def evaluate(expression: sympy.Basic, values: dict[sympy.Symbol, Tensor]) -> Ten
                 return _fold(lambda a, b: a * b, [visit(arg) for arg in node.args])
             case sympy.Mod():
                 return torch.remainder(_tensor(visit(node.args[0]), like), visit(node.args[1]))
+            case sympy.floor():
+                over, by = sympy.fraction(node.args[0])
+                return torch.div(_tensor(visit(over), like), visit(by), rounding_mode="floor")
             case sympy.Piecewise():
                 *cases, (otherwise, last) = node.args
                 if last != sympy.true:

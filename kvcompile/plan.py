@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,8 +15,9 @@ import sympy
 import torch
 
 from kvcompile.errors import PlanError
-from kvcompile.layouts import BufferSpec, CacheLayout, Contiguous, Full, InKeys, Scored
+from kvcompile.layouts import BufferSpec, CacheLayout, Contiguous, Full, InKeys, Paged, PageGroup, Scored
 from kvcompile.layouts import symbols as sy
+from kvcompile.layouts.pages import TABLE_BYTES
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.retention import Place
 from kvcompile.types import AttentionSite, MaskSpec, RecurrentState, RotaryForm, ScoreSpec, StateSlot
@@ -153,7 +154,41 @@ class Plan:
         values = {sy.B: batch} | ({} if tokens is None else {sy.T: tokens})
         itemsize = self.torch_dtype.itemsize
         kept = sum(int(d.subs(d.bytes, itemsize).subs(values)) for d in self.decisions if d.owns)
-        return kept + batch * self.state_bytes
+        return kept + int(self.table_bytes.subs(values)) + batch * self.state_bytes
+
+    @property
+    def page_groups(self) -> tuple[PageGroup, ...]:
+        """Layers that share a page table, at the plan's limit; none without paged layers."""
+        tokens = self.limits.max_tokens
+        found: dict[tuple[Paged, sympy.Expr], list[Decision]] = {}
+        for key, decision in self._paged():
+            found.setdefault(key, []).append(decision)
+        return tuple(
+            PageGroup(
+                f"page_table_{number}",
+                tuple(decision.layer for decision in members),
+                placement.page_size,
+                members[0].layout.slots(tokens),
+                placement.pages,
+            )
+            for number, ((placement, _), members) in enumerate(found.items())
+        )
+
+    @property
+    def table_bytes(self) -> sympy.Expr:
+        """Bytes of all page tables, in B and T."""
+        tables = {key: decision.layout for key, decision in self._paged()}
+        entries = [
+            placement.pages_per_sequence(layout.retention) for (placement, _), layout in tables.items()
+        ]
+        return sympy.Add(*(sy.B * TABLE_BYTES * count for count in entries))
+
+    def _paged(self) -> Iterator[tuple[tuple[Paged, sympy.Expr], Decision]]:
+        """The paged layers that own their cache, each with what those of one table have in common."""
+        for decision in self.decisions:
+            placement = decision.layout.placement
+            if decision.owns and isinstance(placement, Paged):
+                yield (placement, decision.layout.num_slots), decision
 
     @property
     def state_bytes(self) -> int:
@@ -241,6 +276,7 @@ def make_plan(
             )
         max_tokens = model_max_tokens
     max_tokens = _within_reach(decisions, recipe, max_tokens)
+    max_tokens = _within_pools(decisions, recipe, max_tokens)
     if position_limit is not None:
         most, reason = position_limit
         if recipe.runtime.max_tokens is not None and recipe.runtime.max_tokens > most:
@@ -286,6 +322,8 @@ def _decide(
         because = [f"reads the cache of layer {site.kv_source}"]
     elif readers:
         because.append(f"kept once for layers {', '.join(map(str, (site.layer, *readers)))}")
+    if problem := layout.check():  # with the layer's own window, which the recipe did not know
+        raise ValueError(f"cache: {problem}")
     for side, storage, dim in (
         ("keys", layout.keys, site.head_dim),
         ("values", layout.values, site.v_head_dim),
@@ -396,6 +434,26 @@ def _within_reach(decisions: list[Decision], recipe: Recipe, max_tokens: int | N
             f"evaluated: set at most {reach}, or a retention with a window"
         )
     return reach if max_tokens is None else min(max_tokens, reach)
+
+
+def _within_pools(decisions: list[Decision], recipe: Recipe, max_tokens: int | None) -> int | None:
+    """The limit of tokens, at most what pools of a given size hold of one sequence."""
+    pools = [
+        (placement.pages * placement.page_size, placement, d)
+        for d in decisions
+        if isinstance(placement := d.layout.placement, Paged) and placement.pages and not d.layout.bounded
+    ]
+    if not pools:
+        return max_tokens
+    least, placement, first = min(pools, key=lambda pool: pool[0])
+    if recipe.runtime.max_tokens is not None and recipe.runtime.max_tokens > least:
+        wanted = -(-recipe.runtime.max_tokens // placement.page_size)
+        raise PlanError(
+            f"recipe {recipe.name!r} sets runtime.max_tokens to {recipe.runtime.max_tokens}, but the pool of layer "
+            f"{first.layer} ({first.module_path}) holds {least} tokens in all ({placement}): set at most {least}, or "
+            f"pages to at least {wanted}, or leave pages out and the pool grows"
+        )
+    return least if max_tokens is None else min(max_tokens, least)
 
 
 def _reach(decision: Decision) -> int | None:

@@ -40,6 +40,8 @@ from kvcompile.layouts import (
     CacheLayout,
     InKeys,
     ModelDtype,
+    Paged,
+    PageGroup,
     PerChannel,
     Recent,
     Rotated,
@@ -67,6 +69,7 @@ QUANTIZED = 2.0**-15  # disturbance of what is quantized, at least
 MARGIN = {torch.float32: 8.0, torch.bfloat16: 2.0, torch.float16: 2.0}
 _SMALL_WINDOW, _SMALL_SINKS, _SMALL_HEAVY, _SMALL_TOKENS = 5, 2, 3, 48
 _SMALL_RESIDUAL = 4  # in two groups
+_SMALL_PAGE = 4
 _ROUNDED_RUNS = 3
 _QUICK_CHUNKS = (9, 1, 1, 6, 1)  # over the edge of a small ring in a prompt, in single tokens, in a chunk
 _CHUNKS = (13, 1, 1, 7, 1, 1, 1, 9, 1)
@@ -434,9 +437,20 @@ def _cached(
     """The cached graph over `chunks`, from an empty cache."""
     batch, device = ids.shape[0], front.device
     limit = plan.limits.max_tokens
+    groups = plan.page_groups
+    pages = {
+        layer: _pages(group, batch, device, seed)
+        for seed, group in enumerate(groups)
+        for layer in group.layers
+    }
     caches = {
         # A slot that was never written must not matter: it is not zero.
-        name: torch.full((batch, *spec.shape), 3, dtype=spec.dtype, device=device)
+        name: torch.full(
+            (int(pages[d.kv_source].max()) + 2 if spec.paged else batch, *spec.shape),
+            3,
+            dtype=spec.dtype,
+            device=device,
+        )
         for names, d in zip(rewritten.caches, plan.decisions, strict=True)
         for name, spec in zip(
             names,
@@ -465,6 +479,11 @@ def _cached(
             "rows": torch.stack([(pads - start).clamp(0, size), seq_lens]).cpu(),
             "span": start + size,
         }
+        for group in groups:
+            own = pages[group.layers[0]]
+            taken = [group.pages_for(max(0, length)) for length in (positions[:, -1] + 1).tolist()]
+            has = torch.arange(own.shape[1], device=device) < torch.tensor(taken, device=device)[:, None]
+            inputs[group.name] = torch.where(has, own, 0)
         tap = _Tap(rewritten.graph_module)
         with torch.no_grad():
             out = tap.run(*[inputs[name] for name in names])
@@ -475,6 +494,13 @@ def _cached(
         start += size
     outputs = tuple(torch.cat(parts, dim=2) for parts in zip(*sites, strict=True))
     return _Run(torch.cat(logits, dim=1), outputs, kept.by_layer)
+
+
+def _pages(group: PageGroup, batch: int, device: torch.device, seed: int) -> Tensor:
+    """A page table as a pool that was used for long may have it, int32 [batch, pages]: in no order."""
+    count = batch * group.pages_per_sequence
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)) + 1
+    return order.view(batch, -1).to(torch.int32).to(device)
 
 
 def _compare(
@@ -578,7 +604,10 @@ def _shrink(plan: Plan) -> Plan:
                     rows=min(retention.rows, _SMALL_WINDOW),
                 )
         keys, values = _settling(decision.layout.keys), _settling(decision.layout.values)
-        layout = replace(decision.layout, keys=keys, values=values, retention=retention)
+        placement = decision.layout.placement
+        if isinstance(placement, Paged):
+            placement = Paged(_SMALL_PAGE)  # several for a sequence
+        layout = replace(decision.layout, keys=keys, values=values, placement=placement, retention=retention)
         return replace(decision, layout=layout)
 
     limit = plan.limits.max_tokens

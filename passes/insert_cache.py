@@ -8,6 +8,7 @@ The result is a pure function of its placeholders but for the cache tensors, whi
     span               slots of contiguous layers to read
     rows [2, B]        on the CPU: padded tokens of each row, tokens it has seen; only with recurrent state
     rope_{i}_cos/sin   tables [P, R], one pair per embedding of layouts that count positions in the cache
+    page_table_{i}     int32 [B, pages], one per group of paged layers that have the same pages (`Plan.page_groups`)
     cache_{layer}_{keys|values}_{part}; cache_{layer}_mask_{i}: what a mask computed from activations keeps
     state_{module}_{slot}  recurrent state [B, ...]; each `kvcompile::opaque` of such a module becomes a `mixer`
 """
@@ -15,6 +16,7 @@ The result is a pure function of its placeholders but for the cache tensors, whi
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch.fx import GraphModule, Node
 from kvcompile.kernels import opaque, ops
 from kvcompile.kernels.running_sum import cached_running_sum, running_sum
 from kvcompile.kernels.spec import Share, SiteSpec
+from kvcompile.layouts import PageGroup
 from kvcompile.passes import dynamic_mask
 from kvcompile.passes.base import PassReport
 from kvcompile.passes.clean import eliminate_dead_code
@@ -76,6 +79,7 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
     rope_nodes: dict[str, list[Node]] = {}
     caches: list[tuple[str, ...]] = []
     owned: dict[int, list[Node]] = {}
+    page_tables = {layer: table for group in plan.page_groups for layer, table in _table(group, placeholder)}
     masks = dynamic_mask.Builder(graph, positions, span, copied)
     for site, decision in zip(sites, plan.decisions, strict=True):
         rope: list[Node] = []
@@ -110,6 +114,8 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
             }
             if site.dynamic is not None:
                 extra["dynamic"] = masks.build(site.dynamic, mask_buffers)
+            if decision.kv_source in page_tables:
+                extra["page_table"] = page_tables[decision.kv_source]
             new = graph.call_function(
                 ops.cached_attention,
                 (
@@ -153,6 +159,12 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
     module.recompile()
     report = PassReport("insert_cache", len(sites), (), time.perf_counter() - started)
     return Rewritten(module, tuple(caches), tuple(states), tuple(ropes.values()), report)
+
+
+def _table(group: PageGroup, placeholder: Callable[[str], Node]) -> list[tuple[int, Node]]:
+    """The group's page table, for each of its layers."""
+    table = placeholder(group.name)
+    return [(layer, table) for layer in group.layers]
 
 
 def _share(decision: Decision, plan: Plan) -> Share:

@@ -114,7 +114,7 @@ class Symbolic:
 
 def _fake(tracer: Tracer, value: Any) -> Any:
     if isinstance(value, Symbolic):
-        shape = [getattr(tracer, dim) if isinstance(dim, str) else dim for dim in value.shape]
+        shape = [tracer.size(dim) if isinstance(dim, str) else dim for dim in value.shape]
         return tracer.empty(shape, value.dtype, value.device)
     if isinstance(value, Tensor):
         return tracer.static(value)

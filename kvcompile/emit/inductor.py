@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 # Sizes that stand for the symbols while tracing: no size of a model should coincide with them.
 HINTS = {"batch": 11, "tokens": 61, "keep": 37, "span": 64}
+_OTHER_HINT = 1009
 
 Compiled = Callable[..., Sequence[Any]]
 
@@ -55,14 +56,21 @@ class Tracer:
         self.tokens = 1 if shapes.tokens_is_one else self._symbol("tokens")
         self.keep = 1 if shapes.keep_is_one else self._symbol("keep")
         self.span = shapes.span or self._symbol("span")
+        self._others: dict[str, Any] = {}
 
-    def _symbol(self, name: str) -> Any:
-        source = ConstantSource(name)
-        symbol = self.env.create_symbol(
-            HINTS[name], source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
-        )
+    def size(self, name: str) -> Any:
+        """A size by its name: one of the shape class, or any other, which is symbolic and at least two."""
+        if name in HINTS:
+            return getattr(self, name)
+        if name not in self._others:
+            self._others[name] = self._symbol(name, _OTHER_HINT + 2 * len(self._others))
+        return self._others[name]
+
+    def _symbol(self, name: str, hint: int = 0) -> Any:
+        source, hint = ConstantSource(name), hint or HINTS[name]
+        symbol = self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
         self.free.add(symbol)
-        return self.env.create_symintnode(symbol, hint=HINTS[name], source=source)
+        return self.env.create_symintnode(symbol, hint=hint, source=source)
 
     def empty(self, shape: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
         with self.mode:

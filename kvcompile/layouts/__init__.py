@@ -1,7 +1,8 @@
 """The three axes of a KV cache: storage x placement x retention, and their symbolic address and bytes."""
 
 from kvcompile.layouts.layout import BufferSpec, CacheLayout
-from kvcompile.layouts.placement import Contiguous, Placement, Ring, Slots
+from kvcompile.layouts.pages import PageGroup
+from kvcompile.layouts.placement import Contiguous, Paged, Placement, Ring, Slots
 from kvcompile.layouts.retention import Full, Retention, SinkWindow, Window
 from kvcompile.layouts.scored import Scored
 from kvcompile.layouts.storage import (
@@ -28,6 +29,8 @@ __all__ = [
     "InKeys",
     "Int8",
     "ModelDtype",
+    "PageGroup",
+    "Paged",
     "PerChannel",
     "Placement",
     "Recent",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,20 +12,24 @@ import sympy
 import torch
 
 from kvcompile.layouts import symbols as sy
-from kvcompile.layouts.placement import Contiguous, Placement, placement_from
+from kvcompile.layouts.pages import SPARE_PAGES, offset, page_index
+from kvcompile.layouts.placement import Contiguous, Paged, Placement, Ring, Slots, placement_from
 from kvcompile.layouts.retention import Full, Retention, retention_from
 from kvcompile.layouts.scored import STATE_BYTES, Scored
-from kvcompile.layouts.storage import ModelDtype, Storage, storage_from
+from kvcompile.layouts.storage import ModelDtype, Part, Storage, storage_from
+
+_NONE = sympy.Integer(0)
 
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """One cache tensor of a layer without its leading batch dim: [num_kv_heads, rows, ...], a row per slot or as
-    `Part.rows` says."""
+    """One cache tensor of a layer without its leading dim: [num_kv_heads, rows, ...], a row per slot or as
+    `Part.rows` says. The leading dim is the batch, or the pages of a pool where `paged`."""
 
     name: str  # "keys.data", "keys.scale", "values.data", ...
     shape: tuple[int, ...]
     dtype: torch.dtype
+    paged: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,12 +43,35 @@ class CacheLayout:
 
     def check(self) -> str | None:
         """Why this combination makes no sense, or None."""
-        if self.residual and not isinstance(self.placement, Contiguous):
+        if self.residual and not self.in_order:
             return (
                 "residual needs slots in the order of tokens: they settle one after another, or in whole groups, and a "
                 "ring takes slots back one by one; use placement 'contiguous', or a storage without residual"
             )
-        return self.placement.check(self.retention)
+        return self.placement.check(self.retention) or self._check_groups()
+
+    def _check_groups(self) -> str | None:
+        """Why the tokens that share a row do not fill pages, or None."""
+        if not isinstance(self.placement, Paged):
+            return None
+        size = self.placement.page_size
+        every = math.lcm(*(part.every for storage in (self.keys, self.values) for part in _parts(storage)))
+        if size % every == 0:
+            return None
+        return (
+            f"groups of {every} tokens share their scales and must not lie across two pages: page_size {size} is no "
+            f"multiple of {every}; use {-(-size // every) * every}"
+        )
+
+    @property
+    def logical(self) -> Contiguous | Ring | Slots:
+        """What decides the slot of a token, whether or not the slots are in pages."""
+        return self.placement.logical(self.retention) if isinstance(self.placement, Paged) else self.placement
+
+    @property
+    def in_order(self) -> bool:
+        """Whether slots stand in the order of tokens and are never reused."""
+        return isinstance(self.logical, Contiguous)
 
     @property
     def residual(self) -> int:
@@ -66,6 +94,15 @@ class CacheLayout:
         return self.placement.address(self.retention)
 
     @property
+    def physical_address(self) -> sympy.Expr:
+        """The row of the pool, or of the sequence's own array, that the token at `pos` is in: page * size + offset."""
+        if not isinstance(self.placement, Paged):
+            return self.address
+        size = self.placement.page_size
+        row = sy.table(page_index(size)) * size + offset(size)
+        return row.subs(sy.slot, self.address)
+
+    @property
     def token_at(self) -> sympy.Expr:
         """The position of the token that `slot` holds when `length` tokens have been seen."""
         return self.placement.token_at(self.retention)
@@ -73,15 +110,28 @@ class CacheLayout:
     @property
     def bytes_per_slot(self) -> sympy.Expr:
         """Bytes that one more token takes over all KV heads, in H, D, Dv, P; on average, where tokens share some."""
-        vectors = self.keys.bytes_per_vector(sy.D) + self.values.bytes_per_vector(sy.Dv)
-        return sy.H * vectors + STATE_BYTES * self.state_heads
+        return self._vectors_per_slot + STATE_BYTES * self.state_heads
+
+    @property
+    def _vectors_per_slot(self) -> sympy.Expr:
+        return sy.H * (self.keys.bytes_per_vector(sy.D) + self.values.bytes_per_vector(sy.Dv))
 
     @property
     def bytes(self) -> sympy.Expr:
-        """Bytes of the layer's cache, in B, T, H, D, Dv, P."""
+        """Bytes of the layer's cache, in B, T, H, D, Dv, P; page tables are the plan's, as layers share them.
+
+        Paged: what B sequences of T tokens take at most, or the pool where its pages are given.
+        """
         slots = self.num_slots
-        vectors = self.keys.bytes(sy.D, slots) + self.values.bytes(sy.Dv, slots)
-        return sy.B * (sy.H * vectors + STATE_BYTES * self.state_heads * slots)
+        state = sy.B * STATE_BYTES * self.state_heads * slots
+        if isinstance(self.placement, Paged):
+            pages = self.placement.pages
+            if pages is None:
+                pages = sy.B * self.placement.pages_per_sequence(self.retention)
+            # What a storage keeps beside, in rows of a fixed number, is each sequence's own.
+            beside = sy.B * sy.H * (self.keys.bytes(sy.D, _NONE) + self.values.bytes(sy.Dv, _NONE))
+            return (pages + SPARE_PAGES) * self.placement.page_size * self._vectors_per_slot + beside + state
+        return sy.B * sy.H * (self.keys.bytes(sy.D, slots) + self.values.bytes(sy.Dv, slots)) + state
 
     @property
     def state_heads(self) -> sympy.Expr:
@@ -93,7 +143,7 @@ class CacheLayout:
     @property
     def num_key_parts(self) -> int:
         """How many of the buffers are K's (the rest are V's); no storage has fewer parts for other dims."""
-        return len(self.keys.parts(128, torch.float32))
+        return len(_parts(self.keys))
 
     def slots(self, max_tokens: int | None) -> int:
         """`num_slots` as a number; `max_tokens` may be None for a bounded layout."""
@@ -103,17 +153,24 @@ class CacheLayout:
     def buffers(
         self, num_kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, max_tokens: int | None
     ) -> tuple[BufferSpec, ...]:
-        """The layer's tensors for one sequence: K's parts, V's, and what a retention by scores notes of each slot."""
-        slots = self.slots(max_tokens)
+        """The layer's tensors for one sequence, or one page of a pool: K's parts, V's, and what a retention by scores
+        notes of each slot (which is never paged)."""
+        paged = self.placement.page_size if isinstance(self.placement, Paged) else 0
+        slots = paged or self.slots(max_tokens)
         state: tuple[BufferSpec, ...] = ()
         if isinstance(self.retention, Scored):
-            shape = (int(self.state_heads.subs(sy.H, num_kv_heads)), slots)
+            shape = (int(self.state_heads.subs(sy.H, num_kv_heads)), self.retention.tokens)
             state = (
                 BufferSpec("slots.token", shape, torch.int32),
                 BufferSpec("slots.score", shape, torch.float32),
             )
         vectors = tuple(
-            BufferSpec(f"{side}.{part.name}", (num_kv_heads, part.rows(slots), *part.shape), part.dtype)
+            BufferSpec(
+                f"{side}.{part.name}",
+                (num_kv_heads, part.rows(slots), *part.shape),
+                part.dtype,
+                bool(paged and not part.fixed),
+            )
             for side, storage, dim in (("keys", self.keys, head_dim), ("values", self.values, v_head_dim))
             for part in storage.parts(dim, dtype)
         )
@@ -141,3 +198,8 @@ class CacheLayout:
         same = self.keys == self.values
         storage = str(self.keys) if same else f"K {self.keys}, V {self.values}"
         return f"{storage} · {self.placement} · {self.retention}"
+
+
+def _parts(storage: Storage) -> tuple[Part, ...]:
+    """The storage's parts for any dim: their number, and how many tokens share a row, do not depend on it."""
+    return storage.parts(128, torch.float32)

@@ -5,8 +5,11 @@
 | Contiguous | pos | the limit of tokens |
 | Ring | pos below `sinks`, else sinks + (pos - sinks) mod window | sinks + window |
 | Slots | pos below the budget, else the slot `given_up` by the lowest score | the budget |
+| Paged | as Contiguous, as Ring where the retention has a window, as Slots where it goes by scores | the same |
 
 Eviction never compacts: in a ring the new token overwrites the slot of the token that leaves the window.
+
+Paged is a layer below: slots stay what they are, and a page table says where in a pool they stand (`pages.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from typing import Any, Literal
 import sympy
 
 from kvcompile.layouts import symbols as sy
-from kvcompile.layouts.retention import Retention, Scored
+from kvcompile.layouts.pages import check_page_size
+from kvcompile.layouts.retention import Full, Retention, Scored
 
 
 @dataclass(frozen=True)
@@ -117,8 +121,53 @@ class Slots:
         return "slots"
 
 
-Placement = Contiguous | Ring | Slots
-PLACEMENTS: tuple[type[Placement], ...] = (Contiguous, Ring, Slots)
+@dataclass(frozen=True)
+class Paged:
+    """Slots in pages of `page_size`, which sequences take from a pool when they need them (Kwon et al. 2023).
+
+    pages: what each layer's pool has for all sequences together; None: it grows
+    """
+
+    page_size: int = 16
+    pages: int | None = None
+    kind: Literal["paged"] = "paged"
+
+    def logical(self, retention: Retention) -> Contiguous | Ring | Slots:
+        """What decides the slot: paging itself moves slots about, and their number and order stay."""
+        if isinstance(retention, Scored):
+            return Slots()
+        return Contiguous() if retention.window is None else Ring()
+
+    def num_slots(self, retention: Retention) -> sympy.Expr:
+        return self.logical(retention).num_slots(retention)
+
+    def address(self, retention: Retention) -> sympy.Expr:
+        return self.logical(retention).address(retention)
+
+    def token_at(self, retention: Retention) -> sympy.Expr:
+        return self.logical(retention).token_at(retention)
+
+    def pages_per_sequence(self, retention: Retention) -> sympy.Expr:
+        """Pages of one sequence, in T."""
+        return sympy.ceiling(self.num_slots(retention) / sympy.Integer(self.page_size))
+
+    def check(self, retention: Retention) -> str | None:
+        problem = check_page_size(self.page_size)
+        if problem is None and self.pages is not None and not isinstance(retention, Full):
+            wanted = int(self.pages_per_sequence(retention))
+            if wanted > self.pages:
+                return (
+                    f"one sequence of retention '{retention}' takes {wanted} pages of {self.page_size} tokens, and the "
+                    f"pool has {self.pages}: set pages to at least {wanted}, or leave it out and the pool grows"
+                )
+        return problem
+
+    def __str__(self) -> str:
+        return f"paged {self.page_size}" + ("" if self.pages is None else f" x {self.pages}")
+
+
+Placement = Contiguous | Ring | Slots | Paged
+PLACEMENTS: tuple[type[Placement], ...] = (Contiguous, Ring, Slots, Paged)
 
 
 def placement_from(data: dict[str, Any]) -> Placement:

@@ -2,6 +2,7 @@
 
 pos     position of a token in its sequence, 0-based
 slot    index into a layer's array of slots
+table   a function: the page of a pool that stands at an entry of the sequence's page table
 length  tokens a sequence has seen
 held    position of the token in a slot, where the cache itself notes it
 given_up  slot that a retention by scores gives up
@@ -17,5 +18,6 @@ import sympy
 
 pos, slot = sympy.symbols("pos slot", integer=True)
 held, given_up = sympy.symbols("held given_up", integer=True)
+table = sympy.Function("table", integer=True, nonnegative=True)
 length = sympy.Symbol("length", integer=True, nonnegative=True)
 B, T, H, D, Dv, P = sympy.symbols("B T H D Dv P", integer=True, positive=True)

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from kvcompile import layouts
+from kvcompile.layouts.pages import LARGEST, SMALLEST
 from kvcompile.recipe.retention import ANYWHERE, FullConfig, Place, RetentionConfig, Strict
 
 _FLOATS = ("model", "float32", "float16", "bfloat16")
@@ -129,7 +130,31 @@ class StorageConfig(Strict):
 
 
 class PlacementConfig(Strict):
-    kind: Literal["contiguous", "ring", "slots"]
+    kind: Literal["contiguous", "ring", "slots", "paged"]
+    page_size: Annotated[int, Field(ge=SMALLEST, le=LARGEST)] = Field(
+        16, description="paged: tokens of a page"
+    )
+    pages: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="paged: pages of each layer's pool; absent: it grows on demand"
+    )
+
+    @model_validator(mode="after")
+    def _keys_have_an_effect(self) -> PlacementConfig:
+        given = self.model_fields_set & {"page_size", "pages"}
+        if given and self.kind != "paged":
+            raise ValueError(f"{' and '.join(sorted(given))}: for kind paged only, not for {self.kind}")
+        return self
+
+    def build(self) -> layouts.Placement:
+        match self.kind:
+            case "contiguous":
+                return layouts.Contiguous()
+            case "ring":
+                return layouts.Ring()
+            case "slots":
+                return layouts.Slots()
+            case "paged":
+                return layouts.Paged(self.page_size, self.pages)
 
 
 class CacheConfig(Strict):
@@ -158,17 +183,13 @@ class CacheConfig(Strict):
             ValueError: the layer lacks what the retention is said by.
         """
         retention = self.retention.build(place)
+        placement: layouts.Placement
         if self.placement is not None:
-            kind = self.placement.kind
+            placement = self.placement.build()
         elif isinstance(retention, layouts.Full):
-            kind = "contiguous"
+            placement = layouts.Contiguous()
         else:
-            kind = "slots" if isinstance(retention, layouts.Scored) else "ring"
-        placement: layouts.Placement = {
-            "contiguous": layouts.Contiguous(),
-            "ring": layouts.Ring(),
-            "slots": layouts.Slots(),
-        }[kind]
+            placement = layouts.Slots() if isinstance(retention, layouts.Scored) else layouts.Ring()
         return layouts.CacheLayout(self.keys.build(), self.values.build(), placement, retention)
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kvcompile.errors import InputError, LimitError
+from kvcompile.layouts.pages import SPARE_PAGES
 from kvcompile.plan import Plan
+from kvcompile.runtime.pages import PagePool
 
 
 class KVCache:
     """Buffers of every layer, and of recurrent state, allocated when the first tokens of a batch come and then only
-    overwritten.
+    overwritten. Pools of pages may grow when tokens come: see `runtime/pages.py` for which sequence has which.
 
     A batch is a rectangle of columns, padded on the left; each row (sequence) has its own length.
     """
@@ -34,7 +39,7 @@ class KVCache:
         self.seq_lens = torch.zeros(0, dtype=torch.int64, device=device)
         self.buffers: dict[str, Tensor] = {}
         limit = plan.limits.max_tokens
-        self._contiguous = {
+        self._in_order = {
             name
             for decision, layer in zip(plan.decisions, names, strict=True)
             for name in layer
@@ -52,6 +57,14 @@ class KVCache:
             for name, slot in zip(of_state, state.slots, strict=True)
         }
         self._seen: list[int] = []  # tokens of each row, known without asking the device
+        self.pools = tuple(PagePool(group) for group in plan.page_groups)
+        self._paged = {name: spec for name, spec in self._specs.items() if spec.paged}
+        # The buffers of each pool. Sites that read another's cache name its buffers again.
+        of_layer = {d.layer: layer for d, layer in zip(plan.decisions, names, strict=True)}
+        self._in_pool = [
+            [name for layer in pool.group.layers for name in of_layer[layer] if name in self._paged]
+            for pool in self.pools
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -63,10 +76,42 @@ class KVCache:
         """Slots of the contiguous layers; 0 where there are none."""
         return 0 if self.plan.bounded else (self.plan.limits.max_tokens or 0)
 
-    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape (without batch) and dtype of each buffer."""
-        caches = {name: (spec.shape, spec.dtype) for name, spec in self._specs.items()}
-        return caches | {name: (slot.shape, slot.torch_dtype) for name, slot in self._states.items()}
+    def report(self) -> dict[str, Any]:
+        """JSON-ready: bytes of the buffers, sequences, columns, and of each pool its layers and pages (without those
+        that belong to nobody)."""
+        return {
+            "bytes": self.nbytes,
+            "sequences": self.batch if self.columns else 0,
+            "columns": self.columns,
+            "pools": [
+                {
+                    "layers": list(pool.group.layers),
+                    "page_size": pool.group.page_size,
+                    "pages": pool.capacity,
+                    "used": pool.used,
+                    "free": pool.free,
+                }
+                for pool in self.pools
+            ],
+        }
+
+    def shapes(self) -> dict[str, tuple[tuple[int | str, ...], torch.dtype]]:
+        """Shape and dtype of each buffer: the first size is "batch", or the name of a pool's number of pages."""
+        shapes: dict[str, tuple[tuple[int | str, ...], torch.dtype]] = {
+            name: (("batch", *shape), dtype) for name, (shape, dtype) in self._rows_of().items()
+        }
+        for number, names in enumerate(self._in_pool):
+            for name in names:
+                shapes[name] = ((f"pages_{number}", *self._paged[name].shape), self._paged[name].dtype)
+        return shapes
+
+    def _rows_of(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape without batch, and dtype, of what every sequence has a row of."""
+        rows = {name: (spec.shape, spec.dtype) for name, spec in self._specs.items() if not spec.paged}
+        rows |= {name: (slot.shape, slot.torch_dtype) for name, slot in self._states.items()}
+        return rows | {
+            pool.group.name: ((pool.group.pages_per_sequence,), torch.int32) for pool in self.pools
+        }
 
     def rows(self, pads: Tensor | None) -> Tensor:
         """int64 [2, B] on the CPU: `pads` of the new tokens, and how many tokens each row has seen."""
@@ -110,16 +155,87 @@ class KVCache:
             )
         self.check_limits(batch, tokens)
 
+    def check_pages(self, lengths: Sequence[int], kept: bool = True) -> None:
+        """Refuse sequences of `lengths` tokens that pools of a fixed size have no pages for.
+
+        kept: whether they are those that the cache holds, with what they hold now.
+
+        Raises:
+            LimitError: some pool lacks pages; nothing has changed.
+        """
+        for pool in self.pools:
+            pool.check(lengths, kept)
+
+    def allocate(self, batch: int, tokens: int, pads: Tensor | None) -> None:
+        """Make room for `tokens` more columns of `batch` sequences, of which the first `pads` are padding.
+
+        Everything is checked before anything is written; a sequence takes pages for its own tokens only.
+
+        Raises:
+            LimitError: a pool of a fixed size lacks pages; the cache is as it was.
+        """
+        if self.pools:
+            kept = batch == self.batch and self.columns > 0
+            seen = self._seen if kept else [0] * batch
+            padded = [0] * batch if pads is None else pads.tolist()
+            lengths = [max(0, s + tokens - pad) for s, pad in zip(seen, padded, strict=True)]
+            self.check_pages(lengths, kept)
+        self.reserve(batch)
+        if self.pools:
+            for pool, names in zip(self.pools, self._in_pool, strict=True):
+                self._grow(pool, names, pool.lacking(lengths))
+            for pool in self.pools:
+                for row, before in pool.extend(lengths):
+                    pages = pool.rows[row]
+                    self._write_table(pool, row, before, pages[before:])
+
+    def trim(self) -> None:
+        """Take back pages that no token has been written to (a call that failed)."""
+        for pool in self.pools:
+            for row, kept in pool.trim(self._seen):
+                table = self.buffers[pool.group.name]
+                table[row, kept:] = 0
+
+    def _grow(self, pool: PagePool, names: list[str], lacking: int) -> None:
+        """Let a pool grow, one tensor after the other: each stands in memory twice while it is copied."""
+        if not lacking:
+            return
+        capacity = pool.capacity_for(lacking)
+        size, before = capacity + SPARE_PAGES, pool.capacity + SPARE_PAGES
+        try:
+            for name in names:
+                spec, old = self._paged[name], self.buffers.get(name)
+                # Zeros: what nobody wrote is read, and then weighed with zero.
+                new = torch.zeros((size, *spec.shape), dtype=spec.dtype, device=self.device)
+                if old is not None:
+                    new[: len(old)] = old
+                self.buffers[name] = new
+        except BaseException:
+            # Out of memory, most likely: the pools of a group keep one size.
+            for name in names:
+                if not pool.capacity:
+                    self.buffers.pop(name, None)
+                elif name in self.buffers:
+                    self.buffers[name] = self.buffers[name][:before]
+            raise
+        pool.grow(capacity)
+
+    def _write_table(self, pool: PagePool, row: int, start: int, pages: Sequence[int]) -> None:
+        table = self.buffers[pool.group.name]
+        table[row, start : start + len(pages)] = torch.tensor(pages, dtype=torch.int32, device=self.device)
+
     def reserve(self, batch: int) -> None:
         """Allocate for `batch` sequences, unless the buffers already are of that size."""
         if batch == self.batch:
             return
-        # The old buffers go first: two caches never stand in memory together.
-        self.buffers = {}
-        self.buffers = {
+        # The old buffers go first: two caches never stand in memory together. Pools serve any sequences.
+        self.buffers = {name: pool for name, pool in self.buffers.items() if name in self._paged}
+        self.buffers |= {
             name: torch.zeros((batch, *shape), dtype=dtype, device=self.device)
-            for name, (shape, dtype) in self.shapes().items()
+            for name, (shape, dtype) in self._rows_of().items()
         }
+        for pool in self.pools:
+            pool.clear(batch)
         self.batch = batch
         self._seen = [0] * batch
         self.seq_lens = torch.zeros(batch, dtype=torch.int64, device=self.device)
@@ -132,24 +248,66 @@ class KVCache:
             self._seen = [seen + columns - pad for pad, seen in zip(*rows.tolist(), strict=True)]
 
     def reset(self) -> None:
-        """Forget all sequences; the memory is kept for the next ones of the same number."""
+        """Forget all sequences; the memory is kept for the next ones of the same number, that of pools for any."""
         self.columns = 0
+        for pool in self.pools:
+            pool.clear(self.batch)
+            if pool.group.name in self.buffers:
+                self.buffers[pool.group.name].zero_()
         self.seq_lens = torch.zeros_like(self.seq_lens)
         self._seen = [0] * self.batch  # what the states hold is not read where nothing was seen
 
     def release(self) -> None:
         """Forget all sequences and free the buffers."""
         self.buffers = {}
+        for pool in self.pools:
+            pool.release()
         self.batch = self.columns = 0
         self.seq_lens = torch.zeros(0, dtype=torch.int64, device=self.device)
         self._seen = []
 
     def reorder(self, index: Tensor) -> None:
-        """Row i becomes what row index[i] was (beam search); in place, so that addresses stay."""
+        """Row i becomes what row index[i] was (beam search); in place, so that addresses stay.
+
+        Raises:
+            LimitError: a row that is chosen twice needs pages of its own, and a pool of a fixed size has too few; the
+                cache is as it was.
+        """
         index = index.to(self.device)
+        if self.pools:
+            self._reorder_pages(index.tolist())
+        tables = {pool.group.name for pool in self.pools}
         for name, buffer in self.buffers.items():
+            if name in self._paged or name in tables:
+                continue
             # Of a contiguous layer only the slots that hold something.
-            used = buffer[:, :, : self.columns] if name in self._contiguous else buffer
+            used = buffer[:, :, : self.columns] if name in self._in_order else buffer
             used.copy_(used.index_select(0, index))
         self.seq_lens = self.seq_lens.index_select(0, index)
-        self._seen = [self._seen[i] for i in index.tolist()] if self._states else self._seen
+        if self._states or self.pools:
+            self._seen = [self._seen[i] for i in index.tolist()]
+
+    def _reorder_pages(self, index: list[int]) -> None:
+        """Pages follow their sequences; only a sequence that is chosen again is copied."""
+        lengths = [self._seen[i] for i in index]
+        self.check_pages(lengths, kept=False)
+        for pool, names in zip(self.pools, self._in_pool, strict=True):
+            self._grow(pool, names, pool.moves(index).more)
+        for pool, names in zip(self.pools, self._in_pool, strict=True):
+            moves = pool.moves(index)
+            changed = [row for row in range(self.batch) if moves.rows[row] != tuple(pool.rows[row])]
+            if moves.copies:
+                sources, targets = torch.tensor(moves.copies, device=self.device).unbind(1)
+                for name in names:
+                    buffer = self.buffers[name]
+                    # torch gathers no fp8
+                    flat = (
+                        buffer.view(torch.uint8)
+                        if buffer.is_floating_point() and buffer.itemsize == 1
+                        else buffer
+                    )
+                    flat[targets] = flat[sources]
+            pool.move(moves)
+            for row in changed:
+                self.buffers[pool.group.name][row] = 0
+                self._write_table(pool, row, 0, pool.rows[row])

@@ -57,7 +57,8 @@ class CachedModel(nn.Module):
 
         Raises:
             InputError: wrong dtype, shape, device or padding, or another batch size than the cache holds.
-            LimitError: more tokens or sequences than the limits. In both cases the cache is as it was.
+            LimitError: more tokens or sequences than the limits, or than a pool has pages for. In both cases the
+                cache is as it was.
         """
         return self.program.rebuild(self._call(input_ids, attention_mask, keep=None))
 
@@ -84,7 +85,16 @@ class CachedModel(nn.Module):
         batch, tokens = input_ids.shape
         self.cache.check_room(batch, tokens)
         pads = self._pads(input_ids, attention_mask)
-        self.cache.reserve(batch)
+        self.cache.allocate(batch, tokens, pads)
+        try:
+            return self._passes(input_ids, pads, keep)
+        except BaseException:
+            self.cache.trim()
+            raise
+
+    def _passes(self, input_ids: Tensor, pads: Tensor | None, keep: int | None) -> list[Tensor]:
+        """As many passes as the tokens take; returns the flat outputs of the last `keep` tokens (None: all)."""
+        tokens = input_ids.shape[1]
         pieces: list[list[Tensor]] = []
         wanted = tokens if keep is None else min(keep, tokens)
         start = 0
@@ -126,8 +136,8 @@ class CachedModel(nn.Module):
             inputs["span"] = min(cache.span, -(-(cache.columns + tokens) // _SPAN_STEP) * _SPAN_STEP)
         else:
             inputs["span"] = 0
-        rows = cache.rows(pads) if program.states else None
-        if rows is not None:
+        rows = cache.rows(pads) if program.states or cache.pools else None
+        if program.states:
             inputs["rows"] = rows
         # A chunk in the middle of a prompt still computes one row of logits: the graph has no form without.
         if program.takes_logits_to_keep:
@@ -168,7 +178,7 @@ class CachedModel(nn.Module):
             **program.constants,
         }
         for name, (shape, dtype) in self.cache.shapes().items():
-            examples[name] = Symbolic(("batch", *shape), dtype, device)
+            examples[name] = Symbolic(shape, dtype, device)
         self.executor.prepare(shapes, examples, progress)
         self._prepared.add(shapes)
 

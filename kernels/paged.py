@@ -1,0 +1,65 @@
+"""Reads and writes rows of pools through page tables (`layouts/pages.py` says where a row stands).
+
+Shapes: pool [pages, Hkv, rows_per_page, ...]; table int32 [B, pages of a sequence], 0 where there is no page yet, and
+page 0 belongs to nobody. A row here is a row of the sequence's own array, as a placement without pages has it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcompile.kernels import recent
+from kvcompile.kernels.symbolic import evaluate
+from kvcompile.layouts import Storage
+from kvcompile.layouts import symbols as sy
+from kvcompile.layouts.pages import offset, page_index
+
+
+def located(table: Tensor, rows: Tensor, rows_per_page: int) -> tuple[Tensor, Tensor]:
+    """Page and row in it, int64 [B, N] each, of rows [B or 1, N]."""
+    entry = evaluate(page_index(rows_per_page), {sy.slot: rows}).expand(table.shape[0], -1)
+    return table.gather(1, entry).long(), evaluate(offset(rows_per_page), {sy.slot: rows})
+
+
+def read(pool: Tensor, table: Tensor, rows: Tensor) -> Tensor:
+    """Rows [B or 1, N] of each sequence: [B, Hkv, N, ...]. Where there is no page, numbers that mean nothing."""
+    page, row, head = _index(pool, table, rows)
+    if pool.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):  # torch gathers no fp8
+        return pool.view(torch.uint8)[page, head, row].view(pool.dtype)
+    return pool[page, head, row]
+
+
+def write(pool: Tensor, table: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Row rows[:, n] of each sequence becomes values [B, Hkv, n, ...].
+
+    Negative rows (padding) count from the end of the table, which no token of such a sequence reaches.
+    """
+    rows = torch.remainder(rows, table.shape[1] * pool.shape[2])
+    page, row, head = _index(pool, table, rows)
+    pool.index_put_((page, head, row), values)
+
+
+def overwrite(pool: Tensor, table: Tensor, part: Tensor, index: Tensor, which: Tensor) -> None:
+    """Row r of each sequence becomes row index[:, r] of `part` where `which` [B, rows]; see `recent.overwrite`."""
+    rows = torch.arange(which.shape[1], device=pool.device)[None].expand_as(which)
+    found = read(pool, table, rows)
+    recent.overwrite(found, part, index, which)
+    write(pool, table, rows, found)
+
+
+def stored(storage: Storage, parts: list[Tensor], table: Tensor, slots: int) -> list[Tensor]:
+    """The parts of the first `slots` slots, [B, Hkv, rows, ...] each; those with a fixed number of rows as they are."""
+    # Which parts a storage has, and how many tokens share a row, does not depend on the dim.
+    own = storage.parts(128, torch.float32)
+    return [
+        part if of.fixed else read(part, table, torch.arange(of.rows(slots), device=table.device)[None])
+        for part, of in zip(parts, own, strict=True)
+    ]
+
+
+def _index(pool: Tensor, table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pages, rows in them and heads, to index [B, Hkv, N] at once."""
+    page, row = located(table, rows, pool.shape[2])
+    head = torch.arange(pool.shape[1], device=pool.device)
+    return page[:, None], row[:, None], head[None, :, None]
