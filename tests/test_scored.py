@@ -25,6 +25,7 @@ from kvcompile.layouts import (
     InKeys,
     Int8,
     ModelDtype,
+    Paged,
     Ring,
     Rotated,
     Scored,
@@ -80,7 +81,12 @@ def run(
     """The op over `chunks`, and the tokens held after each pass; what no token was written to is 77."""
     q, k, v = args
     specs = spec.layout.buffers(k.shape[1], k.shape[3], v.shape[3], q.dtype, None)
-    buffers = [torch.full((len(q), *s.shape), 77, dtype=s.dtype) for s in specs]
+    placement = spec.layout.placement
+    if isinstance(placement, Paged):
+        count = len(q) * int(placement.pages_per_sequence(spec.layout.retention))
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(count)) + 1
+        extra["page_table"] = order.view(len(q), -1).int()
+    buffers = [torch.full((count + 1 if s.paged else len(q), *s.shape), 77, dtype=s.dtype) for s in specs]
     seq_lens, start, outs, held = torch.zeros(len(q), dtype=torch.int64), 0, [], []
     for size in chunks:
         part = slice(start, start + size)
@@ -186,6 +192,30 @@ def test_no_heavy_hitters_is_a_sink_window() -> None:
         wanted = policy_attention(*args, SiteSpec(ring, 0.125, rotary=form), rope, pads)
         got, _ = run(SiteSpec(scored, 0.125, rotary=form), args, chunks, pads, rope)
         close(got, wanted, pads)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    retention=st.sampled_from(RETENTIONS),
+    keys=st.sampled_from(STORAGES),
+    values=st.sampled_from(STORAGES),
+    page_size=st.integers(8, 20),
+    chunks=CHUNKS,
+    pad=st.integers(0, 5),
+)
+def test_pages_change_nothing(
+    retention: Scored, keys: Any, values: Any, page_size: int, chunks: list[int], pad: int
+) -> None:
+    retention = replace(retention, heavy=14)  # more than a page
+    form, rope = (HEADS, ROPE) if retention.in_cache else (None, [])
+    args, pads = inputs(8, sum(chunks)), torch.tensor([0, min(pad, sum(chunks) - 1)])
+    placements = (Slots(), Paged(page_size))
+    (plain, held), (paged, same) = (
+        run(SiteSpec(CacheLayout(keys, values, p, retention), 0.125, rotary=form), args, chunks, pads, rope)
+        for p in placements
+    )
+    assert all(torch.equal(a, b) for a, b in zip(held, same, strict=True))
+    close(paged, plain, pads, 0)
 
 
 def test_of_equal_scores_the_oldest_goes() -> None:
