@@ -55,6 +55,11 @@ class CacheLayout:
         return isinstance(self.placement, Ring)
 
     @property
+    def chunk_invariant(self) -> bool:
+        """Whether a text leaves the same cache, and gives the same logits, in whatever pieces it comes."""
+        return True
+
+    @property
     def num_slots(self) -> sympy.Expr:
         """Slots per sequence and KV head, in T (the limit of tokens)."""
         return self.placement.num_slots(self.retention)
