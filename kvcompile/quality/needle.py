@@ -52,13 +52,15 @@ def answer(fast: CachedModel, tokenizer: Any, needle: Needle) -> str:
     step = len(needle.lead) if fast.plan.chunk_invariant else 1
     logits = feed(fast, of(needle.lead), step, keep=1)
     said: list[int] = []
-    while len(said) < needle.room:
+    text = ""
+    # Until a whole number stands there, or nothing more comes.
+    while len(said) < needle.room and not re.search(r"\d\D", text):
+        if said:
+            logits = feed(fast, of(said[-1:]), 1)
         said.append(int(logits[-1].argmax()))
         if said[-1] == tokenizer.eos_token_id:
             break
-        if len(said) < needle.room:
-            logits = feed(fast, of(said[-1:]), 1)
-    text: str = tokenizer.decode(said, skip_special_tokens=True)
+        text = tokenizer.decode(said, skip_special_tokens=True)
     return text
 
 

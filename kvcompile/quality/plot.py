@@ -10,6 +10,7 @@ from kvcompile.quality.report import QualityReport
 
 INSTALL = "pip install 'kvcompile[plot]'"
 _MIB = 2**20
+_TICKS = (0.9, 0.95, 1, 1.05, 1.1, 1.2, 1.3, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000, 10_000)
 
 
 def available() -> bool:
@@ -21,6 +22,7 @@ def draw(report: QualityReport, file: Path) -> None:
     """Write a PNG: perplexity over that of the full cache, and needles found, each against the cache's size."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display is needed
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, NullLocator
 
     scored = [row for row in report.rows if row.perplexity]
     hunted = [row for row in report.rows if row.needles]
@@ -49,6 +51,8 @@ def draw(report: QualityReport, file: Path) -> None:
             zorder=1,
         )
         axes[panel].set_yscale("log")
+        axes[panel].yaxis.set_major_locator(FixedLocator(_TICKS))
+        axes[panel].yaxis.set_minor_locator(NullLocator())
         axes[panel].set_ylabel("perplexity ÷ that of the full cache")
         axes[panel].set_title(f"{report.settings['tokens']:,} tokens of text, teacher-forced", fontsize=10)
         _plain(axes[panel].yaxis)
@@ -96,10 +100,7 @@ def _plain(axis: Any) -> None:
     """Numbers as they are, not powers of two or ten."""
     from matplotlib.ticker import FuncFormatter
 
-    plain = FuncFormatter(lambda value, position: f"{value:g}")
-    axis.set_major_formatter(plain)
-    if axis.axis_name == "y":
-        axis.set_minor_formatter(plain)
+    axis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
 
 
 def _nothing() -> Any:

@@ -139,6 +139,24 @@ class QualityReport:
                 item["by_depth"] = {str(depth): share for depth, share in score.by_depth().items()}
         return data | {"frontier": [row.recipe for row in self.frontier()]}
 
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> QualityReport:
+        """What `to_dict` made (quality.json), as a report again.
+
+        Raises:
+            ValueError: something else.
+        """
+        from kvcompile.quality.decode import decode
+
+        def without(mapping: dict[str, Any], *derived: str) -> dict[str, Any]:
+            return {key: value for key, value in mapping.items() if key not in derived}
+
+        rows = [
+            {**row, "needles": [without(score, "accuracy", "by_depth") for score in row["needles"]]}
+            for row in data["rows"]
+        ]
+        return decode(QualityReport, {**without(data, "frontier"), "rows": rows})
+
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1) + "\n"
 

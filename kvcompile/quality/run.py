@@ -23,6 +23,7 @@ from kvcompile.quality.text import help_topics, tokens_of
 
 log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
+_NO_TOKENIZER = "tokenizer: a text must become tokens, and the model has none beside it; give its own"
 
 
 def run(
@@ -98,6 +99,19 @@ def run(
     if out is not None:
         report.save(out, plot)
     return report
+
+
+def check(settings: Settings, out: Path | None, plot: bool, *more: str | None) -> None:
+    """What can be told without a model; `more`: problems found elsewhere.
+
+    Raises:
+        QualityError: all of them.
+    """
+    problems = [*settings.problems(), *filter(None, more)]
+    if out is not None and plot and not picture.available():
+        problems.append(NEEDS_MATPLOTLIB)
+    if problems:
+        raise QualityError(problems)
 
 
 def _finish(job: Job, stage: str, bench: Bench, store: Store, fresh: bool, tell: Progress) -> Score:

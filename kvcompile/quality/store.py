@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from kvcompile.errors import QualityError
+from kvcompile.quality.decode import decode
 from kvcompile.quality.report import NeedleScore, PerplexityScore
 
 FILE = "results.jsonl"
@@ -26,7 +25,6 @@ KINDS: dict[str, type[PerplexityScore] | type[NeedleScore]] = {
     "needle": NeedleScore,
 }
 Score = PerplexityScore | NeedleScore
-Made = TypeVar("Made")
 
 
 class Store:
@@ -81,31 +79,3 @@ class Store:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             raise QualityError([f"out: {self._file} cannot be written: {error.strerror or error}"]) from error
-
-
-def decode(kind: type[Made], data: Any) -> Made:
-    """A dataclass from what `asdict` and JSON made of it, with exactly its fields and their types.
-
-    Raises:
-        ValueError: something else.
-    """
-    hints = get_type_hints(kind)
-    names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    if not isinstance(data, dict) or set(data) != names:
-        raise ValueError(f"expected the fields of {kind.__name__}")
-    return kind(**{name: _value(hints[name], data[name]) for name in names})
-
-
-def _value(hint: Any, value: Any) -> Any:
-    if get_origin(hint) is tuple:
-        if not isinstance(value, list):
-            raise ValueError(f"expected a list, got {type(value).__name__}")
-        return tuple(_value(get_args(hint)[0], item) for item in value)
-    if is_dataclass(hint):
-        return decode(hint, value)  # type: ignore[arg-type]
-    allowed = get_args(hint) if get_origin(hint) is UnionType else (hint,)
-    if float in allowed and type(value) is int:
-        return float(value)
-    if type(value) not in allowed:
-        raise ValueError(f"expected {hint}, got {value!r}")
-    return value

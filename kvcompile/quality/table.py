@@ -68,12 +68,18 @@ def parts(report: QualityReport) -> Iterator[RenderableType]:
 
 def markdown(report: QualityReport) -> str:
     """All tables and notes as a page."""
-    lines = [f"# Quality of caches: {report.model}, {report.dtype}", "", *_markdown(overview(report))]
+    lines = [f"# Quality of caches: {report.model}, {report.dtype}", "", *tables(report)]
+    lines += ["", *(f"- {note}" for note in notes(report))]
+    return "\n".join(lines) + "\n"
+
+
+def tables(report: QualityReport) -> list[str]:
+    """The tables alone, as lines of Markdown."""
+    lines = _markdown(overview(report))
     for tokens, ask in _kinds(report):
         lines += ["", f"Needles found in {tokens:,} tokens, by depth; the question {ask} the text:", ""]
         lines += _markdown(depths(report, tokens, ask))
-    lines += ["", *(f"- {note}" for note in notes(report))]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def notes(report: QualityReport) -> Iterator[str]:
