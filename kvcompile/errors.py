@@ -63,5 +63,17 @@ class InputError(KVCompileError):
     """A call's input has the wrong dtype, shape, device or padding; nothing was written to the cache."""
 
 
+class QualityError(KVCompileError):
+    """What `quality` was asked cannot be measured; found before anything is.
+
+    `problems` has one line per problem: all of them are reported at once.
+    """
+
+    def __init__(self, problems: Sequence[str]):
+        self.problems = tuple(problems)
+        lines = "\n".join(f"  - {problem}" for problem in self.problems)
+        super().__init__(f"quality: {self.problems[0]}" if len(self.problems) == 1 else f"quality:\n{lines}")
+
+
 class CompileError(KVCompileError):
     """The backend refused the rewritten graph."""

@@ -144,6 +144,11 @@ class Plan:
         return all(decision.layout.bounded for decision in self.decisions)
 
     @property
+    def chunk_invariant(self) -> bool:
+        """Whether results do not depend on the pieces in which a text comes, beyond rounding."""
+        return all(decision.layout.chunk_invariant for decision in self.decisions)
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes that one more token takes over all layers while no budget is full."""
         return sum(decision.bytes_per_token(self.torch_dtype.itemsize) for decision in self.decisions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvcompile.cli import generate, inspect, recipes
+from kvcompile.cli import generate, inspect, quality, recipes
 
 app = typer.Typer(
     name="kvcompile",
@@ -23,6 +23,7 @@ app = typer.Typer(
 app.command()(generate.generate)
 app.command()(inspect.explain)
 app.command()(inspect.estimate)
+app.command()(quality.quality)
 app.command()(recipes.validate)
 app.add_typer(recipes.app, name="recipes")
 

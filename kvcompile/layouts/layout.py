@@ -84,6 +84,11 @@ class CacheLayout:
         return sy.T not in self.num_slots.free_symbols
 
     @property
+    def chunk_invariant(self) -> bool:
+        """Whether a text leaves the same cache, and gives the same logits, in whatever pieces it comes."""
+        return True
+
+    @property
     def num_slots(self) -> sympy.Expr:
         """Slots per sequence and KV head, in T (the limit of tokens)."""
         return self.placement.num_slots(self.retention)
