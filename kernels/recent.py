@@ -40,7 +40,7 @@ def settled(
     kept = codec.as_kept(storage)
     match kept:
         case Recent(inner=inner):
-            return positions, codec.encode(inner, _for_ring(storage, x))
+            return positions, codec.encode(inner, _for_ring(storage, x), parts)
         case PerChannel():
             # The groups that the tokens touch, the last of them again where fewer than the most that S can touch.
             count = (x.shape[2] + kept.group - 2) // kept.group + 1
@@ -56,7 +56,7 @@ def settled(
             codes, scale, minimum = codec.quantized(grouped, 3, kept.bits, scale_dtype(kept.scale_dtype))
             return groups, [pack(codes, kept.bits), scale, minimum]
         case _:
-            return positions, codec.encode(storage, x)
+            return positions, codec.encode(storage, x, parts)
 
 
 def append(storage: Storage, x: Tensor, parts: list[Tensor], positions: Tensor, seq_lens: Tensor) -> None:
@@ -85,10 +85,10 @@ def overwrite(buffer: Tensor, part: Tensor, index: Tensor, which: Tensor) -> Non
 
 
 def up_to(storage: Storage, parts: list[Tensor], span: int) -> list[Tensor]:
-    """The parts of the first `span` tokens, in whole groups; the ring as it is."""
+    """The parts of the first `span` tokens, in whole groups; what has rows of its own as it is."""
     kept = codec.as_kept(storage)
     every = kept.group if isinstance(kept, PerChannel) else 1
-    own = len(parts) - bool(storage.residual)
+    own = sum(not part.fixed for part in storage.parts(128, torch.float32))
     return [*(part[:, :, : (span + every - 1) // every] for part in parts[:own]), *parts[own:]]
 
 

@@ -92,10 +92,11 @@ def cached_attention(
             _append_recent(k, v, buffers, positions, seq_lens, layout)
         return _turned_back(out, layout, read).to(dtype)
     keys, values, key_positions = _stored(buffers, seq_lens, span, layout)
-    k_all = torch.cat([codec.decode(read.keys, keys, dtype), _as_stored(layout.keys, read.keys, k)], dim=2)
+    k_new = codec.as_stored(layout.keys, read.keys, k, keys)
+    k_all = torch.cat([codec.decode(read.keys, keys, dtype), k_new], dim=2)
     v_all = _values(read, values, k_all)
     if not isinstance(layout.values, InKeys):
-        v_all = torch.cat([v_all, _as_stored(layout.values, read.values, v)], dim=2)
+        v_all = torch.cat([v_all, codec.as_stored(layout.values, read.values, v, values)], dim=2)
     key_positions = torch.cat([key_positions, positions], dim=1)
     out = _prefill(q, k_all, v_all, key_positions, positions, seq_lens, rope, reading, sinks, bias)
     if spec.share in ("none", "last"):
@@ -134,7 +135,9 @@ def append(
         head = torch.arange(k.shape[1], device=k.device)[None, :, None]
         for storage, x, own in _sides(layout, k, v, buffers):
             rows, parts = recent.settled(storage, x, own, address)
-            for buffer, part in zip(own, parts, strict=False):  # a ring is not among them
+            for buffer, part in zip(
+                own, parts, strict=False
+            ):  # a ring or a calibrated scale is not among them
                 # Padding (negative positions) lands at the far end, in slots that no token of its sequence
                 # reaches: the limit of tokens counts padding, too.
                 row = torch.remainder(rows, buffer.shape[2])
@@ -147,7 +150,7 @@ def append(
     index = (holds - positions[:, :1]).clamp(0, k.shape[2] - 1)
     is_new = _valid(holds, new_lens, slots, layout) & (holds >= seq_lens[:, None])
     for storage, x, own in _sides(layout, k, v, buffers):
-        for buffer, part in zip(own, codec.encode(storage, x), strict=True):
+        for buffer, part in zip(own, codec.encode(storage, x, own), strict=False):
             recent.overwrite(buffer, part, index, is_new)
 
 
@@ -198,11 +201,6 @@ def _values(layout: CacheLayout, values: list[Tensor], keys: Tensor) -> Tensor:
     if isinstance(layout.values, InKeys):
         return keys[..., : layout.values.channels]
     return codec.decode(layout.values, values, keys.dtype)
-
-
-def _as_stored(storage: Storage, read: Storage, x: Tensor) -> Tensor:
-    """x as it comes back, in the basis of `read`."""
-    return codec.decode(read, codec.encode(storage, x), x.dtype)
 
 
 def _new(layout: CacheLayout, read: CacheLayout, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

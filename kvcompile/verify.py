@@ -306,8 +306,11 @@ class _Oracle(Interpreter):
         )
         spec = SiteSpec(decision.layout, decision.sm_scale, decision.mask, site.score, rotary=decision.rotary)
         extra = (site.sinks, site.bias, None if site.dynamic is None else site.dynamic.node)
-        extras = [None if node is None else self.env[node] for node in extra]
-        out = policy_attention(q_in, k_in, v_in, spec, self.tables.get(site.layer, []), self.pads, *extras)
+        sinks, bias, dynamic = (None if node is None else self.env[node] for node in extra)
+        known = {name: torch.tensor(values, device=q_in.device) for name, values in decision.scales}
+        scales = (known.get("keys.scale"), known.get("values.scale"))
+        rope = self.tables.get(site.layer, [])
+        out = policy_attention(q_in, k_in, v_in, spec, rope, self.pads, sinks, bias, dynamic, scales)
         self.outputs.append(self._disturbed(out, ModelDtype()))
         return self.outputs[-1]
 
@@ -360,7 +363,7 @@ def _cached(
     limit = plan.limits.max_tokens
     caches = {
         # A slot that was never written must not matter: it is not zero.
-        name: torch.full((batch, *spec.shape), 3, dtype=spec.dtype, device=device)
+        name: spec.written(torch.full((batch, *spec.shape), 3, dtype=spec.dtype, device=device))
         for names, d in zip(rewritten.caches, plan.decisions, strict=True)
         for name, spec in zip(
             names,

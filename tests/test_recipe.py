@@ -162,10 +162,9 @@ def test_all_problems_come_at_once_with_path_and_what_is_allowed(tmp_path: Path)
             "scale is for fp8 dtypes only, not for int8",
         ),
         (
-            {"cache": {"values": {"dtype": "fp8_e4m3", "scale": "tensor"}}},
-            "cache.values.scale: one scale per tensor",
+            {"cache": {"values": {"dtype": "fp8_e4m3", "scale": "head"}}},
+            "scales: is required for scale: tensor",
         ),
-        ({"cache": {"values": {"dtype": "fp8_e4m3", "scale": "head"}}}, "needs calibration"),
         ({"cache": {"keys": {"dtype": "int4", "mode": "symmetric"}}}, "mode is for dtype int8 only"),
         ({"cache": {"keys": {"rotate": "hadamard"}}}, "rotate is for quantized dtypes only, not for model"),
         ({"cache": {"keys": {"dtype": "float16", "residual": 8}}}, "residual is for quantized dtypes only"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvcompile.cli import generate, inspect, recipes
+from kvcompile.cli import calibrate, generate, inspect, recipes
 
 app = typer.Typer(
     name="kvcompile",
@@ -24,6 +24,7 @@ app.command()(generate.generate)
 app.command()(inspect.explain)
 app.command()(inspect.estimate)
 app.command()(recipes.validate)
+app.command()(calibrate.calibrate)
 app.add_typer(recipes.app, name="recipes")
 
 

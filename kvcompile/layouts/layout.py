@@ -24,6 +24,14 @@ class BufferSpec:
     name: str  # "keys.data", "keys.scale", "values.data", ...
     shape: tuple[int, ...]
     dtype: torch.dtype
+    fill: tuple[float, ...] | None = None  # what a calibrated part holds from the start, a number per head
+
+    def written(self, buffer: torch.Tensor) -> torch.Tensor:
+        """`buffer` [batch, *shape] with what it holds from the start, in place; as it is where that is nothing."""
+        if self.fill is not None:
+            values = torch.tensor(self.fill, dtype=self.dtype, device=buffer.device)
+            buffer.copy_(values.view(1, -1, *[1] * (buffer.dim() - 2)).expand_as(buffer))
+        return buffer
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,8 @@ class KVCache:
             name: torch.zeros((batch, *shape), dtype=dtype, device=self.device)
             for name, (shape, dtype) in self.shapes().items()
         }
+        for name, spec in self._specs.items():
+            spec.written(self.buffers[name])
         self.batch = batch
         self._seen = [0] * batch
         self.seq_lens = torch.zeros(batch, dtype=torch.int64, device=self.device)

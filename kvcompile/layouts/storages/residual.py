@@ -24,7 +24,7 @@ import torch
 from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.storages.floats import Fp8
 from kvcompile.layouts.storages.integers import Affine, Bits, Int8, check_packing
-from kvcompile.layouts.storages.part import SCALE_BYTES, Part, ScaleDtype, scale_dtype
+from kvcompile.layouts.storages.part import SCALE_BYTES, Calibration, Part, ScaleDtype, scale_dtype
 
 Settled = Fp8 | Int8 | Affine
 
@@ -36,6 +36,10 @@ class Recent:
     inner: Settled
     residual: int
     kind: Literal["recent"] = "recent"
+
+    @property
+    def calibration(self) -> Calibration | None:
+        return self.inner.calibration
 
     @property
     def settled(self) -> sympy.Expr:
@@ -72,6 +76,10 @@ class PerChannel:
     residual: int
     scale_dtype: ScaleDtype = "float16"
     kind: Literal["per_channel"] = "per_channel"
+
+    @property
+    def calibration(self) -> Calibration | None:
+        return None
 
     @property
     def settled(self) -> sympy.Expr:

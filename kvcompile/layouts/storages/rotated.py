@@ -16,7 +16,7 @@ import torch
 
 from kvcompile.layouts.storages.floats import Float, Fp8, ModelDtype
 from kvcompile.layouts.storages.integers import Affine, Int8
-from kvcompile.layouts.storages.part import Part
+from kvcompile.layouts.storages.part import Calibration, Part
 from kvcompile.layouts.storages.residual import PerChannel, Recent
 
 Turned = ModelDtype | Float | Fp8 | Int8 | Affine | Recent | PerChannel
@@ -29,6 +29,10 @@ class Rotated:
 
     inner: Turned
     kind: Literal["rotated"] = "rotated"
+
+    @property
+    def calibration(self) -> Calibration | None:
+        return self.inner.calibration
 
     @property
     def residual(self) -> int:
