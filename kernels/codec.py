@@ -30,6 +30,7 @@ from kvcompile.layouts import (
     Rotated,
     Storage,
 )
+from kvcompile.layouts.storage import as_kept as as_kept
 from kvcompile.layouts.storages.part import scale_dtype
 
 
@@ -116,11 +117,6 @@ def dequantized(codes: Tensor, scale: Tensor, minimum: Tensor, dim: int) -> Tens
 def turned(storage: Storage, x: Tensor) -> Tensor:
     """x [..., dim] in the basis that the storage keeps vectors in; fp32 where that is another."""
     return hadamard(x) if isinstance(storage, Rotated) else x
-
-
-def as_kept(storage: Storage) -> Storage:
-    """The storage of what is in the parts, without the rotation before it."""
-    return storage.inner if isinstance(storage, Rotated) else storage
 
 
 def leading(storage: Storage, parts: list[Tensor], channels: int) -> tuple[Storage, list[Tensor]]:

@@ -35,14 +35,16 @@ def older_and_newest(storage: Storage, x: Tensor, scale: Tensor | None = None) -
             rounds = isinstance(inner, (Float, Fp8, Int8, Affine))
             older, newest = older_and_newest(inner, y if rounds else y.to(x.dtype), scale)
             return _spread(older.float()).to(x.dtype), _spread(newest.float()).to(x.dtype)
-        case Recent(inner=inner):
-            return _rounded(inner, x.float(), scale).to(x.dtype), x
+        case Recent(inner=inner, sinks=sinks):
+            older = _rounded(inner, x.float(), scale).to(x.dtype)
+            return torch.cat([x[:, :sinks], older[:, sinks:]], dim=1), x
         case PerChannel(bits=bits, group=group):
             older = torch.zeros_like(x)  # of a group that is not whole: never read
             for start in range(0, x.shape[1] - group + 1, group):
                 channels = x[:, start : start + group].float().transpose(1, 2)
                 grid = _to_levels(channels, bits, storage.scale_dtype)
                 older[:, start : start + group] = grid.transpose(1, 2)
+            older[:, : storage.sinks] = x[:, : storage.sinks]
             return older, x
         case ModelDtype() | InKeys():
             return x, x

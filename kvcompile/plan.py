@@ -15,8 +15,9 @@ import sympy
 import torch
 
 from kvcompile.errors import PlanError
-from kvcompile.layouts import BufferSpec, CacheLayout, Contiguous, Full, InKeys
+from kvcompile.layouts import BufferSpec, CacheLayout, Contiguous, Full, InKeys, Recent
 from kvcompile.layouts import symbols as sy
+from kvcompile.layouts.storage import as_kept
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.scales import ModelId, Scales, scales_of
 from kvcompile.types import AttentionSite, MaskSpec, RecurrentState, RotaryForm, ScoreSpec, StateSlot
@@ -355,6 +356,13 @@ def _decide(
         problem = storage.check(dim)
         if problem:
             raise ValueError(f"cache.{side}: {problem}")
+    window = layout.retention.window
+    for side, storage in (("keys", layout.keys), ("values", layout.values)):
+        if window is not None and isinstance(as_kept(storage), Recent) and storage.residual >= window:
+            raise ValueError(
+                f"cache.{side}.residual: the last {storage.residual} tokens in full are all of the window's {window}, "
+                "so none would be read rounded; use fewer, or dtype: model"
+            )
     if site.dynamic is not None and not (
         isinstance(layout.retention, Full) and isinstance(layout.placement, Contiguous)
     ):

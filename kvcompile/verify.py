@@ -486,9 +486,11 @@ def _settling(storage: Storage) -> Storage:
             assert not isinstance(small, (Rotated, InKeys))
             return Rotated(small)
         case Recent():
-            return replace(storage, residual=min(storage.residual, _SMALL_RESIDUAL))
+            residual, sinks = min(storage.residual, _SMALL_RESIDUAL), min(storage.sinks, _SMALL_SINKS)
+            return replace(storage, residual=residual, sinks=sinks)
         case PerChannel():
-            return replace(storage, group=_SMALL_RESIDUAL // 2, residual=_SMALL_RESIDUAL)
+            sinks = min(storage.sinks, _SMALL_SINKS)
+            return replace(storage, group=_SMALL_RESIDUAL // 2, residual=_SMALL_RESIDUAL, sinks=sinks)
         case _:
             return storage
 

@@ -13,7 +13,7 @@ import torch
 from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.placement import Contiguous, Placement, Ring, placement_from
 from kvcompile.layouts.retention import Full, Retention, retention_from
-from kvcompile.layouts.storage import ModelDtype, Storage, storage_from
+from kvcompile.layouts.storage import ModelDtype, PerChannel, Storage, as_kept, storage_from
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,17 @@ class CacheLayout:
 
     def check(self) -> str | None:
         """Why this combination makes no sense, or None."""
-        if self.residual and not isinstance(self.placement, Contiguous):
+        grouped = any(isinstance(as_kept(storage), PerChannel) for storage in (self.keys, self.values))
+        if grouped and not isinstance(self.placement, Contiguous):
             return (
-                "residual needs slots in the order of tokens: they settle one after another, or in whole groups, and a "
-                "ring takes slots back one by one; use placement 'contiguous', or a storage without residual"
+                "axis: channel needs slots in the order of tokens: they settle in whole groups, and a ring takes slots "
+                "back one by one; use placement 'contiguous', or axis: token"
+            )
+        window, sinks = self.retention.window, max(self.keys.sinks, self.values.sinks)
+        if window is not None and sinks > self.retention.sinks:
+            return (
+                f"sinks: {sinks} keeps tokens in full that retention '{self.retention}' forgets: use a retention with "
+                f"as many sinks, or sinks: {self.retention.sinks}"
             )
         return self.placement.check(self.retention)
 

@@ -53,6 +53,7 @@ class StorageConfig(_Strict):
         0, description="asymmetric integers: channels (axis token; 0: the whole head) or tokens per scale"
     )
     residual: Annotated[int, Field(ge=0)] = Field(0, description="newest tokens kept in the model's dtype")
+    sinks: Annotated[int, Field(ge=0)] = Field(0, description="first tokens kept in the model's dtype")
     scale: Literal["token", "tensor", "head", "none"] = Field(
         "token", description="fp8: one per token and head; calibrated, one per layer or KV head; or none"
     )
@@ -83,8 +84,9 @@ class StorageConfig(_Strict):
             )
         if self.rotate != "none" and floats:
             raise ValueError(f"rotate is for quantized dtypes only, not for {self.dtype}")
-        if self.residual and floats:
-            raise ValueError(f"residual is for quantized dtypes only, not for {self.dtype}")
+        for name, count in (("residual", self.residual), ("sinks", self.sinks)):
+            if count and floats:
+                raise ValueError(f"{name} is for quantized dtypes only, not for {self.dtype}")
         if self.axis == "channel":
             self._check_channels()
         return self
@@ -110,7 +112,7 @@ class StorageConfig(_Strict):
     def build(self) -> layouts.Storage:
         if self.axis == "channel":
             bits = _BITS[self.dtype]
-            groups = layouts.PerChannel(bits, self.group, self.residual, self.scale_dtype)
+            groups = layouts.PerChannel(bits, self.group, self.residual, self.scale_dtype, self.sinks)
             return layouts.Rotated(groups) if self.rotate == "hadamard" else groups
         match self.dtype:
             case "model":
@@ -118,7 +120,8 @@ class StorageConfig(_Strict):
             case "float32" | "float16" | "bfloat16":
                 return layouts.Float(self.dtype)
         settled = self._settled()
-        kept = layouts.Recent(settled, self.residual) if self.residual else settled
+        full = self.residual or self.sinks
+        kept = layouts.Recent(settled, self.residual, self.sinks) if full else settled
         return layouts.Rotated(kept) if self.rotate == "hadamard" else kept
 
     def _settled(self) -> layouts.Fp8 | layouts.Int8 | layouts.Affine:

@@ -47,6 +47,11 @@ class PerToken:
         """Newest tokens that are kept beside, in the model's dtype."""
         return 0
 
+    @property
+    def sinks(self) -> int:
+        """First tokens of a sequence that are kept beside, in the model's dtype."""
+        return 0
+
     def bytes_per_vector(self, dim: sympy.Expr) -> sympy.Expr:
         """Bytes that one more vector of `dim` channels takes."""
         raise NotImplementedError

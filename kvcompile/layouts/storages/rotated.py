@@ -39,6 +39,11 @@ class Rotated:
         """Newest tokens that are kept beside, turned, in the model's dtype."""
         return self.inner.residual
 
+    @property
+    def sinks(self) -> int:
+        """First tokens of a sequence that are kept beside, turned, in the model's dtype."""
+        return self.inner.sinks
+
     def parts(self, dim: int, model_dtype: torch.dtype) -> tuple[Part, ...]:
         return self.inner.parts(dim, model_dtype)
 
