@@ -2,7 +2,7 @@
 
 int8: q = round(x / s), s = absmax / 127, kept in the scale's dtype (the rounded scale is what divides).
 affine: q = round((x - m) / s), m = min, s = (max - min) / (2^bits - 1) per group of channels.
-fp8: q = x / s rounded, s = absmax / 448, or 1.
+fp8: q = x / s rounded, s = absmax / 448, or 1, or what calibration has put into the part "scale" [batch, kv_head, 1].
 A row of one value has s = 0 (or is all minimum): the divisor is then 1, and decoding gives the value back. What a
 dtype cannot hold becomes the largest number that it can.
 
@@ -10,6 +10,8 @@ What keeps the newest tokens in full is in `kernels/recent.py`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,11 +30,16 @@ from kvcompile.layouts import (
     Rotated,
     Storage,
 )
+from kvcompile.layouts.storage import as_kept as as_kept
 from kvcompile.layouts.storages.part import scale_dtype
 
 
-def encode(storage: Storage, x: Tensor) -> list[Tensor]:
-    """x [..., dim] -> the storage's parts, each [..., *part.shape]."""
+def encode(storage: Storage, x: Tensor, parts: Sequence[Tensor] = ()) -> list[Tensor]:
+    """x [..., dim] -> the storage's parts, each [..., *part.shape], without those that hold a calibrated scale.
+
+    parts: the parts that x will be written to; needed only where a calibrated scale is among them, and then x is
+        [batch, kv_head, tokens, dim]
+    """
     match storage:
         case ModelDtype():
             return [x]
@@ -42,6 +49,9 @@ def encode(storage: Storage, x: Tensor) -> list[Tensor]:
             return [clamped(x, storage.torch_dtype)]
         case Fp8(scale="none"):
             return [clamped(x.float(), storage.torch_dtype)]
+        case Fp8(scale="tensor" | "head"):
+            scaled = x.float() / parts[1][..., None]
+            return [scaled.clamp(-storage.largest, storage.largest).to(storage.torch_dtype)]
         case Fp8():
             scale = clamped(x.float().abs().amax(-1) / storage.largest, scale_dtype(storage.scale_dtype))
             scaled = (x.float() / _divisor(scale)[..., None]).clamp(-storage.largest, storage.largest)
@@ -55,7 +65,8 @@ def encode(storage: Storage, x: Tensor) -> list[Tensor]:
             q, scale, minimum = quantized(grouped, -1, storage.bits, scale_dtype(storage.scale_dtype))
             return [pack(q.flatten(-2), storage.bits), scale, minimum]
         case Rotated(inner=inner):
-            return encode(inner, hadamard(x).to(x.dtype) if isinstance(inner, ModelDtype) else hadamard(x))
+            turned = hadamard(x).to(x.dtype) if isinstance(inner, ModelDtype) else hadamard(x)
+            return encode(inner, turned, parts)
         case Recent() | PerChannel():
             raise ValueError(f"{storage}: what the newest tokens are encoded as depends on the others")
 
@@ -81,6 +92,12 @@ def decode(storage: Storage, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
             raise ValueError(f"{storage}: how the newest tokens are read depends on who reads them")
 
 
+def as_stored(storage: Storage, read: Storage, x: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """x as it comes back, in the basis of `read`; parts: as for `encode`."""
+    fixed = parts[1:2] if storage.calibration else []
+    return decode(read, [*encode(storage, x, parts), *fixed], x.dtype)
+
+
 def quantized(x: Tensor, dim: int, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """x fp32 -> codes uint8 of its shape, and scale and minimum in `dtype`, without `dim`, which shares them."""
     low, high, levels = x.amin(dim), x.amax(dim), 2**bits - 1
@@ -102,11 +119,6 @@ def turned(storage: Storage, x: Tensor) -> Tensor:
     return hadamard(x) if isinstance(storage, Rotated) else x
 
 
-def as_kept(storage: Storage) -> Storage:
-    """The storage of what is in the parts, without the rotation before it."""
-    return storage.inner if isinstance(storage, Rotated) else storage
-
-
 def leading(storage: Storage, parts: list[Tensor], channels: int) -> tuple[Storage, list[Tensor]]:
     """The first channels of vectors that are stored as `parts`: values that are kept in the keys."""
     if isinstance(storage, (Affine, Rotated)):  # channels far apart share a byte, or all of a block
@@ -117,7 +129,7 @@ def leading(storage: Storage, parts: list[Tensor], channels: int) -> tuple[Stora
 def dot_keys(storage: Storage, q: Tensor, parts: list[Tensor]) -> Tensor:
     """One query per head against stored keys: q [B, Hkv, G, D], parts [B, Hkv, T, ...] -> fp32 [B, Hkv, G, T].
 
-    A scale per token multiplies the scores, never the elements.
+    A scale of whole vectors multiplies the scores, never the elements.
     """
     if _scaled(storage):
         data, scale = parts
@@ -141,7 +153,7 @@ def clamped(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _scaled(storage: Storage) -> bool:
     """Whether a vector is its elements times one scale."""
-    return isinstance(storage, Int8) or (isinstance(storage, Fp8) and storage.scale == "token")
+    return isinstance(storage, Int8) or (isinstance(storage, Fp8) and storage.scale != "none")
 
 
 def _dot(q: Tensor, k: Tensor) -> Tensor:

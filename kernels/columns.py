@@ -10,9 +10,12 @@ call and do not look into.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from kvcompile.kernels.forms import PAIRS, may_see
 from kvcompile.kernels.scores import bias_by_heads, probabilities, soft_capped
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import Scored
@@ -20,7 +23,7 @@ from kvcompile.layouts import Scored
 _LIB = torch.library.Library("kvcompile", "FRAGMENT")
 _LIB.define(
     "attend_columns(Tensor q, Tensor k, Tensor v, Tensor tokens, Tensor positions, Tensor query_place, "
-    "Tensor key_place, str spec, *, Tensor? sinks=None, Tensor? bias=None) -> (Tensor, Tensor)",
+    "Tensor key_place, str spec, int[] forms, *, Tensor? sinks=None, Tensor? bias=None) -> (Tensor, Tensor)",
     # Tensors of any strides will do: a compiler that kept those it traced with would fix the sizes in them.
     tags=(torch.Tag.flexible_layout,),
 )
@@ -56,16 +59,20 @@ def attend_columns(
     query_place: Tensor,
     key_place: Tensor,
     spec: str,
+    forms: Sequence[int],
     *,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q [B, Hq, S, D] against k [B, Hkv, T, D], v [B, Hkv, T, Dv], of which the last S are the queries' own.
+    """q [B, Hq, S, D] against k [B, Hkv, T, D], v [B, Hkv, T, Dv], of which the last S (of each form) are the
+    queries' own.
 
     Args:
         tokens: positions of the keys, int64 [B, Hkv or 1, T]; -1: no key.
         positions: of the queries, int64 [B, S]; negative: padding, which counts nowhere and gives anything.
         query_place, key_place: [B, S] and [B, Hkv or 1, T], where a bias takes queries and keys to be.
+        forms: the keys are the same tokens once for each of these, in the form that `forms.number` says; a query sees
+            a token in one of them.
         sinks, bias: as `reference.cached_attention` has them.
 
     Returns:
@@ -84,7 +91,8 @@ def attend_columns(
     block = max(1, _ELEMENTS // (batch * heads * total))
     for start in range(0, count, block):
         end = min(start + block, count)
-        seen_to = old + end  # later keys are later tokens
+        # Later keys are later tokens.
+        seen_to = old + end if len(forms) == 1 else total
         part = rows[:, :, :, start:end].float()
         scores = part.flatten(2, 3) @ keys[:, :, :seen_to].transpose(-1, -2)
         scores = scores.unflatten(2, (group, end - start))
@@ -95,7 +103,12 @@ def attend_columns(
                 site.score.bias, bias, query_place[:, start:end], key_place[:, :, :seen_to], group
             )
         at, held = positions[:, None, start:end, None], tokens[:, :, None, :seen_to]
-        seen = ((held >= 0) & (held <= at)) | (at < 0)
+        seen = (held >= 0) & (held <= at)
+        if len(forms) > 1:
+            own = zip(forms, held.chunk(len(forms), -1), strict=True)
+            seen = seen & torch.cat([may_see(site.layout, PAIRS[form], x, at + 1) for form, x in own], -1)
+        # A padding query sees everything, so that its softmax has something to sum to.
+        seen = seen | (at < 0)
         p = probabilities(scores.masked_fill(~seen[:, :, None], float("-inf")), sinks)
         weighed = p.flatten(2, 3) @ values[:, :, :seen_to]
         out[:, :, start:end] = weighed.unflatten(2, (group, end - start)).flatten(1, 2).to(q.dtype)
@@ -119,6 +132,7 @@ def _fake(
     query_place: Tensor,
     key_place: Tensor,
     spec: str,
+    forms: Sequence[int],
     *,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,

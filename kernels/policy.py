@@ -17,6 +17,8 @@ from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import InKeys, Storage
 from kvcompile.types import MaskSpec, ScoreSpec
 
+Scales = tuple[Tensor | None, Tensor | None]
+
 
 def policy_attention(
     q: Tensor,
@@ -28,6 +30,7 @@ def policy_attention(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     dynamic: Tensor | None = None,
+    scales: Scales = (None, None),
 ) -> Tensor:
     """q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv] of whole sequences -> [B, Hq, T, Dv], in q's dtype.
 
@@ -36,12 +39,15 @@ def policy_attention(
         padding: int64 [B], padded tokens on the left of each sequence; their rows mean nothing.
         sinks: logits [Hq]; bias: as `spec.score.bias` says; None where the site has none.
         dynamic: a mask (bool) or bias of the whole sequences [B or 1, Hq or 1, T, T], for layouts that forget nothing.
+        scales: the calibrated scales of K and V, fp32 [Hkv] each; None where their storage has none.
     """
     rows = []
     for row in range(q.shape[0]):
         first = 0 if padding is None else int(padding[row])
         own = None if dynamic is None else dynamic[min(row, len(dynamic) - 1), :, first:, first:]
-        out = _sequence(q[row, :, first:], k[row, :, first:], v[row, :, first:], spec, rope, sinks, bias, own)
+        out = _sequence(
+            q[row, :, first:], k[row, :, first:], v[row, :, first:], spec, rope, sinks, bias, own, scales
+        )
         rows.append(torch.cat([out.new_zeros(out.shape[0], first, out.shape[2]), out], dim=1))
     return torch.stack(rows)
 
@@ -55,18 +61,19 @@ def _sequence(
     sinks: Tensor | None,
     bias: Tensor | None,
     dynamic: Tensor | None,
+    scales: Scales,
 ) -> Tensor:
     """One sequence, no padding: q [Hq, T, D], k [Hkv, T, D], v [Hkv, T, Dv] -> [Hq, T, Dv]."""
     layout = spec.layout
     group = q.shape[0] // k.shape[0]
     index = torch.arange(q.shape[1], device=q.device)
     kept = _kept(index, spec)
-    ks = rounding.older_and_newest(layout.keys, k)
+    ks = rounding.older_and_newest(layout.keys, k, scales[0])
     k_full = v_full = _in_full(layout.keys, index)
     if isinstance(layout.values, InKeys):
         vs = (ks[0][..., : layout.values.channels], ks[1][..., : layout.values.channels])
     else:
-        vs = rounding.older_and_newest(layout.values, v)
+        vs = rounding.older_and_newest(layout.values, v, scales[1])
         v_full = _in_full(layout.values, index)
     ks, vs = ((a.repeat_interleave(group, 0), b.repeat_interleave(group, 0)) for a, b in (ks, vs))
     if not layout.retention.in_cache:

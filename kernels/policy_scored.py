@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels import rounding
-from kvcompile.kernels.policy import final_scores, softmax_with_sink
+from kvcompile.kernels.policy import Scales, final_scores, softmax_with_sink
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.layouts import InKeys, Scored
+from kvcompile.layouts import InKeys, Scored, Storage
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ def scored_attention(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     held: Sequence[Tensor] | None = None,
+    scales: Scales = (None, None),
 ) -> tuple[Tensor, list[Choice]]:
     """q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv] of whole sequences -> [B, Hq, T, Dv], and the choices.
 
@@ -56,6 +57,7 @@ def scored_attention(
         rope: [cos, sin] tables where keys rotate when they are read (q and k before RoPE), else [].
         chunks: how many columns came together, pass by pass; T in all.
         padding: int64 [B], padded columns on the left of each sequence; their rows mean nothing.
+        scales: the calibrated scales of K and V, fp32 [Hkv] each; None where their storage has none.
         held: after each pass, the tokens that were kept, [B, Hs, N], -1 for none; None: as the oracle chooses.
 
     Raises:
@@ -65,7 +67,9 @@ def scored_attention(
     for row in range(q.shape[0]):
         first = 0 if padding is None else int(padding[row])
         own = None if held is None else [tokens[row] for tokens in held]
-        sequence = _Sequence(q[row, :, first:], k[row, :, first:], v[row, :, first:], spec, rope, sinks, bias)
+        sequence = _Sequence(
+            q[row, :, first:], k[row, :, first:], v[row, :, first:], spec, rope, sinks, bias, scales
+        )
         out = sequence.run(_passes(chunks, first), own)
         choices += sequence.choices
         rows.append(torch.cat([out.new_zeros(out.shape[0], first, out.shape[2]), out], dim=1))
@@ -93,23 +97,26 @@ class _Sequence:
         rope: list[Tensor],
         sinks: Tensor | None,
         bias: Tensor | None,
+        scales: Scales,
     ):
         assert isinstance(spec.layout.retention, Scored)
         self.retention, self.spec, self.rope = spec.layout.retention, spec, rope
         self.sinks, self.bias = sinks, bias
         self.q = q.float()
-        self.k, _ = rounding.older_and_newest(spec.layout.keys, k)
-        if isinstance(spec.layout.values, InKeys):
-            self.v = self.k[..., : spec.layout.values.channels].float()
+        # As old tokens come back, and as the newest do.
+        keys, values = spec.layout.keys, spec.layout.values
+        self.k = rounding.older_and_newest(keys, k, scales[0])
+        if isinstance(values, InKeys):
+            self.v, self.v_owner = tuple(x[..., : values.channels] for x in self.k), keys
         else:
-            self.v = rounding.older_and_newest(spec.layout.values, v)[0].float()
+            self.v, self.v_owner = rounding.older_and_newest(values, v, scales[1]), values
         self.group = q.shape[0] // k.shape[0]
         self.choices: list[Choice] = []
 
     def run(self, passes: list[tuple[int, int]], held: list[Tensor] | None) -> Tensor:
-        heads = list(range(self.k.shape[0]))
+        heads = list(range(self.k[0].shape[0]))
         units = [heads] if self.retention.granularity == "layer" else [[head] for head in heads]
-        out = self.q.new_zeros(*self.q.shape[:2], self.v.shape[-1])
+        out = self.q.new_zeros(*self.q.shape[:2], self.v[0].shape[-1])
         for number, unit in enumerate(units):
             kept: dict[int, float] = {}
             start = 0
@@ -216,6 +223,11 @@ class _Sequence:
             )
         return {t: score for t, score in kept.items() if t in stay}
 
+    def _in_full(self, storage: Storage, queries: list[int], key: Tensor) -> Tensor:
+        """Which keys each query sees as the newest come back, bool [queries, keys]."""
+        first = torch.tensor([rounding.newest_from(storage, query + 1) for query in queries])
+        return key[None] >= first[:, None]
+
     def _attend(self, unit: list[int], there: list[int], queries: list[int], out: Tensor) -> Tensor:
         """Attention of `queries` over the tokens `there` (ascending); returns the shares [queries, there]."""
         retention, spec = self.retention, self.spec
@@ -230,16 +242,23 @@ class _Sequence:
         probabilities = []
         for head in unit:
             own = slice(head * self.group, (head + 1) * self.group)
-            q, k, v = self.q[own, queries], self.k[head, there], self.v[head, there]
+            q = self.q[own, queries]
+            ks, vs = (tuple(x[head, there] for x in pair) for pair in (self.k, self.v))
             if self.rope:
-                k = rotate(k[None, None], place[None], *self.rope, form=spec.rotary)[0, 0]
-                q = rotate(q[None].to(k.dtype), query_place[None], *self.rope, form=spec.rotary)[0].float()
-            scores = q @ k.float().T * spec.sm_scale
+                ks = tuple(rotate(k[None, None], place[None], *self.rope, form=spec.rotary)[0, 0] for k in ks)
+                q = rotate(q[None].to(ks[0].dtype), query_place[None], *self.rope, form=spec.rotary)[
+                    0
+                ].float()
+            older, newest = (q @ k.float().T for k in ks)
+            scores = torch.where(self._in_full(spec.layout.keys, queries, key), newest, older) * spec.sm_scale
             bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[own]
             scores = final_scores(scores, spec.score, bias, query_place, place)
             sinks = None if self.sinks is None else self.sinks[own]
             p = softmax_with_sink(scores.masked_fill(hidden, float("-inf")), sinks)
-            out[own, queries] = p @ v
+            v_full = self._in_full(self.v_owner, queries, key)
+            out[own, queries] = (
+                p.masked_fill(v_full, 0) @ vs[0].float() + p.masked_fill(~v_full, 0) @ vs[1].float()
+            )
             probabilities.append(p)
         together = torch.cat(probabilities)
         match retention.pooling:

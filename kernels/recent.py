@@ -1,11 +1,16 @@
-"""Storages that keep their newest tokens in full (`layouts/storages/residual.py`): append and read.
+"""Storages that keep their newest or their first tokens in full (`layouts/storages/residual.py`): append and read.
 
-Such a storage's parts are those of its settled tokens, in the order of tokens, and last a ring of the `residual`
-newest vectors [B, Hkv, R, D]. A settled form may stand in its slot before it is read from there: every token of a
-`Recent` is encoded at once, a group of a `PerChannel` each time that one of its tokens comes, until it is whole.
+Such a storage's parts are those of its settled tokens, and last the rows in full [B, Hkv, sinks + residual, D]: those
+of the first tokens, and a ring of the newest. A settled form may stand in its slot before it is read from there:
+every token of a `Recent` is encoded at once, a group of a `PerChannel` each time that one of its tokens comes, until
+it is whole.
 
-Many tokens attend to the ring as it was and to themselves, and go into it after: early queries still see in full
-what late tokens push out. One token goes into the ring first. Storages without residual pass through.
+One token goes into the rows in full first. Many tokens attend to the ring as it was and to themselves
+(`kernels/forms.py`), and go into it after: early queries still see in full what late tokens push out. Storages that
+keep nothing in full pass through.
+
+Tokens may stand in any order: positions of keys are [B, T], or [B, Hkv, T] where heads keep other tokens, and -1
+where there is none. Only groups of tokens (`PerChannel`) need them in order from 0.
 """
 
 from __future__ import annotations
@@ -18,13 +23,13 @@ from torch import Tensor
 from kvcompile.kernels import codec
 from kvcompile.kernels.bits import pack, unpack
 from kvcompile.kernels.symbolic import evaluate
-from kvcompile.layouts import CacheLayout, InKeys, ModelDtype, PerChannel, Recent, Storage
+from kvcompile.layouts import ModelDtype, PerChannel, Recent, Storage
 from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.storages.part import scale_dtype
 
 
 def in_full_from(storage: Storage, length: Tensor) -> Tensor:
-    """The first position that a sequence of `length` (any shape) reads in full; `length` itself: none."""
+    """The first position that a sequence of `length` (any shape) reads in full as a new one; `length` itself: none."""
     kept = codec.as_kept(storage)
     return evaluate(kept.settled, {sy.length: length}) if isinstance(kept, (Recent, PerChannel)) else length
 
@@ -32,7 +37,8 @@ def in_full_from(storage: Storage, length: Tensor) -> Tensor:
 def settled(
     storage: Storage, x: Tensor, parts: list[Tensor], positions: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """What tokens x [B, Hkv, S, D] at `positions` [B, S] write beside the ring: rows [B, N], parts [B, Hkv, N, ...].
+    """What tokens x [B, Hkv, S, D] at `positions` [B, S] write beside the rows in full: rows [B, N], parts
+    [B, Hkv, N, ...].
 
     Rows of padding are negative, or hold what is written again before it is read. The ring of one token is that
     after it, that of many tokens the one before them.
@@ -40,7 +46,7 @@ def settled(
     kept = codec.as_kept(storage)
     match kept:
         case Recent(inner=inner):
-            return positions, codec.encode(inner, _for_ring(storage, x))
+            return positions, codec.encode(inner, in_basis(storage, x), parts)
         case PerChannel():
             # The groups that the tokens touch, the last of them again where fewer than the most that S can touch.
             count = (x.shape[2] + kept.group - 2) // kept.group + 1
@@ -48,95 +54,136 @@ def settled(
             groups = torch.minimum(start + torch.arange(count, device=x.device), end).clamp(min=0)
             tokens = groups[:, :, None] * kept.group + torch.arange(kept.group, device=x.device)
             if x.shape[2] == 1:
-                index = torch.remainder(tokens, kept.residual).flatten(1)
-                found = _take(parts[-1], index)
+                found = take(parts[-1], row_of(storage, tokens.flatten(1)))
             else:
-                found = _newest(storage, x, parts[-1], positions, tokens.flatten(1))
+                found = in_full(storage, x, parts[-1], positions, tokens.flatten(1))
             grouped = found.unflatten(2, (-1, kept.group)).float()
             codes, scale, minimum = codec.quantized(grouped, 3, kept.bits, scale_dtype(kept.scale_dtype))
             return groups, [pack(codes, kept.bits), scale, minimum]
         case _:
-            return positions, codec.encode(storage, x)
+            return positions, codec.encode(storage, x, parts)
 
 
-def append(storage: Storage, x: Tensor, parts: list[Tensor], positions: Tensor, seq_lens: Tensor) -> None:
-    """Write tokens x [B, Hkv, S, D] into the ring, if the storage has one: those that stay."""
-    if not storage.residual:
+def append(
+    storage: Storage,
+    x: Tensor,
+    parts: list[Tensor],
+    positions: Tensor,
+    seq_lens: Tensor,
+    only_sinks: bool = False,
+) -> None:
+    """Write tokens x [B, Hkv, S, D] into the rows in full, if the storage has such: those that stay.
+
+    only_sinks: not into the ring of the newest.
+    """
+    if not (storage.sinks if only_sinks else storage.sinks + storage.residual):
         return
-    ring, x = parts[-1], _for_ring(storage, x)
-    if x.shape[2] == 1:
+    rows, x = parts[-1], in_basis(storage, x)
+    if x.shape[2] == 1 and storage.residual:
         batch = torch.arange(x.shape[0], device=x.device)[:, None, None]
         head = torch.arange(x.shape[1], device=x.device)[None, :, None]
-        ring.index_put_((batch, head, torch.remainder(positions, storage.residual)[:, None]), x)
+        rows.index_put_((batch, head, row_of(storage, positions)[:, None]), x)
         return
-    holds = _held(positions[:, -1] + 1, storage.residual)
-    index = (holds - positions[:, :1]).clamp(0, x.shape[2] - 1)
-    overwrite(ring, x, index, holds >= seq_lens[:, None])
+    holds = _held(storage, positions[:, -1] + 1)
+    is_new = holds >= seq_lens[:, None]
+    if only_sinks and storage.residual:
+        is_new = is_new & (torch.arange(holds.shape[1], device=x.device) < storage.sinks)
+    overwrite(rows, x, (holds - positions[:, :1]).clamp(0, x.shape[2] - 1), is_new)
 
 
 def overwrite(buffer: Tensor, part: Tensor, index: Tensor, which: Tensor) -> None:
     """Row r of `buffer` [B, Hkv, rows, ...] becomes row index[:, r] of `part` where `which` [B, rows]."""
     shape = (*which.shape[:1], 1, which.shape[1], *[1] * (part.dim() - 3))
-    if part.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):  # torch gathers no fp8
-        taken = _take(part.view(torch.uint8), index).view(part.dtype)
-    else:
-        taken = _take(part, index)
-    buffer.copy_(torch.where(which.view(shape), taken, buffer))
+    buffer.copy_(torch.where(which.view(shape), take(part, index), buffer))
 
 
 def up_to(storage: Storage, parts: list[Tensor], span: int) -> list[Tensor]:
-    """The parts of the first `span` tokens, in whole groups; the ring as it is."""
+    """The parts of the first `span` tokens, in whole groups; what has rows of its own as it is."""
     kept = codec.as_kept(storage)
     every = kept.group if isinstance(kept, PerChannel) else 1
-    own = len(parts) - bool(storage.residual)
+    own = sum(not part.fixed for part in storage.parts(128, torch.float32))
     return [*(part[:, :, : (span + every - 1) // every] for part in parts[:own]), *parts[own:]]
 
 
 def dot_keys(
     storage: Storage, q: Tensor, parts: list[Tensor], key_positions: Tensor, length: Tensor
 ) -> Tensor:
-    """`codec.dot_keys` as sequences of `length` [B] read the keys at `key_positions` [B, T] (in order from 0)."""
-    if not storage.residual:
+    """`codec.dot_keys` as sequences of `length` [B] read the keys at `key_positions`."""
+    if not (storage.residual or storage.sinks):
         return codec.dot_keys(storage, q, parts)
     q = codec.turned(storage, q)
     older = _apply_settled(storage, parts, lambda inner, own: codec.dot_keys(inner, q, own), key_positions)
     newest = codec.dot_keys(ModelDtype(), q, parts[-1:])
-    slot = torch.remainder(key_positions, storage.residual)
-    newest = newest.gather(-1, slot[:, None, None].expand(older.shape))
-    return torch.where(_in_full(storage, key_positions, length)[:, None, None], newest, older)
+    row = _heads(row_of(storage, key_positions))[:, :, None]
+    newest = newest.gather(-1, row.expand(older.shape))
+    return torch.where(_heads(_in_full(storage, key_positions, length))[:, :, None], newest, older)
 
 
 def weigh_values(
-    storage: Storage, p: Tensor, parts: list[Tensor], key_positions: Tensor, length: Tensor
+    storage: Storage,
+    p: Tensor,
+    parts: list[Tensor],
+    key_positions: Tensor,
+    length: Tensor,
+    ordered: bool = False,
 ) -> Tensor:
-    """`codec.weigh_values` as sequences of `length` [B] read the values at `key_positions` [B, T] (in order from 0)."""
-    if not storage.residual:
+    """`codec.weigh_values` as sequences of `length` [B] read the values at `key_positions`; ordered: those from 0 on,
+    one after another."""
+    if not (storage.residual or storage.sinks):
         return codec.weigh_values(storage, p, parts)
-    of_older = p.masked_fill(_in_full(storage, key_positions, length)[:, None, None], 0.0)
+    full = _in_full(storage, key_positions, length)
+    of_older = p.masked_fill(_heads(full)[:, :, None], 0.0)
     older = _apply_settled(
         storage, parts, lambda inner, own: codec.weigh_values(inner, of_older, own), key_positions
     )
-    held = _held(length, storage.residual)
-    index = held.clamp(0, p.shape[-1] - 1)[:, None, None].expand(*p.shape[:-1], storage.residual)
-    unread = (held < 0) | (held < in_full_from(storage, length)[:, None])
-    of_newest = p.gather(-1, index).masked_fill(unread[:, None, None], 0.0)
+    if ordered:
+        held = _held(storage, length)
+        place = held.clamp(0, p.shape[-1] - 1)
+        unread = (held < 0) | (held < in_full_from(storage, length)[:, None])
+        if storage.sinks:
+            unread = unread & ((held < 0) | (held >= storage.sinks))
+    else:
+        place = _places(storage, key_positions, full)
+        unread, place = place < 0, place.clamp(min=0)
+    index = _heads(place)[:, :, None].expand(*p.shape[:-1], place.shape[-1])
+    of_newest = p.gather(-1, index).masked_fill(_heads(unread)[:, :, None], 0.0)
     return codec.turned(storage, older + codec.weigh_values(ModelDtype(), of_newest, parts[-1:]))
 
 
 def decode(
     storage: Storage, parts: list[Tensor], key_positions: Tensor, length: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Vectors [B, Hkv, T, D] at `key_positions` [B, T] (in order from 0) as sequences of `length` [B] read them."""
-    older = decode_settled(storage, parts, key_positions.shape[1], dtype)
-    if not storage.residual:
+    """Vectors [B, Hkv, T, D] at `key_positions` as sequences of `length` [B] read them."""
+    older = decode_settled(storage, parts, key_positions.shape[-1], dtype)
+    if not (storage.residual or storage.sinks):
         return older
-    newest = _take(parts[-1], torch.remainder(key_positions, storage.residual))
-    newest = codec.turned(storage, newest).to(dtype)
-    return torch.where(_in_full(storage, key_positions, length)[:, None, :, None], newest, older)
+    newest = codec.turned(storage, take(parts[-1], row_of(storage, key_positions))).to(dtype)
+    return torch.where(_heads(_in_full(storage, key_positions, length))[..., None], newest, older)
+
+
+def decode_old(storage: Storage, parts: list[Tensor], key_positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Vectors [B, Hkv, T, D] at `key_positions` as they are read once they are none of the newest."""
+    older = decode_settled(storage, parts, key_positions.shape[-1], dtype)
+    if not storage.sinks:
+        return older
+    first = codec.turned(storage, take(parts[-1], row_of(storage, key_positions))).to(dtype)
+    return torch.where(_heads(_is_sink(storage, key_positions))[..., None], first, older)
+
+
+def as_old(storage: Storage, read: Storage, x: Tensor, parts: list[Tensor], positions: Tensor) -> Tensor:
+    """New tokens x [B, Hkv, S, D] at `positions` [B, S] as `decode_old` will give them, in the basis of `read`."""
+    kept = codec.as_kept(storage)
+    if not isinstance(kept, Recent):
+        return codec.as_stored(storage, read, x, parts)
+    own = in_basis(storage, x).float()
+    older = codec.as_stored(kept.inner, kept.inner, own, parts)
+    if kept.sinks:
+        older = torch.where(_is_sink(storage, positions)[:, None, :, None], own, older)
+    return codec.turned(read, older).to(x.dtype)
 
 
 def decode_settled(storage: Storage, parts: list[Tensor], tokens: int, dtype: torch.dtype) -> Tensor:
-    """The settled form of the first `tokens` tokens; where a token has none yet, anything: [B, Hkv, tokens, D]."""
+    """The settled form of the first `tokens` slots; where there is none yet, anything: [B, Hkv, tokens, D]."""
     kept = codec.as_kept(storage)
     match kept:
         case Recent(inner=inner):
@@ -149,99 +196,62 @@ def decode_settled(storage: Storage, parts: list[Tensor], tokens: int, dtype: to
     return codec.turned(storage, x).to(dtype)
 
 
-def seen_by_many(
-    layout: CacheLayout,
-    keys: list[Tensor],
-    values: list[Tensor],
-    new: tuple[Tensor, Tensor],
-    key_positions: Tensor,
-    positions: Tensor,
-    seq_lens: Tensor,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keys and values for queries at `positions` [B, S], whose own K and V are `new` and not yet in the rings.
-
-    Early queries see a token in full that late ones see settled. So what stands between the two is there once for
-    every form that it is seen in, and each query is allowed one of them.
-
-    Returns:
-        keys [B, Hkv, N, D] and values [B, Hkv, N, Dv] in `dtype`, their positions [B, N] (-1: none) and whether a
-        query may see them [B, S, N]. The first of N are the settled ones, at `key_positions` [B, T].
-    """
-    k_new, v_new = new
-    tokens, many = key_positions.shape[1], k_new.shape[2]
-    last, length = positions[:, -1:], positions[:, :, None] + 1
-    place = torch.arange(layout.residual + many, device=positions.device)
-    recent = seq_lens[:, None] - layout.residual + place
-    recent = torch.where((recent >= 0) & (recent <= last), recent, -1)
-    at = recent.clamp(0, tokens - 1)
-
-    def forms(storage: Storage, parts: list[Tensor], x: Tensor) -> list[Tensor]:
-        older = decode_settled(storage, parts, tokens, dtype)
-        if not storage.residual:
-            return [older, _take(older, at)]
-        newest = codec.turned(storage, _newest(storage, x, parts[-1], positions, recent)).to(dtype)
-        return [older, _take(older, at), newest]
-
-    k = forms(layout.keys, keys, k_new)
-    owner = layout.keys if isinstance(layout.values, InKeys) else layout.values
-    if isinstance(layout.values, InKeys):
-        v = [x[..., : layout.values.channels] for x in k]
-    else:
-        v = forms(layout.values, values, v_new)
-    k_from, v_from = in_full_from(layout.keys, length), in_full_from(owner, length)
-
-    def allowed(position: Tensor, k_full: bool, v_full: bool) -> Tensor:
-        position = position[:, None]
-        k_now, v_now = position >= k_from, position >= v_from
-        return (k_now if k_full else ~k_now) & (v_now if v_full else ~v_now)
-
-    found = [(k[0], v[0], key_positions, allowed(key_positions, False, False))]
-    for k_full, v_full in ((False, True), (True, False), (True, True)):
-        exists = (layout.keys.residual or not k_full) and (owner.residual or not v_full)
-        if k_full != v_full:
-            earlier, later = (layout.keys, owner) if k_full else (owner, layout.keys)
-            exists = exists and not _never_later(later, earlier)
-        if exists:
-            found.append((k[1 + k_full], v[1 + v_full], recent, allowed(recent, k_full, v_full)))
-    ks, vs, places, masks = zip(*found, strict=True)
-    return torch.cat(ks, 2), torch.cat(vs, 2), torch.cat(places, 1), torch.cat(masks, 2)
-
-
-def _never_later(one: Storage, other: Storage) -> bool:
-    """Whether every token that `other` gives in full is in full in `one` as well, at any length."""
-    if one == other:
-        return True
-    a, b = codec.as_kept(one), codec.as_kept(other)
-    if isinstance(a, PerChannel) and isinstance(b, PerChannel):
-        return a.residual == b.residual
-    return isinstance(a, Recent) and isinstance(b, (Recent, PerChannel)) and b.residual <= a.residual
-
-
-def _newest(storage: Storage, x: Tensor, ring: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
-    """Vectors at positions `wanted` [B, N], of the new tokens x [B, Hkv, S, D] or of the ring before them."""
-    source = torch.cat([ring, _for_ring(storage, x)], dim=2)
+def in_full(storage: Storage, x: Tensor, rows: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
+    """Vectors at positions `wanted` [B, N], of the new tokens x [B, Hkv, S, D] or of the rows in full before them."""
+    source = torch.cat([rows, in_basis(storage, x)], dim=2)
     own = (wanted - positions[:, :1]).clamp(0, x.shape[2] - 1)
-    seen = torch.remainder(wanted, storage.residual)
     # The first token of this call that is no padding.
     start = positions[:, :1].clamp(min=0)
-    return _take(source, torch.where(wanted >= start, storage.residual + own, seen))
+    return take(source, torch.where(wanted >= start, rows.shape[2] + own, row_of(storage, wanted)))
 
 
-def _for_ring(storage: Storage, x: Tensor) -> Tensor:
-    """New vectors as a ring holds them, and as they are settled from: in the model's dtype, and turned."""
+def in_basis(storage: Storage, x: Tensor) -> Tensor:
+    """New vectors as the rows in full hold them, and as they are settled from: in the model's dtype, and turned."""
     return codec.turned(storage, x).to(x.dtype)
 
 
-def _held(length: Tensor, residual: int) -> Tensor:
-    """The position of the token in each slot of a ring, [B, R], for sequences of `length` [B]; negative: none."""
-    slot = torch.arange(residual, device=length.device)[None]
+def row_of(storage: Storage, positions: Tensor) -> Tensor:
+    """The row in full of the tokens at `positions` (any shape); some row for those that have none."""
+    if not storage.residual:
+        return positions.clamp(0, storage.sinks - 1)
+    ring = storage.sinks + torch.remainder(positions, storage.residual)
+    if not storage.sinks:
+        return ring
+    return torch.where(positions < storage.sinks, positions.clamp(min=0), ring)
+
+
+def _held(storage: Storage, length: Tensor) -> Tensor:
+    """The position of the token in each row in full, [B, rows], for sequences of `length` [B]; negative: none."""
+    sinks, residual = storage.sinks, storage.residual
+    row = torch.arange(sinks + residual, device=length.device)[None]
     last = length[:, None] - 1
-    return last - torch.remainder(last - slot, residual)
+    if not residual:
+        return torch.where(row <= last, row, -1)
+    ring = last - torch.remainder(last - (row - sinks), residual)
+    if not sinks:
+        return ring
+    return torch.where(row < sinks, torch.where(row <= last, row, -1), torch.where(ring < sinks, -1, ring))
+
+
+def _places(storage: Storage, key_positions: Tensor, full: Tensor) -> Tensor:
+    """Where among the keys the token of each row in full stands, [B, rows] or [B, Hkv, rows]; -1: it is not there."""
+    rows = storage.sinks + storage.residual
+    # All that are in no row go to one more, which is dropped.
+    row = torch.where(full & (key_positions >= 0), row_of(storage, key_positions), rows)
+    place = torch.arange(row.shape[-1], device=row.device).expand_as(row)
+    none = torch.full((*row.shape[:-1], rows + 1), -1, dtype=place.dtype, device=row.device)
+    return none.scatter(-1, row, place)[..., :rows]
+
+
+def _is_sink(storage: Storage, positions: Tensor) -> Tensor:
+    return (positions >= 0) & (positions < storage.sinks)
 
 
 def _in_full(storage: Storage, key_positions: Tensor, length: Tensor) -> Tensor:
-    return key_positions >= in_full_from(storage, length)[:, None]
+    """Which of the keys sequences of `length` [B] read in full, in the shape of `key_positions`."""
+    first = in_full_from(storage, length).view(-1, *[1] * (key_positions.dim() - 1))
+    newest = key_positions >= first
+    return newest | _is_sink(storage, key_positions) if storage.sinks else newest
 
 
 def _apply_settled(
@@ -254,10 +264,18 @@ def _apply_settled(
     kept = codec.as_kept(storage)
     if isinstance(kept, Recent):
         return function(kept.inner, parts[:-1])
-    return function(ModelDtype(), [decode_settled(kept, parts, key_positions.shape[1], torch.float32)])
+    return function(ModelDtype(), [decode_settled(kept, parts, key_positions.shape[-1], torch.float32)])
 
 
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    """Rows `index` [B, N] of x [B, Hkv, rows, ...]."""
-    shape = (index.shape[0], 1, index.shape[1], *[1] * (x.dim() - 3))
+def _heads(x: Tensor) -> Tensor:
+    """[B, N], the same for all heads, or [B, Hkv, N] -> [B, 1 or Hkv, N]."""
+    return x[:, None] if x.dim() == 2 else x
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Rows `index` [B, N] or [B, Hkv, N] of x [B, Hkv, rows, ...]."""
+    if x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):  # torch gathers no fp8
+        return take(x.view(torch.uint8), index).view(x.dtype)
+    index = _heads(index)
+    shape = (*index.shape, *[1] * (x.dim() - 3))
     return torch.gather(x, 2, index.view(shape).expand(-1, x.shape[1], -1, *x.shape[3:]))

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcompile.kernels import codec, paged, recent
+from kvcompile.kernels import codec, forms, paged, recent
 from kvcompile.kernels.hadamard import hadamard
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.scores import bias_at, grouped, probabilities, soft_capped
@@ -80,13 +80,13 @@ def cached_attention(
         allowed = None
         if layout.residual:
             new = _new(layout, read, k, v)
-            k_all, v_all, key_positions, allowed = recent.seen_by_many(
+            k_all, v_all, key_positions, allowed = forms.seen_by_many(
                 read, keys, values, new, key_positions, positions, seq_lens, dtype
             )
             dynamic = None if dynamic is None else _at(dynamic, key_positions)
         else:
-            k_all = codec.decode(read.keys, keys, dtype)
-            v_all = _values(read, values, k_all)
+            k_all = recent.decode_old(read.keys, keys, key_positions, dtype)
+            v_all = _values(read, values, k_all, key_positions)
         out = _prefill(
             q, k_all, v_all, key_positions, positions, seq_lens, rope, reading, sinks, bias, dynamic, allowed
         )
@@ -94,12 +94,22 @@ def cached_attention(
             _append_recent(k, v, buffers, positions, seq_lens, layout)
         return _turned_back(out, layout, read).to(dtype)
     keys, values, key_positions = _stored(buffers, seq_lens, span, layout, page_table)
-    k_all = torch.cat([codec.decode(read.keys, keys, dtype), _as_stored(layout.keys, read.keys, k)], dim=2)
-    v_all = _values(read, values, k_all)
-    if not isinstance(layout.values, InKeys):
-        v_all = torch.cat([v_all, _as_stored(layout.values, read.values, v)], dim=2)
-    key_positions = torch.cat([key_positions, positions], dim=1)
-    out = _prefill(q, k_all, v_all, key_positions, positions, seq_lens, rope, reading, sinks, bias)
+    allowed = None
+    if layout.residual:
+        k_all, v_all, key_positions, allowed = forms.seen_in_a_ring(
+            layout, read, keys, values, (k, v), key_positions, positions, dtype
+        )
+    else:
+        k_new = recent.as_old(layout.keys, read.keys, k, keys, positions)
+        k_all = torch.cat([recent.decode_old(read.keys, keys, key_positions, dtype), k_new], dim=2)
+        v_all = _values(read, values, k_all, key_positions)
+        if not isinstance(layout.values, InKeys):
+            v_new = recent.as_old(layout.values, read.values, v, values, positions)
+            v_all = torch.cat([v_all, v_new], dim=2)
+        key_positions = torch.cat([key_positions, positions], dim=1)
+    out = _prefill(
+        q, k_all, v_all, key_positions, positions, seq_lens, rope, reading, sinks, bias, None, allowed
+    )
     if spec.share in ("none", "last"):
         append(k, v, buffers, positions, seq_lens, layout, page_table)
     return _turned_back(out, layout, read).to(dtype)
@@ -132,17 +142,20 @@ def append(
 ) -> None:
     """Encode k, v and write each token to its slot. In a ring, only the tokens that stay are written.
 
-    The newest tokens that are kept in full are written too if there is but one; else see `_append_recent`.
+    The newest tokens that are kept in full are not written here where many come to a layout that never reuses a slot;
+    see `_append_recent`.
     """
-    if k.shape[2] == 1:
-        _append_recent(k, v, buffers, positions, seq_lens, layout)
-    if k.shape[2] == 1 or layout.in_order:
+    one = k.shape[2] == 1
+    for storage, x, own in _sides(layout, k, v, buffers):
+        recent.append(storage, x, own, positions, seq_lens, only_sinks=layout.in_order and not one)
+    if one or layout.in_order:
         address = evaluate(layout.address, {sy.pos: positions})
         batch = torch.arange(k.shape[0], device=k.device)[:, None, None]
         head = torch.arange(k.shape[1], device=k.device)[None, :, None]
         for storage, x, own in _sides(layout, k, v, buffers):
             rows, parts = recent.settled(storage, x, own, address)
-            for buffer, part in zip(own, parts, strict=False):  # a ring is not among them
+            # A ring or a calibrated scale is not among them.
+            for buffer, part in zip(own, parts, strict=False):
                 if page_table is not None:
                     paged.write(buffer, page_table, rows, part)
                     continue
@@ -158,7 +171,8 @@ def append(
     index = (holds - positions[:, :1]).clamp(0, k.shape[2] - 1)
     is_new = _valid(holds, new_lens, slots, layout) & (holds >= seq_lens[:, None])
     for storage, x, own in _sides(layout, k, v, buffers):
-        for buffer, part in zip(own, codec.encode(storage, x), strict=True):
+        _, parts = recent.settled(storage, x, own, positions)
+        for buffer, part in zip(own, parts, strict=False):
             if page_table is None:
                 recent.overwrite(buffer, part, index, is_new)
             else:
@@ -211,16 +225,11 @@ def _stored(
     return keys, values, key_positions
 
 
-def _values(layout: CacheLayout, values: list[Tensor], keys: Tensor) -> Tensor:
+def _values(layout: CacheLayout, values: list[Tensor], keys: Tensor, key_positions: Tensor) -> Tensor:
     """Values from their parts, or from decoded keys [B, Hkv, T, D] that hold them."""
     if isinstance(layout.values, InKeys):
         return keys[..., : layout.values.channels]
-    return codec.decode(layout.values, values, keys.dtype)
-
-
-def _as_stored(storage: Storage, read: Storage, x: Tensor) -> Tensor:
-    """x as it comes back, in the basis of `read`."""
-    return codec.decode(read, codec.encode(storage, x), x.dtype)
+    return recent.decode_old(layout.values, values, key_positions, keys.dtype)
 
 
 def _new(layout: CacheLayout, read: CacheLayout, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -293,13 +302,14 @@ def _decode(
     if dynamic is not None:
         scores = scores + grouped(_added(dynamic, positions).squeeze(2), heads[0])
     p = probabilities(scores, sinks)
-    storage = layout.values
-    if isinstance(storage, InKeys) and layout.keys.residual:
-        out = recent.weigh_values(layout.keys, p, keys, key_positions, new_lens)[..., : storage.channels]
+    storage, ordered = layout.values, layout.in_order
+    if isinstance(storage, InKeys) and (layout.keys.residual or layout.keys.sinks):
+        out = recent.weigh_values(layout.keys, p, keys, key_positions, new_lens, ordered)
+        out = out[..., : storage.channels]
     else:
         if isinstance(storage, InKeys):
             storage, values = codec.leading(layout.keys, keys, storage.channels)
-        out = recent.weigh_values(storage, p, values, key_positions, new_lens)
+        out = recent.weigh_values(storage, p, values, key_positions, new_lens, ordered)
     return out.flatten(1, 2).unsqueeze(2)
 
 

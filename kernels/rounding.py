@@ -24,27 +24,32 @@ from kvcompile.layouts import (
 )
 
 
-def older_and_newest(storage: Storage, x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [H, T, D] of whole sequences from position 0 -> as old tokens come back, and as new ones do; in x's dtype."""
+def older_and_newest(storage: Storage, x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [H, T, D] of whole sequences from position 0 -> as old tokens come back, and as new ones do; in x's dtype.
+
+    scale: the calibrated scales fp32 [H], where the storage has such.
+    """
     match storage:
         case Rotated(inner=inner):
             y = _spread(x.float())
             rounds = isinstance(inner, (Float, Fp8, Int8, Affine))
-            older, newest = older_and_newest(inner, y if rounds else y.to(x.dtype))
+            older, newest = older_and_newest(inner, y if rounds else y.to(x.dtype), scale)
             return _spread(older.float()).to(x.dtype), _spread(newest.float()).to(x.dtype)
-        case Recent(inner=inner):
-            return _rounded(inner, x.float()).to(x.dtype), x
+        case Recent(inner=inner, sinks=sinks):
+            older = _rounded(inner, x.float(), scale).to(x.dtype)
+            return torch.cat([x[:, :sinks], older[:, sinks:]], dim=1), x
         case PerChannel(bits=bits, group=group):
             older = torch.zeros_like(x)  # of a group that is not whole: never read
             for start in range(0, x.shape[1] - group + 1, group):
                 channels = x[:, start : start + group].float().transpose(1, 2)
                 grid = _to_levels(channels, bits, storage.scale_dtype)
                 older[:, start : start + group] = grid.transpose(1, 2)
+            older[:, : storage.sinks] = x[:, : storage.sinks]
             return older, x
         case ModelDtype() | InKeys():
             return x, x
         case _:
-            x = _rounded(storage, x.float()).to(x.dtype)
+            x = _rounded(storage, x.float(), scale).to(x.dtype)
             return x, x
 
 
@@ -61,7 +66,7 @@ def newest_from(storage: Storage, count: int) -> int:
             return count
 
 
-def _rounded(storage: Float | Fp8 | Int8 | Affine, x: Tensor) -> Tensor:
+def _rounded(storage: Float | Fp8 | Int8 | Affine, x: Tensor, calibrated: Tensor | None) -> Tensor:
     """x fp32 [..., D] as it comes back, fp32."""
     match storage:
         case Float():
@@ -70,6 +75,13 @@ def _rounded(storage: Float | Fp8 | Int8 | Affine, x: Tensor) -> Tensor:
         case Fp8(scale="none"):
             largest = torch.finfo(storage.torch_dtype).max
             return x.clamp(-largest, largest).to(storage.torch_dtype).float()
+        case Fp8(scale="tensor" | "head"):
+            assert calibrated is not None
+            of_heads = [
+                (head / s).clamp(-448.0, 448.0).to(storage.torch_dtype).float() * s
+                for head, s in zip(x, calibrated, strict=True)
+            ]
+            return torch.stack(of_heads)
         case Fp8():
             scale = _kept(x.abs().max(-1, keepdim=True).values / 448.0, storage.scale_dtype)
             safe = scale + (scale == 0).float()

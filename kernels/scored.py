@@ -15,12 +15,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvcompile.kernels import codec, columns, paged
+from kvcompile.kernels import codec, columns, forms, paged, recent
 from kvcompile.kernels.reference import _as_read as as_read
-from kvcompile.kernels.reference import _as_stored as as_stored
 from kvcompile.kernels.reference import _sides as sides
 from kvcompile.kernels.reference import _turned_back as turned_back
-from kvcompile.kernels.reference import _values as values_of
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.scores import bias_by_heads, probabilities, soft_capped
 from kvcompile.kernels.spec import SiteSpec
@@ -77,12 +75,15 @@ def _one(
     parts, token, score = buffers[:-2], buffers[-2], buffers[-1]
     slot = _slot_for(token, score, positions[:, None], layout)
     for storage, x, own in sides(layout, k, v, parts):
-        for buffer, part in zip(own, codec.encode(storage, x), strict=True):
+        recent.append(storage, x, own, positions, seq_lens)
+        _, encoded = recent.settled(storage, x, own, positions)
+        for buffer, part in zip(own, encoded, strict=False):  # what is kept in full is not among them
             _write(buffer, slot, part, page_table)
     _write(token, slot, positions[:, None].to(token.dtype))
     _write(score, slot, torch.zeros((), device=score.device))
 
-    held = _held(token, positions[:, -1] + 1)
+    length = positions[:, -1] + 1
+    held = _held(token, length)
     heads = (k.shape[1], q.shape[1] // k.shape[1])
     keys, values = _stored(parts, layout, page_table)
     query_place, place = positions, held
@@ -91,10 +92,12 @@ def _one(
         place = _ranks(held)
     if rope:
         q = rotate(q, query_place, *rope, form=spec.rotary)
-        rotated = rotate(codec.decode(read.keys, keys, q.dtype), place, *rope, form=spec.rotary)
+        rotated = rotate(
+            recent.decode(read.keys, keys, held, length, q.dtype), place, *rope, form=spec.rotary
+        )
         scores = codec.dot_keys(ModelDtype(), q.squeeze(2).unflatten(1, heads), [rotated])
     else:
-        scores = codec.dot_keys(read.keys, q.squeeze(2).unflatten(1, heads), keys)
+        scores = recent.dot_keys(read.keys, q.squeeze(2).unflatten(1, heads), keys, held, length)
     scores = soft_capped(scores * spec.sm_scale, spec.score.softcap)
     if spec.score.bias is not None:
         assert bias is not None
@@ -103,9 +106,12 @@ def _one(
     seen = (held >= 0) | (positions < 0)[:, None]
     p = probabilities(scores.masked_fill(~seen[:, :, None], float("-inf")), sinks)
     storage = read.values
-    if isinstance(storage, InKeys):
-        storage, values = codec.leading(read.keys, keys, storage.channels)
-    out = codec.weigh_values(storage, p, values)
+    if isinstance(storage, InKeys) and (read.keys.residual or read.keys.sinks):
+        out = recent.weigh_values(read.keys, p, keys, held, length)[..., : storage.channels]
+    else:
+        if isinstance(storage, InKeys):
+            storage, values = codec.leading(read.keys, keys, storage.channels)
+        out = recent.weigh_values(storage, p, values, held, length)
     # Slots without a token collect what means nothing: it is gone when a token comes.
     share = columns.pooled(p, retention)
     if retention.score == "last":
@@ -136,27 +142,41 @@ def _many(
     held = _held(token, seq_lens)
     own = torch.where(positions < 0, -1, positions)[:, None].expand(-1, held.shape[1], -1)
     tokens = torch.cat([held, own], dim=2)
-    k_all = torch.cat([codec.decode(read.keys, keys, dtype), as_stored(layout.keys, read.keys, k)], dim=2)
-    v_all = values_of(read, values, k_all)
-    if not isinstance(layout.values, InKeys):
-        v_all = torch.cat([v_all, as_stored(layout.values, read.values, v)], dim=2)
+    seen = forms.of_slots(layout, read, keys, values, (k, v), held, positions, dtype)
+    k_all, v_all = seen.keys, seen.values
     query_place, place = positions, tokens
     if retention.in_cache:
         # New tokens stand after all that were kept.
         query_place = positions - (seq_lens - retention.tokens).clamp(min=0)[:, None]
         place = torch.cat([_ranks(held), query_place[:, None].expand(-1, held.shape[1], -1)], dim=2)
+    # Tokens that are seen in several forms are there once for each, one behind the other.
+    count = len(seen.forms)
+    places = place.repeat(1, 1, count)
     if rope:
         q = rotate(q, query_place, *rope, form=spec.rotary)
-        k_all = rotate(k_all, place, *rope, form=spec.rotary)
+        k_all = rotate(k_all, places, *rope, form=spec.rotary)
     out, gained = columns.OP(
-        q, k_all, v_all, tokens, positions, query_place, place, spec.to_json(), sinks=sinks, bias=bias
+        q,
+        k_all,
+        v_all,
+        tokens.repeat(1, 1, count),
+        positions,
+        query_place,
+        places,
+        spec.to_json(),
+        [forms.PAIRS.index(form) for form in seen.forms],
+        sinks=sinks,
+        bias=bias,
     )
+    gained = gained.unflatten(2, (count, -1)).sum(2)
     last = positions[:, -1:, None]
     scores = _after(score, gained, tokens, last, retention)
     stay = _staying(tokens, scores, last, token.shape[2], retention)
     slots = torch.arange(token.shape[2], device=token.device)[None]
     for (storage, x, mine), old in zip(sides(layout, k, v, parts), (keys, values), strict=False):
-        for buffer, before, part in zip(mine, old, codec.encode(storage, x), strict=True):
+        _, encoded = recent.settled(storage, x, mine, positions)
+        recent.append(storage, x, mine, positions, seq_lens)
+        for buffer, before, part in zip(mine, old, encoded, strict=False):
             if page_table is None:
                 buffer.copy_(_take(before, part, stay))
             else:
@@ -268,8 +288,6 @@ def _staying(tokens: Tensor, scores: Tensor, last: Tensor, slots: int, retention
 
 def _take(old: Tensor, new: Tensor, index: Tensor) -> Tensor:
     """Rows `index` [B, Hs, N] of old [B, Hkv, N, ...] followed by new [B, Hkv, S, ...]."""
-    if old.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):  # torch gathers no fp8
+    if old.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):  # torch joins no fp8
         return _take(old.view(torch.uint8), new.view(torch.uint8), index).view(old.dtype)
-    both = torch.cat([old, new], dim=2)
-    shape = (*index.shape, *[1] * (both.dim() - 3))
-    return both.gather(2, index.view(shape).expand(-1, both.shape[1], -1, *both.shape[3:]))
+    return recent.take(torch.cat([old, new], dim=2), index)

@@ -3,6 +3,7 @@
 fast = kvcompile.optimize(model, recipe="long_context.yaml")
 fast.generate(**tokens, max_new_tokens=256, streamer=streamer)
 print(kvcompile.explain(model, recipe="int8"))
+kvcompile.calibrate(model, text, tokenizer=tokenizer).save("scales.json")
 print(kvcompile.estimate(model.config, recipe="int8", memory="24GiB"))
 print(kvcompile.quality(model, tokenizer, ["int8", "int4"], text))
 """
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 # These load neither torch nor sympy until they are called. They are bound here because importing the
 # submodule of the same name would otherwise put the module in the function's place.
+from kvcompile.calibrate import calibrate
 from kvcompile.errors import KVCompileError
 from kvcompile.estimate import estimate
 from kvcompile.explain import explain
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from kvcompile.recipe import Recipe as Recipe
 
 __version__ = "0.1.0"
-__all__ = ["KVCompileError", "Recipe", "estimate", "explain", "optimize", "quality"]
+__all__ = ["KVCompileError", "Recipe", "calibrate", "estimate", "explain", "optimize", "quality"]
 
 # torch and transformers are slow to import: `kvcompile --help` and `kvcompile validate` do without.
 _HOMES = {"optimize": "kvcompile.api", "Recipe": "kvcompile.recipe"}

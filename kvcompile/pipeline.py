@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,7 @@ from kvcompile.passes.positions import offset_positions
 from kvcompile.passes.rotation import NotRotary, Rotations
 from kvcompile.plan import Plan, make_plan
 from kvcompile.recipe import Recipe
+from kvcompile.recipe.scales import ModelId
 from kvcompile.types import AttentionSite, NoMatch, RecurrentState, RopeSpec
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ class Front:
     reports: tuple[PassReport, ...]
     max_tokens: int | None  # what the model was made for, where that is known
     device: torch.device
+    model: ModelId
 
     @property
     def ragged(self) -> bool:
@@ -84,7 +87,15 @@ def understand(model: nn.Module) -> Front:
         (canonical.report, moved.report),
         made_for if limit is None else min(made_for or limit.tokens, limit.tokens),
         tensors[0].device if tensors else torch.device("cpu"),
+        identity(model),
     )
+
+
+def identity(model: nn.Module) -> ModelId:
+    """Which model this is: its class, and the names and shapes of its weights, whatever they hold."""
+    weights = sorted(f"{name} {list(tensor.shape)}" for name, tensor in model.named_parameters())
+    digest = hashlib.sha256("\n".join(weights).encode()).hexdigest()[:16]
+    return ModelId(architecture=type(model).__name__, digest=digest)
 
 
 def analyze(model: nn.Module, recipe: Recipe) -> Analysis:
@@ -105,7 +116,13 @@ def plan_for(front: Front, recipe: Recipe) -> Plan:
         limits.append((table, "its graph was traced for no more"))
     states = (*states_of(front.captured.opaques), *front.sums)
     return make_plan(
-        front.sites, recipe, front.sites[0].dtype, front.max_tokens, min(limits, default=None), states
+        front.sites,
+        recipe,
+        front.sites[0].dtype,
+        front.max_tokens,
+        min(limits, default=None),
+        states,
+        front.model,
     )
 
 

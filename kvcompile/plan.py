@@ -15,11 +15,23 @@ import sympy
 import torch
 
 from kvcompile.errors import PlanError
-from kvcompile.layouts import BufferSpec, CacheLayout, Contiguous, Full, InKeys, Paged, PageGroup, Scored
+from kvcompile.layouts import (
+    BufferSpec,
+    CacheLayout,
+    Contiguous,
+    Full,
+    InKeys,
+    Paged,
+    PageGroup,
+    Recent,
+    Scored,
+)
 from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.pages import TABLE_BYTES
+from kvcompile.layouts.storage import as_kept
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.retention import Place
+from kvcompile.recipe.scales import ModelId, Scales, scales_of
 from kvcompile.types import AttentionSite, MaskSpec, RecurrentState, RotaryForm, ScoreSpec, StateSlot
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -59,6 +71,7 @@ class Decision:
     )
     dynamic: bool = False  # its mask is computed from activations
     mask_rows: tuple[StateSlot, ...] = ()  # what that mask reads of every token, kept beside K and V
+    scales: tuple[tuple[str, tuple[float, ...]], ...] = ()  # calibrated, per KV head: ("keys.scale", (...))
 
     @property
     def owns(self) -> bool:
@@ -89,6 +102,8 @@ class Decision:
     def buffers(self, dtype: torch.dtype, max_tokens: int | None) -> tuple[BufferSpec, ...]:
         """The site's tensors for one sequence, [heads, slots, ...] each: K's parts, V's, and what the mask keeps."""
         own = self.layout.buffers(self.num_kv_heads, self.head_dim, self.v_head_dim, dtype, max_tokens)
+        known = dict(self.scales)
+        own = tuple(replace(spec, fill=known[spec.name]) if spec.name in known else spec for spec in own)
         slots = self.layout.slots(max_tokens)
         rows = (
             BufferSpec(f"mask.{i}", (1, slots, *row.shape), row.torch_dtype)
@@ -126,6 +141,7 @@ class Plan:
     limits: Limits
     decisions: tuple[Decision, ...]
     states: tuple[RecurrentState, ...] = ()
+    scales: str | None = None  # digest of the calibrated scales that it uses
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -234,6 +250,7 @@ def make_plan(
     model_max_tokens: int | None,
     position_limit: tuple[int, str] | None = None,
     states: Sequence[RecurrentState] = (),
+    model: ModelId | None = None,
 ) -> Plan:
     """Decide a layout for every site.
 
@@ -244,15 +261,22 @@ def make_plan(
         model_max_tokens: the longest sequence the model was made for, where that is known.
         position_limit: how many positions the model has, where they end, and what happens beyond.
         states: what recurrent modules carry; kept as it is under every recipe.
+        model: whose sites they are, which calibrated scales must be of; None: unknown, only their sizes are compared.
 
     Raises:
+        RecipeError: the file of the recipe's scales cannot be read.
         PlanError: the recipe asks something of a site that it cannot do; all problems are listed.
     """
+    scales = None if recipe.scales is None else Scales.load(recipe.scales)
+    if scales is not None and (foreign := _foreign(scales, model, sites)):
+        raise PlanError(
+            f"recipe {recipe.name!r} does not fit this model:\n  - scales: {recipe.scales}: {foreign}"
+        )
     refused: dict[str, list[AttentionSite]] = {}
     decisions: list[Decision] = []
     for site in sites:
         try:
-            decisions.append(_decide(site, sites, recipe, model_max_tokens))
+            decisions.append(_decide(site, sites, recipe, scales, model_max_tokens))
         except ValueError as error:
             refused.setdefault(str(error), []).append(site)
     for site, reader in zip(sites, decisions if not refused else (), strict=False):
@@ -291,7 +315,15 @@ def make_plan(
             )
         max_tokens = most if max_tokens is None else min(max_tokens, most)
     limits = Limits(recipe.runtime.max_batch, max_tokens, recipe.runtime.prefill_chunk)
-    return Plan(recipe.name, recipe.digest(), _DTYPE_NAMES[dtype], limits, tuple(decisions), tuple(states))
+    return Plan(
+        recipe.name,
+        recipe.digest(),
+        _DTYPE_NAMES[dtype],
+        limits,
+        tuple(decisions),
+        tuple(states),
+        None if scales is None else scales.digest(),
+    )
 
 
 def _differs(reader: Decision, owner: Decision) -> str | None:
@@ -304,8 +336,61 @@ def _differs(reader: Decision, owner: Decision) -> str | None:
     )
 
 
+def _foreign(scales: Scales, model: ModelId | None, sites: Sequence[AttentionSite]) -> str | None:
+    """Why calibrated scales are not of this model, or None."""
+    again = "; run kvcompile calibrate on this one"
+    if model is not None and scales.model.architecture != model.architecture:
+        return f"made for a {scales.model.architecture}, and this model is a {model.architecture}{again}"
+    if len(scales.layers) != len(sites):
+        return (
+            f"made for a model of {len(scales.layers)} attention layers, and this one has {len(sites)}{again}"
+        )
+    if model is not None and scales.model.digest != model.digest:
+        return f"made for a {model.architecture} with weights of other names or shapes{again}"
+    return None
+
+
+def _calibrated(
+    site: AttentionSite, layout: CacheLayout, latent: bool, scales: Scales | None
+) -> tuple[tuple[str, tuple[float, ...]], ...]:
+    """The calibrated scales of a site's cache, by buffer.
+
+    Raises:
+        ValueError: the file has none for what this site keeps.
+    """
+    found = []
+    for side, storage in (("keys", layout.keys), ("values", layout.values)):
+        if storage.calibration is None:
+            continue
+        assert scales is not None, "a recipe with calibrated scales names their file"
+        own = scales.layers[site.kv_source]
+        own = own.rows or own if latent else own
+        sizes, wanted = ((x.num_kv_heads, x.head_dim, x.v_head_dim) for x in (own, site))
+        if sizes != wanted:
+            kept = "{0} KV heads of {1} and {2} channels".format
+            raise ValueError(
+                f"scales: layer {site.kv_source} of the file has {kept(*sizes)}, and this layer keeps {kept(*wanted)}; "
+                "run kvcompile calibrate on this model"
+            )
+        extent = own.values
+        if side == "keys":
+            before = layout.retention.in_cache and site.rope is not None
+            extent = own.keys_before_rope if before else own.keys
+        if extent is None:
+            what = "keys before RoPE" if side == "keys" else "values"
+            raise ValueError(
+                f"scales: layer {site.kv_source} of the file has no figures of {what}; run kvcompile calibrate again"
+            )
+        found.append((f"{side}.scale", scales_of(storage, extent)))
+    return tuple(found)
+
+
 def _decide(
-    site: AttentionSite, sites: Sequence[AttentionSite], recipe: Recipe, model_max_tokens: int | None
+    site: AttentionSite,
+    sites: Sequence[AttentionSite],
+    recipe: Recipe,
+    scales: Scales | None,
+    model_max_tokens: int | None,
 ) -> Decision:
     config, rules = recipe.cache_for(site.layer, len(sites), site.mask.kind)
     tokens = recipe.runtime.max_tokens or model_max_tokens
@@ -336,6 +421,13 @@ def _decide(
         problem = storage.check(dim)
         if problem:
             raise ValueError(f"cache.{side}: {problem}")
+    window = layout.retention.window
+    for side, storage in (("keys", layout.keys), ("values", layout.values)):
+        if window is not None and isinstance(as_kept(storage), Recent) and storage.residual >= window:
+            raise ValueError(
+                f"cache.{side}.residual: the last {storage.residual} tokens in full are all of the window's {window}, "
+                "so none would be read rounded; use fewer, or dtype: model"
+            )
     if site.dynamic is not None and not (
         isinstance(layout.retention, Full) and isinstance(layout.placement, Contiguous)
     ):
@@ -364,6 +456,9 @@ def _decide(
             f"give {site.mask.kind} layers a retention of their own: "
             f"layers: [{{where: {{attention: {site.mask.kind}}}, cache: {{retention: {{kind: window}}}}}}]"
         )
+    calibrated = _calibrated(site, layout, latent, scales)
+    if calibrated and scales is not None:
+        because.append(f"scales calibrated on {scales.text.tokens:,} tokens ({scales.digest()})")
     exact_retention, why = _exact(layout, site.mask)
     because.append(why)
     exact_storage = layout.keys.exact(site.dtype) and layout.values.exact(site.dtype)
@@ -388,6 +483,7 @@ def _decide(
         latent=latent,
         dynamic=site.dynamic is not None,
         mask_rows=_mask_rows(site, sites),
+        scales=calibrated,
     )
 
 

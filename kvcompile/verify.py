@@ -356,16 +356,17 @@ class _Oracle(Interpreter):
         )
         spec = SiteSpec(decision.layout, decision.sm_scale, decision.mask, site.score, rotary=decision.rotary)
         extra = (site.sinks, site.bias, None if site.dynamic is None else site.dynamic.node)
-        extras = [None if node is None else self.env[node] for node in extra]
+        sinks, bias, dynamic = (None if node is None else self.env[node] for node in extra)
+        known = {name: torch.tensor(values, device=q_in.device) for name, values in decision.scales}
+        scales = (known.get("keys.scale"), known.get("values.scale"))
         rope = self.tables.get(site.layer, [])
         if isinstance(decision.layout.retention, Scored):
-            sinks, bias, _ = extras
             kept = self.kept[site.layer]
             out, self.choices[site.layer] = scored_attention(
-                q_in, k_in, v_in, spec, rope, self.chunks, self.pads, sinks, bias, kept
+                q_in, k_in, v_in, spec, rope, self.chunks, self.pads, sinks, bias, kept, scales
             )
         else:
-            out = policy_attention(q_in, k_in, v_in, spec, rope, self.pads, *extras)
+            out = policy_attention(q_in, k_in, v_in, spec, rope, self.pads, sinks, bias, dynamic, scales)
         self.outputs.append(self._disturbed(out, ModelDtype()))
         return self.outputs[-1]
 
@@ -445,11 +446,13 @@ def _cached(
     }
     caches = {
         # A slot that was never written must not matter: it is not zero.
-        name: torch.full(
-            (int(pages[d.kv_source].max()) + 2 if spec.paged else batch, *spec.shape),
-            3,
-            dtype=spec.dtype,
-            device=device,
+        name: spec.written(
+            torch.full(
+                (int(pages[d.kv_source].max()) + 2 if spec.paged else batch, *spec.shape),
+                3,
+                dtype=spec.dtype,
+                device=device,
+            )
         )
         for names, d in zip(rewritten.caches, plan.decisions, strict=True)
         for name, spec in zip(
@@ -623,9 +626,11 @@ def _settling(storage: Storage) -> Storage:
             assert not isinstance(small, (Rotated, InKeys))
             return Rotated(small)
         case Recent():
-            return replace(storage, residual=min(storage.residual, _SMALL_RESIDUAL))
+            residual, sinks = min(storage.residual, _SMALL_RESIDUAL), min(storage.sinks, _SMALL_SINKS)
+            return replace(storage, residual=residual, sinks=sinks)
         case PerChannel():
-            return replace(storage, group=_SMALL_RESIDUAL // 2, residual=_SMALL_RESIDUAL)
+            sinks = min(storage.sinks, _SMALL_SINKS)
+            return replace(storage, group=_SMALL_RESIDUAL // 2, residual=_SMALL_RESIDUAL, sinks=sinks)
         case _:
             return storage
 

@@ -84,6 +84,7 @@ def test_what_the_shipped_recipes_choose() -> None:
         ({"dtype": "int8", "mode": "asymmetric", "group": 64}, Affine(8, 64)),
         ({"dtype": "int3", "group": 32, "rotate": "hadamard"}, Rotated(Affine(3, 32))),
         ({"dtype": "int8", "residual": 16}, Recent(Int8(), 16)),
+        ({"dtype": "int8", "sinks": 4}, Recent(Int8(), 0, 4)),
         ({"dtype": "fp8_e4m3", "residual": 7, "rotate": "hadamard"}, Rotated(Recent(Fp8(), 7))),
         (
             {"dtype": "int2", "axis": "channel", "group": 32, "residual": 64, "rotate": "hadamard"},
@@ -163,10 +164,9 @@ def test_all_problems_come_at_once_with_path_and_what_is_allowed(tmp_path: Path)
             "scale is for fp8 dtypes only, not for int8",
         ),
         (
-            {"cache": {"values": {"dtype": "fp8_e4m3", "scale": "tensor"}}},
-            "cache.values.scale: one scale per tensor",
+            {"cache": {"values": {"dtype": "fp8_e4m3", "scale": "head"}}},
+            "scales: is required for scale: tensor",
         ),
-        ({"cache": {"values": {"dtype": "fp8_e4m3", "scale": "head"}}}, "needs calibration"),
         ({"cache": {"keys": {"dtype": "int4", "mode": "symmetric"}}}, "mode is for dtype int8 only"),
         ({"cache": {"keys": {"rotate": "hadamard"}}}, "rotate is for quantized dtypes only, not for model"),
         ({"cache": {"keys": {"dtype": "float16", "residual": 8}}}, "residual is for quantized dtypes only"),
@@ -183,21 +183,12 @@ def test_all_problems_come_at_once_with_path_and_what_is_allowed(tmp_path: Path)
         ),
         (
             {
-                "cache": {
-                    "values": {"dtype": "int2", "residual": 9},
-                    "retention": {"kind": "window", "size": 8},
-                }
-            },
-            "residual needs slots in the order of tokens",
-        ),
-        (
-            {
                 "cache": {"keys": {"dtype": "int2", "axis": "channel", "group": 32, "residual": 32}},
                 "layers": [{"where": {"attention": "sliding"}, "cache": {"retention": {"kind": "window"}}}],
             },
-            "layers[0].cache: residual needs slots",
+            "layers[0].cache: axis: channel needs slots in the order of tokens",
         ),
-        ({"cache": {"keys": {"bits": 4}}}, "allowed: dtype, mode, axis, group, residual, scale, scale_dtype"),
+        ({"cache": {"keys": {"bits": 4}}}, "allowed: dtype, mode, axis, group, residual, sinks, scale"),
         ({"layers": [{"where": {}, "cache": {}}]}, "at least one of index, range, attention"),
         ({"layers": [{"where": {"range": [3, 1]}, "cache": {}}]}, "is empty"),
         (

@@ -26,6 +26,7 @@ from kvcompile.layouts import (
     Int8,
     ModelDtype,
     Paged,
+    Recent,
     Ring,
     Rotated,
     Scored,
@@ -35,7 +36,19 @@ from kvcompile.layouts import (
 from kvcompile.types import BiasSpec, RotaryForm, ScoreSpec
 from tests.test_kernels import HKV, HQ, D, T, rope_tables, score_tensors
 
-STORAGES = (ModelDtype(), Float("bfloat16"), Fp8(), Int8(), Affine(4, 32), Rotated(Affine(4, 32)))
+STORAGES = (
+    ModelDtype(),
+    Float("bfloat16"),
+    Fp8(),
+    Int8(),
+    Affine(4, 32),
+    Rotated(Affine(4, 32)),
+    Recent(Int8(), 3),
+    Recent(Affine(2, 32), 6),
+    Rotated(Recent(Fp8(), 2)),
+    Recent(Fp8(), 0, sinks=1),
+    Recent(Affine(4), 2, sinks=1),
+)
 H2O = Scored(1, 3, 2)
 TOVA = Scored(0, 5, 1, "tova", "last", "mean", "layer")
 SNAP = Scored(0, 3, 4, "snapkv", "vote", "mean", "kv_head", rows=3, smooth=3)
@@ -134,6 +147,8 @@ def test_equals_a_dictionary_of_tokens(
     if retention.in_cache and score.bias is not None and score.bias.kind == "table":
         score = ScoreSpec()
     layout = CacheLayout(keys, values, Slots(), retention)
+    if layout.check() is not None:  # more sinks in full than the retention keeps
+        layout = replace(layout, retention=replace(retention, sinks=1))
     assert layout.check() is None
     spec = SiteSpec(layout, 0.125, score=score, rotary=HEADS if retention.in_cache else None)
     args, tokens = inputs(seed, sum(chunks)), sum(chunks)
@@ -228,7 +243,11 @@ def test_of_equal_scores_the_oldest_goes() -> None:
         assert sorted(held[-1][0, 0].tolist()) == [0, 6, 7, 8]
 
 
-@pytest.mark.parametrize("storage", (ModelDtype(), Int8(), Rotated(Affine(4, 32))), ids=str)
+@pytest.mark.parametrize(
+    "storage",
+    (ModelDtype(), Int8(), Rotated(Affine(4, 32)), Recent(Int8(), 3), Recent(Fp8(), 0, sinks=1)),
+    ids=str,
+)
 def test_values_in_the_keys(storage: Any) -> None:
     layout = CacheLayout(storage, InKeys(40), Slots(), H2O)
     spec = SiteSpec(layout, 0.125)

@@ -255,7 +255,7 @@ BROKEN: dict[str, tuple[Patch, str, str, int | None]] = {
         "llama",
         0,
     ),
-    "a group ends one token early": (_attribute(recent, "_take", _last_row_twice), "kivi4", "llama", 0),
+    "a group ends one token early": (_attribute(recent, "take", _last_row_twice), "kivi4", "llama", 0),
     "the offset is off by one, learned": (_graph(_offset_one_on), "baseline", "nanogpt", 0),
     "the offset is off by one, RoPE": (_graph(_offset_one_on), "baseline", "tinyllama", 0),
     "position_ids off by one": (_graph(_positions_late), "baseline", "llama", 0),

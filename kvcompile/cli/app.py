@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvcompile.cli import generate, inspect, quality, recipes
+from kvcompile.cli import calibrate, generate, inspect, quality, recipes
 
 app = typer.Typer(
     name="kvcompile",
@@ -25,6 +25,7 @@ app.command()(inspect.explain)
 app.command()(inspect.estimate)
 app.command()(quality.quality)
 app.command()(recipes.validate)
+app.command()(calibrate.calibrate)
 app.add_typer(recipes.app, name="recipes")
 
 

@@ -38,6 +38,10 @@ Settings = Annotated[
         help="Change the recipe, repeatable: runtime.max_tokens=4096, cache.retention.window=252.",
     ),
 ]
+ScalesFile = Annotated[
+    str | None,
+    typer.Option("--scales", metavar="FILE", help="Calibrated scales, in place of those the recipe names."),
+]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="float32, float16 or bfloat16; the model's by default.")
 ]
@@ -90,8 +94,8 @@ def show(renderable: RenderableType) -> None:
     console.print(renderable, highlight=False)
 
 
-def overrides_from(settings: list[str] | None) -> dict[str, Any]:
-    """["a.b=1", "a.c=x"] -> {"a": {"b": 1, "c": "x"}}; the values are YAML.
+def overrides_from(settings: list[str] | None, scales: str | None = None) -> dict[str, Any]:
+    """["a.b=1", "a.c=x"] -> {"a": {"b": 1, "c": "x"}}; the values are YAML. scales: of `--scales`.
 
     Raises:
         typer.BadParameter: not KEY=VALUE, a value that is not YAML, or settings that contradict each other.
@@ -116,7 +120,7 @@ def overrides_from(settings: list[str] | None) -> dict[str, Any]:
             if not isinstance(inner, dict):
                 raise typer.BadParameter(f"{setting!r} contradicts an earlier --set")
         inner[parts[-1]] = value
-    return merged
+    return merged if scales is None else merged | {"scales": scales}
 
 
 @contextmanager

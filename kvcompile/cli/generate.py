@@ -15,6 +15,7 @@ from kvcompile.cli.common import (
     Dtype,
     Model,
     RecipeName,
+    ScalesFile,
     Settings,
     command,
     overrides_from,
@@ -50,6 +51,7 @@ def generate(
         bool, typer.Option("--no-chat-template", help="Give the prompt to the model as it is.")
     ] = False,
     settings: Settings = None,
+    scales: ScalesFile = None,
     no_compile: Annotated[
         bool, typer.Option("--no-compile", help="Run the rewritten graph as it is: slower, starts at once.")
     ] = False,
@@ -63,7 +65,7 @@ def generate(
 
     Example: kvcompile generate --recipe streaming --prompt "Tell me a story." -n 400
     """
-    overrides = overrides_from(settings)
+    overrides = overrides_from(settings, scales)
     if no_compile:
         overrides["compile"] = {**overrides.get("compile", {}), "mode": "none"}
     if verify is not None:

@@ -13,6 +13,7 @@ from kvcompile.cli.common import (
     Json,
     Model,
     RecipeName,
+    ScalesFile,
     Settings,
     command,
     overrides_from,
@@ -29,13 +30,14 @@ def explain(
     json: Json = False,
     full: Annotated[bool, typer.Option("--full", help="One row per layer, with source lines.")] = False,
     settings: Settings = None,
+    scales: ScalesFile = None,
     debug: Debug = False,
 ) -> None:
     """Show what a recipe does to each layer of a model, why, and what it costs. Nothing is compiled.
 
     Example: kvcompile explain --model random:config.json --recipe int4
     """
-    overrides = overrides_from(settings)
+    overrides = overrides_from(settings, scales)
     with waiting("starting"):
         from kvcompile.explain import explain as run
         from kvcompile.models import load_model
@@ -73,6 +75,7 @@ def estimate(
     dtype: Dtype = None,
     json: Json = False,
     settings: Settings = None,
+    scales: ScalesFile = None,
     debug: Debug = False,
 ) -> None:
     """Say what a recipe's cache costs for a model, from its config alone: no weights are read.
@@ -81,7 +84,7 @@ def estimate(
     """
     if model is not None and config is not None:
         raise typer.BadParameter("give --model or --config, not both")
-    overrides = overrides_from(settings)
+    overrides = overrides_from(settings, scales)
     with waiting("reading the config"):
         from kvcompile.estimate import estimate as run
 

@@ -16,7 +16,7 @@ from kvcompile.layouts.pages import SPARE_PAGES, offset, page_index
 from kvcompile.layouts.placement import Contiguous, Paged, Placement, Ring, Slots, placement_from
 from kvcompile.layouts.retention import Full, Retention, retention_from
 from kvcompile.layouts.scored import STATE_BYTES, Scored
-from kvcompile.layouts.storage import ModelDtype, Part, Storage, storage_from
+from kvcompile.layouts.storage import ModelDtype, Part, PerChannel, Storage, as_kept, storage_from
 
 _NONE = sympy.Integer(0)
 
@@ -30,6 +30,14 @@ class BufferSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     paged: bool = False
+    fill: tuple[float, ...] | None = None  # what a calibrated part holds from the start, a number per head
+
+    def written(self, buffer: torch.Tensor) -> torch.Tensor:
+        """`buffer` [batch, *shape] with what it holds from the start, in place; as it is where that is nothing."""
+        if self.fill is not None:
+            values = torch.tensor(self.fill, dtype=self.dtype, device=buffer.device)
+            buffer.copy_(values.view(1, -1, *[1] * (buffer.dim() - 2)).expand_as(buffer))
+        return buffer
 
 
 @dataclass(frozen=True)
@@ -43,10 +51,17 @@ class CacheLayout:
 
     def check(self) -> str | None:
         """Why this combination makes no sense, or None."""
-        if self.residual and not self.in_order:
+        grouped = any(isinstance(as_kept(storage), PerChannel) for storage in (self.keys, self.values))
+        if grouped and not self.in_order:
             return (
-                "residual needs slots in the order of tokens: they settle one after another, or in whole groups, and a "
-                "ring takes slots back one by one; use placement 'contiguous', or a storage without residual"
+                "axis: channel needs slots in the order of tokens: they settle in whole groups, and a ring takes slots "
+                "back one by one; use placement 'contiguous', or axis: token"
+            )
+        window, sinks = self.retention.window, max(self.keys.sinks, self.values.sinks)
+        if (window is not None or isinstance(self.retention, Scored)) and sinks > self.retention.sinks:
+            return (
+                f"sinks: {sinks} keeps tokens in full that retention '{self.retention}' forgets: use a retention with "
+                f"as many sinks, or sinks: {self.retention.sinks}"
             )
         return self.placement.check(self.retention) or self._check_groups()
 

@@ -4,7 +4,7 @@
 |---|---|---|
 | ModelDtype, Float, Fp8 | floating-point numbers | `storages/floats.py` |
 | Int8, Affine | integers of 2, 3, 4 or 8 bits, every vector by itself | `storages/integers.py` |
-| Recent, PerChannel | KIVI: the newest tokens in full, the others as integers | `storages/residual.py` |
+| Recent, PerChannel | KIVI: the newest tokens, or the first, in full, the others rounded | `storages/residual.py` |
 | Rotated | any of them, of vectors that were turned first | `storages/rotated.py` |
 | InKeys | nothing: values that are the first channels of the keys | here |
 
@@ -66,6 +66,11 @@ def storage_from(data: dict[str, Any]) -> Storage:
     return next(cls for cls in STORAGES if cls.kind == data["kind"])(**fields)
 
 
+def as_kept(storage: Storage) -> Storage:
+    """The storage of what is in the parts, without the rotation before it."""
+    return storage.inner if isinstance(storage, Rotated) else storage
+
+
 __all__ = [
     "STORAGES",
     "Affine",
@@ -79,5 +84,6 @@ __all__ = [
     "Recent",
     "Rotated",
     "Storage",
+    "as_kept",
     "storage_from",
 ]

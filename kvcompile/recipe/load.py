@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from importlib import resources
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from pydantic import ValidationError
 
 from kvcompile.errors import RecipeError
 from kvcompile.recipe.retention import KINDS
+from kvcompile.recipe.scales import Scales
 from kvcompile.recipe.schema import CacheConfig, Recipe, RuntimeConfig, merge_cache
 
 _SECTIONS = tuple(Recipe.model_fields)
@@ -34,12 +37,13 @@ def load_recipe(source: object, **overrides: Any) -> Recipe:
 
     Args:
         source: a shipped name (with or without .yaml), a path of a YAML file, a mapping, or a Recipe.
+            `scales` in a file is relative to that file, else to the working directory.
         overrides: sections merged over it (`cache={...}`, `runtime={...}`, `verify="off"`), or a key of
             `runtime` by itself (`max_tokens=4096`).
 
     Raises:
         RecipeError: unreadable or unsafe YAML, unknown keys, impossible values: all of them, each with the
-            file, the path in it, what was given and what is allowed.
+            file, the path in it, what was given and what is allowed. Also a file of scales that is none.
     """
     if isinstance(source, Recipe):
         if not overrides:
@@ -55,6 +59,8 @@ def load_recipe(source: object, **overrides: Any) -> Recipe:
         )
     if overrides:
         data = _override(data, overrides, where)
+    if isinstance(data.get("scales"), PathLike):
+        data = {**data, "scales": os.fspath(data["scales"])}
     return _validate(data, where)
 
 
@@ -83,6 +89,8 @@ def _read(source: str | Path) -> tuple[dict[str, Any], str]:
         raise RecipeError(where, [f"expected a mapping of {', '.join(_SECTIONS)}; got {type(data).__name__}"])
     if isinstance(source, (str, Path)) and "name" not in data:
         data = {"name": path.stem, **data}
+    if isinstance(data.get("scales"), str):
+        data = {**data, "scales": str(path.parent / data["scales"])}
     return data, where
 
 
@@ -113,6 +121,11 @@ def _validate(data: dict[str, Any], where: str) -> Recipe:
         recipe = Recipe.model_validate(_tuples(data))
     except ValidationError as error:
         problems += [_say(item) for item in error.errors()]
+    if recipe is not None and recipe.scales is not None:
+        try:
+            Scales.load(recipe.scales)
+        except RecipeError as error:
+            problems += [f"scales: {error.source}: {problem}" for problem in error.problems]
     problems += _rule_problems(data)
     if problems or recipe is None:
         raise RecipeError(where, problems)

@@ -2,6 +2,7 @@
 
 cache:     keys, values, placement, retention   the three axes, K and V apart
 layers:    [{where: ..., cache: ...}]           later entries win
+scales:    a file of calibrated scales
 runtime:   max_batch, max_tokens, prefill_chunk
 compile:   mode
 verify:    quick | thorough | off
@@ -13,13 +14,14 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from kvcompile import layouts
 from kvcompile.layouts.pages import LARGEST, SMALLEST
 from kvcompile.recipe.retention import ANYWHERE, FullConfig, Place, RetentionConfig, Strict
 
 _FLOATS = ("model", "float32", "float16", "bfloat16")
+_CALIBRATED = ("tensor", "head")
 _BITS: dict[str, Literal[2, 3, 4, 8]] = {"int2": 2, "int3": 3, "int4": 4, "int8": 8}
 
 
@@ -48,19 +50,12 @@ class StorageConfig(Strict):
         0, description="asymmetric integers: channels (axis token; 0: the whole head) or tokens per scale"
     )
     residual: Annotated[int, Field(ge=0)] = Field(0, description="newest tokens kept in the model's dtype")
-    scale: Literal["token", "none"] = Field("token", description="fp8: one per token and head, or none")
+    sinks: Annotated[int, Field(ge=0)] = Field(0, description="first tokens kept in the model's dtype")
+    scale: Literal["token", "tensor", "head", "none"] = Field(
+        "token", description="fp8: one per token and head; calibrated, one per layer or KV head; or none"
+    )
     scale_dtype: Literal["float16", "float32"] = "float16"
     rotate: Literal["none", "hadamard"] = Field("none", description="turn vectors before they are rounded")
-
-    @field_validator("scale", mode="before")
-    @classmethod
-    def _no_static_scale(cls, scale: object) -> object:
-        if scale in ("tensor", "head"):
-            raise ValueError(
-                f"one scale per {scale} must be known before the first token, or results would depend on how a prompt "
-                "is cut: that needs calibration, which is not there yet; use token or none"
-            )
-        return scale
 
     @property
     def _affine(self) -> bool:
@@ -80,10 +75,15 @@ class StorageConfig(Strict):
             raise ValueError(f"scale is for fp8 dtypes only, not for {self.dtype}")
         if "scale_dtype" in self.model_fields_set and (floats or self.scale == "none"):
             raise ValueError("scale_dtype is for dtypes with a scale only, not for " + self._named)
+        if "scale_dtype" in self.model_fields_set and self.scale in _CALIBRATED:
+            raise ValueError(
+                f"scale_dtype is for scales per token only: scale: {self.scale} is kept in float32"
+            )
         if self.rotate != "none" and floats:
             raise ValueError(f"rotate is for quantized dtypes only, not for {self.dtype}")
-        if self.residual and floats:
-            raise ValueError(f"residual is for quantized dtypes only, not for {self.dtype}")
+        for name, count in (("residual", self.residual), ("sinks", self.sinks)):
+            if count and floats:
+                raise ValueError(f"{name} is for quantized dtypes only, not for {self.dtype}")
         if self.axis == "channel":
             self._check_channels()
         return self
@@ -109,7 +109,7 @@ class StorageConfig(Strict):
     def build(self) -> layouts.Storage:
         if self.axis == "channel":
             bits = _BITS[self.dtype]
-            groups = layouts.PerChannel(bits, self.group, self.residual, self.scale_dtype)
+            groups = layouts.PerChannel(bits, self.group, self.residual, self.scale_dtype, self.sinks)
             return layouts.Rotated(groups) if self.rotate == "hadamard" else groups
         match self.dtype:
             case "model":
@@ -117,7 +117,8 @@ class StorageConfig(Strict):
             case "float32" | "float16" | "bfloat16":
                 return layouts.Float(self.dtype)
         settled = self._settled()
-        kept = layouts.Recent(settled, self.residual) if self.residual else settled
+        full = self.residual or self.sinks
+        kept = layouts.Recent(settled, self.residual, self.sinks) if full else settled
         return layouts.Rotated(kept) if self.rotate == "hadamard" else kept
 
     def _settled(self) -> layouts.Fp8 | layouts.Int8 | layouts.Affine:
@@ -259,9 +260,32 @@ class Recipe(Strict):
     description: str = ""
     cache: CacheConfig = CacheConfig()
     layers: tuple[LayerRule, ...] = ()
+    scales: str | None = Field(
+        None,
+        validate_default=True,
+        description="the file that `kvcompile calibrate` wrote, for `scale: tensor` and `head`",
+    )
     runtime: RuntimeConfig = RuntimeConfig()
     compile: CompileConfig = CompileConfig()
     verify: VerifyMode = "quick"
+
+    @field_validator("scales")
+    @classmethod
+    def _scales_have_a_use(cls, scales: str | None, info: ValidationInfo) -> str | None:
+        if not {"cache", "layers"} <= info.data.keys():
+            return scales  # what is wrong there comes first
+        caches = [info.data["cache"].model_dump(), *(rule.cache for rule in info.data["layers"])]
+        used = any(_side(cache, side).get("scale") in _CALIBRATED for cache in caches for side in _SIDES)
+        if used and scales is None:
+            raise ValueError(
+                "is required for scale: tensor and scale: head, which must be known before the first token: name the "
+                "file that `kvcompile calibrate` writes, or use scale: token"
+            )
+        if scales is not None and not used:
+            raise ValueError(
+                "is for fp8 with scale: tensor or scale: head only, and no layer has such a scale"
+            )
+        return scales
 
     def cache_for(self, layer: int, num_layers: int, attention: str) -> tuple[CacheConfig, tuple[int, ...]]:
         """The layer's configuration, and which entries of `layers` made it (later entries win)."""
@@ -274,8 +298,8 @@ class Recipe(Strict):
         return CacheConfig.model_validate(data), tuple(applied)
 
     def digest(self) -> str:
-        """A short stable hash of all that the recipe says."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        """A short stable hash of all that the recipe says, but where its scales are: a plan hashes what they are."""
+        text = json.dumps(self.model_dump(mode="json", exclude={"scales"}), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @classmethod
@@ -284,6 +308,14 @@ class Recipe(Strict):
         from kvcompile.recipe.load import load_recipe
 
         return load_recipe(source, **overrides)
+
+
+_SIDES = ("keys", "values")
+
+
+def _side(cache: dict[str, Any], side: str) -> dict[str, Any]:
+    found = cache.get(side)
+    return found if isinstance(found, dict) else {}
 
 
 def merge_cache(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:

@@ -5,9 +5,11 @@
 | ModelDtype | dim elements of the model's dtype | - |
 | Float | dim elements of float32, float16 or bfloat16; float16 saturates | - |
 | Fp8 | dim bytes + one scale, x ~ q * scale, scale = absmax / 448; without a scale, it saturates | vLLM |
+| Fp8, calibrated | dim bytes; one scale per layer and side, or per KV head, known beforehand | vLLM, TensorRT-LLM |
 
 A scale per tensor, or per head, has to be known before the first token: from the first chunk, the result would
-depend on how a prompt is cut. Such scales need calibration and are not here.
+depend on how a prompt is cut. So it is measured on a text (`kvcompile/calibrate.py`), and what lies beyond what that
+text had saturates. It is a tensor of the cache, not a constant of the code: layers with other scales stay alike.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ import sympy
 import torch
 
 from kvcompile.layouts import symbols as sy
-from kvcompile.layouts.storages.part import SCALE_BYTES, Part, PerToken, ScaleDtype, scale_dtype
+from kvcompile.layouts.storages.part import (
+    SCALE_BYTES,
+    Calibration,
+    Part,
+    PerToken,
+    ScaleDtype,
+    scale_dtype,
+)
 
 FloatName = Literal["float32", "float16", "bfloat16"]
 _FLOATS: dict[FloatName, torch.dtype] = {
@@ -29,6 +38,7 @@ _FLOATS: dict[FloatName, torch.dtype] = {
 }
 Fp8Format = Literal["e4m3", "e5m2"]
 _FP8: dict[Fp8Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+FP8_RANGE = 448.0  # what a scaled element is at most
 
 
 @dataclass(frozen=True)
@@ -76,14 +86,16 @@ class Float(PerToken):
 
 @dataclass(frozen=True)
 class Fp8(PerToken):
-    """fp8, with one scale per token and head or with none; round to nearest even, never infinite.
+    """fp8, with one scale per token and head, a calibrated one, or none; round to nearest even, never infinite.
 
     A scaled vector reaches to 448, the largest e4m3. e5m2 could go to 57,344, but then a float16 scale of small
     vectors would have no bits left; its range below 448 is wide enough (2^-16).
+
+    scale "tensor", "head": calibrated, in float32; `scale_dtype` has no meaning for them.
     """
 
     format: Fp8Format = "e4m3"
-    scale: Literal["token", "none"] = "token"
+    scale: Literal["token", "tensor", "head", "none"] = "token"
     scale_dtype: ScaleDtype = "float16"
     kind: Literal["fp8"] = "fp8"
 
@@ -94,14 +106,34 @@ class Fp8(PerToken):
     @property
     def largest(self) -> float:
         """What an element is at most, after the scale."""
-        return 448.0 if self.scale == "token" else torch.finfo(self.torch_dtype).max
+        return FP8_RANGE if self.scale != "none" else torch.finfo(self.torch_dtype).max
+
+    @property
+    def calibration(self) -> Calibration | None:
+        return self.scale if self.scale in ("tensor", "head") else None
 
     def parts(self, dim: int, model_dtype: torch.dtype) -> tuple[Part, ...]:
         data = Part("data", (dim,), self.torch_dtype)
-        return (data,) if self.scale == "none" else (data, Part("scale", (), scale_dtype(self.scale_dtype)))
+        match self.scale:
+            case "token":
+                return (data, Part("scale", (), scale_dtype(self.scale_dtype)))
+            case "tensor" | "head":
+                return (data, Part("scale", (), torch.float32, fixed=1))
+            case "none":
+                return (data,)
 
     def bytes_per_vector(self, dim: sympy.Expr) -> sympy.Expr:
         return dim + (SCALE_BYTES[self.scale_dtype] if self.scale == "token" else 0)
 
+    def bytes(self, dim: sympy.Expr, slots: sympy.Expr) -> sympy.Expr:
+        """Bytes of `slots` slots of one KV head, and of its calibrated scale."""
+        return slots * self.bytes_per_vector(dim) + (torch.float32.itemsize if self.calibration else 0)
+
     def __str__(self) -> str:
-        return f"fp8_{self.format}" + ("" if self.scale == "token" else " without scale")
+        scales = {
+            "token": "",
+            "tensor": " calibrated",
+            "head": " calibrated per head",
+            "none": " without scale",
+        }
+        return f"fp8_{self.format}{scales[self.scale]}"

@@ -17,7 +17,7 @@ class Part:
     """One tensor of a storage: [batch, kv_head, rows, *shape].
 
     every: tokens that share a row; a layout of `slots` slots has ceil(slots / every) rows
-    fixed: rows, however many slots there are; 0: as `every` says
+    fixed: rows, however many slots there are; 0: as `every` says. Such parts stand behind the others
     """
 
     name: str
@@ -30,12 +30,26 @@ class Part:
         return self.fixed or -(-slots // self.every)
 
 
+# What one scale that is known beforehand is for.
+Calibration = Literal["tensor", "head"]
+
+
 class PerToken:
     """A storage that encodes every vector by itself, in one slot."""
 
     @property
+    def calibration(self) -> Calibration | None:
+        """What has a scale that was measured beforehand, which its part "scale" holds from the start."""
+        return None
+
+    @property
     def residual(self) -> int:
         """Newest tokens that are kept beside, in the model's dtype."""
+        return 0
+
+    @property
+    def sinks(self) -> int:
+        """First tokens of a sequence that are kept beside, in the model's dtype."""
         return 0
 
     def bytes_per_vector(self, dim: sympy.Expr) -> sympy.Expr:

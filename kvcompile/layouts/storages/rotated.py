@@ -16,7 +16,7 @@ import torch
 
 from kvcompile.layouts.storages.floats import Float, Fp8, ModelDtype
 from kvcompile.layouts.storages.integers import Affine, Int8
-from kvcompile.layouts.storages.part import Part
+from kvcompile.layouts.storages.part import Calibration, Part
 from kvcompile.layouts.storages.residual import PerChannel, Recent
 
 Turned = ModelDtype | Float | Fp8 | Int8 | Affine | Recent | PerChannel
@@ -31,9 +31,18 @@ class Rotated:
     kind: Literal["rotated"] = "rotated"
 
     @property
+    def calibration(self) -> Calibration | None:
+        return self.inner.calibration
+
+    @property
     def residual(self) -> int:
         """Newest tokens that are kept beside, turned, in the model's dtype."""
         return self.inner.residual
+
+    @property
+    def sinks(self) -> int:
+        """First tokens of a sequence that are kept beside, turned, in the model's dtype."""
+        return self.inner.sinks
 
     def parts(self, dim: int, model_dtype: torch.dtype) -> tuple[Part, ...]:
         return self.inner.parts(dim, model_dtype)
