@@ -126,7 +126,12 @@ class Estimate:
             facts.add_row("recurrent state", f"{format_bytes(self.state_bytes)} a sequence of any length")
         facts.add_row(what, f"[bold]{format_bytes(self.bytes)}[/bold]")
         compared = f"{self.ratio:.2f}x smaller" if self.bytes < self.full_bytes else "the same"
-        if self.bytes > self.full_bytes:
+        if self.bytes > self.full_bytes and any(
+            cost.layout.placement.kind == "paged" for cost in self.layers
+        ):
+            more = self.bytes / self.full_bytes - 1
+            compared = f"{more:.1%} larger: pages are taken whole, and each pool has a spare one"
+        elif self.bytes > self.full_bytes:
             compared = f"{1 / self.ratio:.2f}x larger: the budget is more than {self.tokens:,} tokens"
         full = f"{format_bytes(self.full_bytes)} ({format_bytes(self.full_bytes_per_token)} a token)"
         facts.add_row(f"full {self.dtype} cache", f"{full}: {compared}")

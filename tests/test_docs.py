@@ -20,7 +20,7 @@ import pytest
 import torch
 import typer.main
 import yaml
-from annotated_types import Ge
+from annotated_types import Ge, Le
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -297,11 +297,14 @@ def of_type(annotation: Any, metadata: list[Any]) -> str:
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(annotation))
     least = next((item.ge for item in metadata if isinstance(item, Ge)), None)
+    most = next((item.le for item in metadata if isinstance(item, Le)), None)
     lengths = {getattr(item, "min_length", None) for item in metadata} - {None}
     if get_origin(annotation) is list:
         return f"list of {lengths.pop()} integers" if lengths else "list of integers"
     if get_origin(annotation) is dict:
         return "mapping"
+    if most is not None:
+        return f"integer {least} to {most}"
     return {str: "text", int: "integer"}[annotation] + ("" if least is None else f" >= {least}")
 
 
@@ -342,7 +345,8 @@ def rows_of(
         else:
             annotation: Any = field.annotation
             allowed = of_type(annotation, list(field.metadata))
-            yield f"`{path}{name}`{note}", allowed, default or default_of(field)
+            # What is given from outside is the default of the kind, which has none of its own.
+            yield f"`{path}{name}`{note}", allowed, (field.is_required() and default) or default_of(field)
 
 
 def test_the_table_of_keys_is_the_schema() -> None:
