@@ -9,6 +9,7 @@ The layouts come from `make_plan`, so an estimate and `optimize` never disagree 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -125,7 +126,12 @@ class Estimate:
             facts.add_row("recurrent state", f"{format_bytes(self.state_bytes)} a sequence of any length")
         facts.add_row(what, f"[bold]{format_bytes(self.bytes)}[/bold]")
         compared = f"{self.ratio:.2f}x smaller" if self.bytes < self.full_bytes else "the same"
-        if self.bytes > self.full_bytes:
+        if self.bytes > self.full_bytes and any(
+            cost.layout.placement.kind == "paged" for cost in self.layers
+        ):
+            more = self.bytes / self.full_bytes - 1
+            compared = f"{more:.1%} larger: pages are taken whole, and each pool has a spare one"
+        elif self.bytes > self.full_bytes:
             compared = f"{1 / self.ratio:.2f}x larger: the budget is more than {self.tokens:,} tokens"
         full = f"{format_bytes(self.full_bytes)} ({format_bytes(self.full_bytes_per_token)} a token)"
         facts.add_row(f"full {self.dtype} cache", f"{full}: {compared}")
@@ -197,6 +203,12 @@ def estimate(
         notes.append(f"{count} layers read the K/V of others and are counted with them")
     if shape.max_tokens and tokens > shape.max_tokens:
         notes.append(f"the model was made for {shape.max_tokens:,} tokens")
+    for room in _pools(plan, batch, tokens):
+        if room.sequences < batch:
+            notes.append(
+                f"a pool of {room.pages} pages ({room.placement}) holds {room.sequences:,} sequences of {tokens:,} "
+                f"tokens, not {batch:,}"
+            )
     total, full = _total(plan, shape), _total(plan, shape, full=True)
     return Estimate(
         model=shape.name,
@@ -206,12 +218,12 @@ def estimate(
         tokens=tokens,
         layers=costs,
         bytes_per_token=sum(len(cost.layers) * cost.bytes_per_token for cost in costs),
-        bytes_per_token_later=_slope(total),
+        bytes_per_token_later=_slope(plan, _total(plan, shape, tables=False)),
         bytes=_at(total, batch, tokens),
-        full_bytes_per_token=_slope(full),
+        full_bytes_per_token=_slope(plan, full),
         full_bytes=_at(full, batch, tokens),
         state_bytes=plan.state_bytes,
-        fit=None if limit is None else _fit(total, limit, batch, tokens),
+        fit=None if limit is None else _fit(plan, total, limit, batch, tokens),
         notes=tuple(notes),
     )
 
@@ -350,8 +362,9 @@ def _costs(plan: Plan, shape: ModelShape, tokens: int) -> tuple[LayerCost, ...]:
     return tuple(replace(cost, layers=tuple(numbers)) for cost, numbers in groups.items())
 
 
-def _total(plan: Plan, shape: ModelShape, full: bool = False) -> sympy.Expr:
-    """Bytes of all layers and states in B and T; `full`: K and V in the model's dtype, every token kept."""
+def _total(plan: Plan, shape: ModelShape, full: bool = False, tables: bool = True) -> sympy.Expr:
+    """Bytes of all layers, states and page tables (unless not `tables`) in B and T; `full`: K and V in the model's
+    dtype, every token kept."""
     import sympy
 
     from kvcompile.layouts import symbols as sy
@@ -362,7 +375,7 @@ def _total(plan: Plan, shape: ModelShape, full: bool = False) -> sympy.Expr:
         for decision, layer in zip(plan.decisions, shape.layers, strict=True)
         if layer.kv_source == layer.layer
     ]
-    return sympy.Add(*terms, sy.B * plan.state_bytes)
+    return sympy.Add(*terms, sy.B * plan.state_bytes, plan.table_bytes if tables and not full else 0)
 
 
 def _full(decision: Decision) -> CacheLayout:
@@ -379,17 +392,53 @@ def _at(total: sympy.Expr, batch: int, tokens: int) -> int:
     return int(total.subs({sy.B: batch, sy.T: tokens}))
 
 
-def _slope(total: sympy.Expr) -> int:
-    """Bytes that one more token of one sequence takes, rounded up: on average, where tokens come in groups."""
-    return -(-(_at(total, 1, 1 + _WHOLE_GROUPS) - _at(total, 1, 1)) // _WHOLE_GROUPS)
+def _slope(plan: Plan, total: sympy.Expr) -> int:
+    """Bytes that one more token of one sequence takes, rounded up: on average, where tokens come in groups or pages."""
+    whole = math.lcm(_WHOLE_GROUPS, *(group.page_size for group in plan.page_groups))
+    return -(-(_at(total, 1, 1 + whole) - _at(total, 1, 1)) // whole)
 
 
-def _fit(total: sympy.Expr, memory: int, batch: int, tokens: int) -> Fit:
+@dataclass(frozen=True)
+class _Room:
+    """What a pool with a given number of pages holds.
+
+    sequences: of the estimate's tokens
+    tokens:    of each of the estimate's sequences; None: any number
+    """
+
+    placement: str
+    pages: int
+    sequences: int
+    tokens: int | None
+
+
+def _pools(plan: Plan, batch: int, tokens: int) -> list[_Room]:
+    """Of each kind of pool whose pages are given."""
+    from kvcompile.layouts import Paged
+
+    found = {}
+    for decision in plan.decisions:
+        placement = decision.layout.placement
+        if not decision.owns or not isinstance(placement, Paged) or placement.pages is None:
+            continue
+        each = -(-min(tokens, decision.layout.slots(tokens)) // placement.page_size)
+        own = placement.pages // batch  # pages of each sequence
+        endless = decision.layout.bounded and own * placement.page_size >= decision.layout.slots(None)
+        most = None if endless else own * placement.page_size
+        found[decision.layout] = _Room(str(placement), placement.pages, placement.pages // each, most)
+    return list(dict.fromkeys(found.values()))
+
+
+def _fit(plan: Plan, total: sympy.Expr, memory: int, batch: int, tokens: int) -> Fit:
     from kvcompile.layouts import symbols as sy
 
     most = _largest(total.subs(sy.B, batch), sy.T, memory)
     sequences = _largest(total.subs(sy.T, tokens), sy.B, memory)
     assert sequences is not None, "every sequence takes bytes"
+    for room in _pools(plan, batch, tokens):
+        sequences = min(sequences, room.sequences)
+        if room.tokens is not None:
+            most = room.tokens if most is None else min(most, room.tokens)
     return Fit(memory, most, sequences)
 
 

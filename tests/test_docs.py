@@ -20,7 +20,7 @@ import pytest
 import torch
 import typer.main
 import yaml
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -297,6 +297,7 @@ def of_type(annotation: Any, metadata: list[Any]) -> str:
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(annotation))
     least = next((item.ge for item in metadata if isinstance(item, Ge)), None)
+    most = next((item.le for item in metadata if isinstance(item, Le)), None)
     if annotation is float and {type(item) for item in metadata} == {Gt, Lt}:
         return "fraction"
     lengths = {getattr(item, "min_length", None) for item in metadata} - {None}
@@ -304,9 +305,10 @@ def of_type(annotation: Any, metadata: list[Any]) -> str:
         return f"list of {lengths.pop()} integers" if lengths else "list of integers"
     if get_origin(annotation) is dict:
         return "mapping"
-    return {str: "text", int: "integer", float: "number"}[annotation] + (
-        "" if least is None else f" >= {least}"
-    )
+    if most is not None:
+        return f"integer {least} to {most}"
+    name = {str: "text", int: "integer", float: "number"}[annotation]
+    return name + ("" if least is None else f" >= {least}")
 
 
 def default_of(field: FieldInfo) -> str:
@@ -346,7 +348,8 @@ def rows_of(
         else:
             annotation: Any = field.annotation
             allowed = of_type(annotation, list(field.metadata))
-            yield f"`{path}{name}`{note}", allowed, default or default_of(field)
+            # What is given from outside is the default of the kind, which has none of its own.
+            yield f"`{path}{name}`{note}", allowed, (field.is_required() and default) or default_of(field)
 
 
 def test_the_table_of_keys_is_the_schema() -> None:

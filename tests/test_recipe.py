@@ -17,6 +17,7 @@ from kvcompile.layouts import (
     Full,
     Int8,
     ModelDtype,
+    Paged,
     PerChannel,
     Recent,
     Ring,
@@ -67,6 +68,11 @@ def test_what_the_shipped_recipes_choose() -> None:
         assert layout(kivi) == CacheLayout(PerChannel(bits, 32, 128), Recent(Affine(bits, 32), 128))
         sliding = CacheLayout(Affine(4, 32), Affine(4, 32), Ring(), Window(64))
         assert layout(kivi, attention="sliding") == sliding
+    for name, storage in (("paged", ModelDtype()), ("paged_int8", Int8())):
+        recipe = load_recipe(name)
+        assert layout(recipe) == CacheLayout(storage, storage, Paged(16))
+        sliding = CacheLayout(storage, storage, Paged(16), Window(64))
+        assert layout(recipe, attention="sliding") == sliding
     streaming = layout(load_recipe("streaming"))
     assert streaming == CacheLayout(placement=Ring(), retention=SinkWindow(4, 1020, "in_cache"))
 

@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 import kvcompile
 from kvcompile import pipeline
 from kvcompile.errors import VerificationError
-from kvcompile.kernels import codec, ops, recent, reference
+from kvcompile.kernels import codec, ops, paged, recent, reference
 from kvcompile.layouts import Ring
 from kvcompile.layouts import symbols as sy
 from kvcompile.pipeline import Front, plan_for, understand
@@ -43,6 +43,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "kivi4": {"max_tokens": 64, "cache": {"values": {"group": 0}}},
     "streaming": {},
     "streaming_int8": {},
+    "paged": {"max_tokens": 64},
+    "paged_int8": {"max_tokens": 64},
 }
 
 
@@ -215,6 +217,19 @@ def _heads_mixed(module: GraphModule, sites: list[Node]) -> None:
     _at(sites[2], 1, flipped)
 
 
+def _first_table(inner: Any) -> Any:
+    return lambda table, rows, size: inner(table[:1].expand_as(table), rows, size)
+
+
+def _next_page(inner: Any) -> Any:
+    return lambda pool, table, rows: inner(pool, table.roll(1, 1), rows)
+
+
+def _no_table(inner: Any) -> Any:
+    """Pages in the order of their place in the table, as if no other sequence had any."""
+    return lambda table, rows, size: inner(torch.arange(table.shape[1]).expand_as(table), rows, size)
+
+
 # what is broken: (how, recipe, model, the layer that differs first; None: any)
 BROKEN: dict[str, tuple[Patch, str, str, int | None]] = {
     "a query does not see itself": (
@@ -256,6 +271,9 @@ BROKEN: dict[str, tuple[Patch, str, str, int | None]] = {
         0,
     ),
     "a group ends one token early": (_attribute(recent, "take", _last_row_twice), "kivi4", "llama", 0),
+    "two sequences have one's pages": (_attribute(paged, "located", _first_table), "paged", "llama", 0),
+    "a page is read for the next": (_attribute(paged, "read", _next_page), "paged", "llama", 0),
+    "the table is not read": (_attribute(paged, "located", _no_table), "paged_int8", "mistral", 0),
     "the offset is off by one, learned": (_graph(_offset_one_on), "baseline", "nanogpt", 0),
     "the offset is off by one, RoPE": (_graph(_offset_one_on), "baseline", "tinyllama", 0),
     "position_ids off by one": (_graph(_positions_late), "baseline", "llama", 0),

@@ -233,6 +233,17 @@ class CachedModel(nn.Module):
             )
         return pads
 
+    def _check_pages(self, tokens: int, batch: int, mask: Any, kept: bool = False) -> None:
+        """Refuse what pools of a fixed size could not hold at the end: `batch` sequences of `tokens`, padding included.
+
+        mask: [sequences, any]: 0 is padding; `batch` is a multiple of its sequences. None, or no such mask: no padding.
+        kept: whether they are the sequences that the cache holds.
+        """
+        pads = [0] * batch
+        if self.cache.pools and isinstance(mask, Tensor) and mask.dim() == 2 and batch % mask.shape[0] == 0:
+            pads = (mask == 0).sum(1).repeat_interleave(batch // mask.shape[0]).tolist()
+        self.cache.check_pages([tokens - pad for pad in pads], kept)
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         probe = torch.zeros(1, dtype=self.dtype, device=self.device)
         moved = fn(probe)
@@ -291,7 +302,9 @@ class PlainCachedModel(CachedModel):
         self._check_ids(input_ids)
         if streamer is not None and input_ids.shape[0] != 1:
             raise InputError(f"streamer: expected one sequence, got {input_ids.shape[0]}")
-        self.cache.check_limits(input_ids.shape[0], input_ids.shape[1] + max_new_tokens - 1)
+        batch, cached = input_ids.shape[0], input_ids.shape[1] + max_new_tokens - 1
+        self.cache.check_limits(batch, cached)
+        self._check_pages(cached, batch, attention_mask)
         self.reset()
         if streamer is not None:
             streamer.put(input_ids)
