@@ -11,7 +11,7 @@ from kvcompile.types import RotaryForm
 def rotate(
     x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, form: RotaryForm | None = None
 ) -> Tensor:
-    """x [B, H, T, D] at positions [B, T] -> rotated x, in x's dtype.
+    """x [B, H, T, D] at positions [B, T] or [B, H, T] -> rotated x, in x's dtype.
 
     cos, sin [P, R] are tabulated over positions 0 .. P - 1, R <= D the rotated channels:
     out = x * cos + rotate(x) * sin there, rotate((a, b)) = (-b, a) on the pairs that `form` says; without a form,
@@ -19,7 +19,8 @@ def rotate(
     """
     form = form or RotaryForm("half", 0, cos.shape[-1])
     index = positions.clamp(0, cos.shape[0] - 1)
-    c, s = cos[index][:, None], sin[index][:, None]
+    index = index[:, None] if index.dim() == 2 else index
+    c, s = cos[index], sin[index]
     end = form.start + form.rotary_dim
     before, turned, after = x[..., : form.start], x[..., form.start : end], x[..., end:]
     if form.style == "half":

@@ -133,6 +133,20 @@ class StorageConfig(_Strict):
         return layouts.Int8(scale_dtype=self.scale_dtype)
 
 
+class KeysConfig(StorageConfig):
+    """How K vectors are encoded: as V's, and on which side of RoPE."""
+
+    rope: Literal["after", "before"] = Field(
+        "after", description="stored after RoPE, or before it and rotated when they are read"
+    )
+
+    @model_validator(mode="after")
+    def _rope_has_an_effect(self) -> KeysConfig:
+        if self.rope == "before" and self.dtype in _FLOATS:
+            raise ValueError(f"rope: before is for quantized dtypes only, not for {self.dtype}")
+        return self
+
+
 class FullConfig(_Strict):
     kind: Literal["full"] = "full"
 
@@ -161,7 +175,7 @@ class PlacementConfig(_Strict):
 class CacheConfig(_Strict):
     """One layer's layout. Placement defaults to what the retention frees: ring if bounded, else contiguous."""
 
-    keys: StorageConfig = StorageConfig()
+    keys: KeysConfig = KeysConfig()
     values: StorageConfig = StorageConfig()
     placement: PlacementConfig | None = None
     retention: RetentionConfig = FullConfig()
@@ -172,7 +186,10 @@ class CacheConfig(_Strict):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> CacheConfig:
-        problem = self.build(own_window=1).check()
+        layout = self.build(own_window=1)
+        if layout.retention.in_cache and "rope" in self.keys.model_fields_set and self.keys.rope == "after":
+            raise ValueError("positions: in_cache always keeps keys before RoPE: leave out keys.rope: after")
+        problem = layout.check()
         if problem:
             raise ValueError(problem)
         return self
@@ -194,7 +211,8 @@ class CacheConfig(_Strict):
         if kind is None:
             kind = "contiguous" if isinstance(retention, layouts.Full) else "ring"
         placement = layouts.Contiguous() if kind == "contiguous" else layouts.Ring()
-        return layouts.CacheLayout(self.keys.build(), self.values.build(), placement, retention)
+        before = self.keys.rope == "before"
+        return layouts.CacheLayout(self.keys.build(), self.values.build(), placement, retention, before)
 
 
 class Where(_Strict):
