@@ -35,7 +35,7 @@ def policy_attention(
     """q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv] of whole sequences -> [B, Hq, T, Dv], in q's dtype.
 
     Args:
-        rope: [cos, sin] tables where the layout counts positions in the cache (q and k before RoPE), else [].
+        rope: [cos, sin] tables where the layout keeps keys before RoPE (q and k are then before it), else [].
         padding: int64 [B], padded tokens on the left of each sequence; their rows mean nothing.
         sinks: logits [Hq]; bias: as `spec.score.bias` says; None where the site has none.
         dynamic: a mask (bool) or bias of the whole sequences [B or 1, Hq or 1, T, T], for layouts that forget nothing.
@@ -77,6 +77,9 @@ def _sequence(
         v_full = _in_full(layout.values, index)
     ks, vs = ((a.repeat_interleave(group, 0), b.repeat_interleave(group, 0)) for a, b in (ks, vs))
     if not layout.retention.in_cache:
+        if rope:
+            q, older, newest = (rotate(x[None], index[None], *rope, form=spec.rotary)[0] for x in (q, *ks))
+            ks = (older, newest)
         older, newest = (q.float() @ x.float().transpose(-1, -2) * spec.sm_scale for x in ks)
         scores = final_scores(torch.where(k_full, newest, older), spec.score, bias, index, index)
         if dynamic is not None:

@@ -52,7 +52,7 @@ def cached_attention(
 
     Args:
         buffers: the layout's parts, K's then V's, each [B, Hkv, slots, ...]; pools of them where it is paged.
-        rope: [cos, sin] tables [P, R] for positions counted in the cache (q and k are then before RoPE), else [].
+        rope: [cos, sin] tables [P, R] where keys are stored before RoPE (q and k are then before it), else [].
         span: slots to read where slots stand in the order of tokens, at least the longest sequence with the new tokens.
         sinks: a logit per query head [Hq] that takes part in the softmax and weighs no value, or None.
         bias: what `spec.score.bias` says is added to the scores, or None.
@@ -335,6 +335,11 @@ def _prefill(
     if allowed is not None:
         seen = seen & (allowed | (positions < 0)[:, :, None])
     seen = seen[:, None]
+    if rope and not spec.layout.retention.in_cache:
+        q, k = (
+            rotate(q, positions, *rope, form=spec.rotary),
+            rotate(k, key_positions, *rope, form=spec.rotary),
+        )
     if spec.layout.retention.in_cache:
         scores = _scores_in_cache(q, k, key_positions, positions, seq_lens, rope, spec, bias)
     elif spec.score.plain and dynamic is not None:

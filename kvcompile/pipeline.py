@@ -21,7 +21,7 @@ from kvcompile.passes.insert_cache import Rewritten, insert_cache
 from kvcompile.passes.opaque import describe, states_of
 from kvcompile.passes.positions import offset_positions
 from kvcompile.passes.rotation import NotRotary, Rotations
-from kvcompile.plan import Plan, make_plan
+from kvcompile.plan import Decision, Plan, make_plan
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.scales import ModelId
 from kvcompile.types import AttentionSite, NoMatch, RecurrentState, RopeSpec
@@ -151,13 +151,8 @@ def rewrite(front: Front, plan: Plan) -> tuple[Rewritten, dict[str, Tensor]]:
     """The cached graph of a plan, and the values of its constant placeholders (rope tables)."""
     front = absorbed(front, plan)
     rewritten = insert_cache(front.canonical, front.sites, plan)
-    budgets = [
-        int(decision.layout.retention.budget())
-        for decision in plan.decisions
-        if decision.layout.retention.in_cache
-    ]
     constants: dict[str, Tensor] = {}
-    count = max(budgets, default=0) + plan.limits.prefill_chunk + 1
+    count = max((_positions(decision, plan) for decision in plan.decisions), default=0)
     if plan.limits.max_tokens is not None:  # no position is beyond it
         count = min(count, plan.limits.max_tokens)
     for table in rewritten.ropes:
@@ -167,6 +162,17 @@ def rewrite(front: Front, plan: Plan) -> tuple[Rewritten, dict[str, Tensor]]:
         ):
             constants[name] = value.float().contiguous()
     return rewritten, constants
+
+
+def _positions(decision: Decision, plan: Plan) -> int:
+    """How many positions a site rotates keys to when it reads them."""
+    retention = decision.layout.retention
+    if decision.rotary is None:
+        return 0
+    if retention.in_cache:
+        return int(retention.budget()) + plan.limits.prefill_chunk + 1
+    assert plan.limits.max_tokens is not None, "the plan refuses keys before RoPE without a limit of tokens"
+    return plan.limits.max_tokens
 
 
 def _tabulate(front: Front, rope: RopeSpec, count: int) -> tuple[Tensor, Tensor]:
@@ -184,8 +190,9 @@ def _tabulate(front: Front, rope: RopeSpec, count: int) -> tuple[Tensor, Tensor]
     except (IndexError, RuntimeError, NotRotary) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise PlanError(
-            "cache.retention.positions: in_cache counts up to the budget + runtime.prefill_chunk positions, and "
-            f"the model's rotary embedding cannot be told so far: {reason}. Make them fewer, or use positions: original"
+            "keys that are rotated when they are read need a table of positions (positions: in_cache: the budget + "
+            "runtime.prefill_chunk; rope: before: runtime.max_tokens), and the model's rotary embedding cannot be told "
+            f"for {count:,}: {reason}. Make them fewer, or use positions: original and rope: after"
         ) from error
     return cos, sin
 

@@ -81,7 +81,7 @@ class Decision:
     @property
     def rotary(self) -> RotaryForm | None:
         """How keys are turned when they are read; None where they are kept as they are read."""
-        return self.rope if self.layout.retention.in_cache else None
+        return self.rope if self.layout.rotates_on_read else None
 
     @property
     def attention(self) -> str:
@@ -314,6 +314,12 @@ def make_plan(
                 f"{most} positions: {reason}, and no retention lets it count further; set at most {most}"
             )
         max_tokens = most if max_tokens is None else min(max_tokens, most)
+    late = [d.layer for d in decisions if d.rotary is not None and not d.layout.retention.in_cache]
+    if late and max_tokens is None:
+        raise PlanError(
+            f"recipe {recipe.name!r} keeps keys before RoPE (cache.keys.rope: before) in layer {late[0]}, which needs "
+            "a table of all positions, and no layer limits them: set runtime.max_tokens"
+        )
     limits = Limits(recipe.runtime.max_batch, max_tokens, recipe.runtime.prefill_chunk)
     return Plan(
         recipe.name,
@@ -374,7 +380,7 @@ def _calibrated(
             )
         extent = own.values
         if side == "keys":
-            before = layout.retention.in_cache and site.rope is not None
+            before = layout.rotates_on_read and site.rope is not None
             extent = own.keys_before_rope if before else own.keys
         if extent is None:
             what = "keys before RoPE" if side == "keys" else "values"
@@ -448,6 +454,13 @@ def _decide(
             "cache.retention.positions: in_cache needs a rotary embedding between the projections and the "
             "scores, and none was recognised here; use positions: original"
         )
+    if layout.before_rope and site.rope is None and not site.positionless:
+        raise ValueError(
+            "cache.keys.rope: before needs a rotary embedding between the projections and the scores, and none was "
+            "recognised here; use rope: after"
+        )
+    if layout.before_rope and site.positionless:
+        because.append("no position enters this layer, so its keys have no RoPE to stand before")
     if layout.retention.in_cache and site.positionless and bias is None:
         because.append("no position enters this layer, so counting in the cache changes nothing")
     if layout.retention.in_cache and site.mask.window is not None:

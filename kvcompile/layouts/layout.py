@@ -42,12 +42,17 @@ class BufferSpec:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """How one layer's keys and values are kept."""
+    """How one layer's keys and values are kept.
+
+    before_rope: keys are stored before their rotary embedding and rotated when they are read, at the positions that
+        the retention says (`positions: in_cache` always keeps them so)
+    """
 
     keys: Storage = ModelDtype()
     values: Storage = ModelDtype()
     placement: Placement = Contiguous()
     retention: Retention = Full()
+    before_rope: bool = False
 
     def check(self) -> str | None:
         """Why this combination makes no sense, or None."""
@@ -87,6 +92,11 @@ class CacheLayout:
     def in_order(self) -> bool:
         """Whether slots stand in the order of tokens and are never reused."""
         return isinstance(self.logical, Contiguous)
+
+    @property
+    def rotates_on_read(self) -> bool:
+        """Whether keys are stored before RoPE, in layers that have one."""
+        return self.before_rope or self.retention.in_cache
 
     @property
     def residual(self) -> int:
@@ -212,11 +222,13 @@ class CacheLayout:
             storage_from(data["values"]),
             placement_from(data["placement"]),
             retention_from(data["retention"]),
+            data["before_rope"],
         )
 
     def __str__(self) -> str:
-        same = self.keys == self.values
-        storage = str(self.keys) if same else f"K {self.keys}, V {self.values}"
+        same = self.keys == self.values and not self.before_rope
+        keys = f"{self.keys} before RoPE" if self.before_rope else str(self.keys)
+        storage = keys if same else f"K {keys}, V {self.values}"
         return f"{storage} · {self.placement} · {self.retention}"
 
 

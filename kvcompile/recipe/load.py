@@ -199,7 +199,7 @@ def _allowed(loc: list[Any]) -> str:
     models: dict[str, type] = {
         "": Recipe,
         "cache": CacheConfig,
-        "keys": schema.StorageConfig,
+        "keys": schema.KeysConfig,
         "values": schema.StorageConfig,
         "placement": schema.PlacementConfig,
         "runtime": RuntimeConfig,

@@ -130,6 +130,20 @@ class StorageConfig(Strict):
         return layouts.Int8(scale_dtype=self.scale_dtype)
 
 
+class KeysConfig(StorageConfig):
+    """How K vectors are encoded: as V's, and on which side of RoPE."""
+
+    rope: Literal["after", "before"] = Field(
+        "after", description="stored after RoPE, or before it and rotated when they are read"
+    )
+
+    @model_validator(mode="after")
+    def _rope_has_an_effect(self) -> KeysConfig:
+        if self.rope == "before" and self.dtype in _FLOATS:
+            raise ValueError(f"rope: before is for quantized dtypes only, not for {self.dtype}")
+        return self
+
+
 class PlacementConfig(Strict):
     kind: Literal["contiguous", "ring", "slots", "paged"]
     page_size: Annotated[int, Field(ge=SMALLEST, le=LARGEST)] = Field(
@@ -161,7 +175,7 @@ class PlacementConfig(Strict):
 class CacheConfig(Strict):
     """One layer's layout. Placement defaults to what the retention frees: contiguous if nothing, ring or slots."""
 
-    keys: StorageConfig = StorageConfig()
+    keys: KeysConfig = KeysConfig()
     values: StorageConfig = StorageConfig()
     placement: PlacementConfig | None = None
     retention: RetentionConfig = FullConfig()
@@ -172,7 +186,10 @@ class CacheConfig(Strict):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> CacheConfig:
-        problem = self.build(ANYWHERE).check()
+        layout = self.build(ANYWHERE)
+        if layout.retention.in_cache and "rope" in self.keys.model_fields_set and self.keys.rope == "after":
+            raise ValueError("positions: in_cache always keeps keys before RoPE: leave out keys.rope: after")
+        problem = layout.check()
         if problem:
             raise ValueError(problem)
         return self
@@ -191,7 +208,8 @@ class CacheConfig(Strict):
             placement = layouts.Contiguous()
         else:
             placement = layouts.Slots() if isinstance(retention, layouts.Scored) else layouts.Ring()
-        return layouts.CacheLayout(self.keys.build(), self.values.build(), placement, retention)
+        before = self.keys.rope == "before"
+        return layouts.CacheLayout(self.keys.build(), self.values.build(), placement, retention, before)
 
 
 class Where(Strict):
