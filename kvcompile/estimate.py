@@ -176,8 +176,9 @@ def estimate(
     for name, value in (("batch", batch), ("tokens", tokens)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ModelError(f"{name}: expected a whole number of at least 1, got {value!r}")
-    plan, shape = _plan(config_or_model, recipe, dtype, overrides)
-    notes = list(shape.notes)
+    asked = {"memory": limit, "batch": batch, "tokens": tokens}
+    plan, shape = _plan(config_or_model, recipe, dtype, overrides, asked)
+    notes = [*plan.notes, *shape.notes]
     batch = batch or 1
     if tokens is None:
         tokens = plan.limits.max_tokens or shape.max_tokens
@@ -229,11 +230,16 @@ def estimate(
 
 
 def _plan(
-    source: object, recipe: object, dtype: object, overrides: Mapping[str, Any]
+    source: object,
+    recipe: object,
+    dtype: object,
+    overrides: Mapping[str, Any],
+    asked: Mapping[str, int | None],
 ) -> tuple[Plan, ModelShape]:
-    """The plan that `optimize` would make, from shapes alone."""
+    """The plan that `optimize` would make, from shapes alone; asked: what a recipe that chooses may not say itself."""
     import torch
 
+    from kvcompile.auto import choose
     from kvcompile.plan import Plan, make_plan
     from kvcompile.recipe import Recipe
     from kvcompile.shapes import dtype_name
@@ -246,12 +252,20 @@ def _plan(
     else:
         shape = _shape(source)
     loaded = Recipe.load("baseline" if recipe is None else recipe, **overrides)
+    if loaded.auto is not None:
+        given = loaded.auto.model_fields_set
+        missing = {key: value for key, value in asked.items() if value is not None and key not in given}
+        loaded = Recipe.load(loaded, auto=missing)
     chosen: torch.dtype = getattr(torch, dtype_name(dtype or shape.dtype or "bfloat16"))
     states = made.states if isinstance(made, Plan) else ()
-    plan = make_plan(
-        _sites(shape, chosen), loaded, chosen, shape.max_tokens or _TOKENS_UNKNOWN, states=states
-    )
-    return plan, shape
+    sites, made_for = _sites(shape, chosen), shape.max_tokens or _TOKENS_UNKNOWN
+
+    def plan_of(recipe: Recipe) -> Plan:
+        return make_plan(sites, recipe, chosen, made_for, states=states)
+
+    if loaded.auto is not None:
+        return choose(loaded, plan_of, made_for, None), shape
+    return plan_of(loaded), shape
 
 
 def _shape(source: object) -> ModelShape:

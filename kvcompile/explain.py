@@ -79,6 +79,8 @@ class Explanation:
         plan = self.plan
         exact = "exact" if plan.lossless else "lossy"
         yield f"recipe [bold]{escape(plan.recipe)}[/bold], {plan.dtype}, {exact} · plan {plan.digest()}"
+        for note in plan.notes:
+            yield Padding(escape(note), (0, 0, 0, 2))
         yield ""
         yield self._layers(full)
         yield ""

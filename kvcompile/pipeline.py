@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from kvcompile.auto import choose, free_memory
 from kvcompile.errors import ModelError, PlanError
 from kvcompile.passes.absorb import absorb
 from kvcompile.passes.base import PassReport
@@ -110,6 +111,10 @@ def analyze(model: nn.Module, recipe: Recipe) -> Analysis:
 
 def plan_for(front: Front, recipe: Recipe) -> Plan:
     """The plan of a recipe for an understood model."""
+    if recipe.auto is not None:
+        return choose(
+            recipe, lambda chosen: plan_for(front, chosen), front.max_tokens, free_memory(front.device)
+        )
     table, limit = front.captured.max_seq_len, front.detection.limit
     limits = [] if limit is None else [(limit.tokens, limit.reason)]
     if table is not None:

@@ -142,6 +142,7 @@ class Plan:
     decisions: tuple[Decision, ...]
     states: tuple[RecurrentState, ...] = ()
     scales: str | None = None  # digest of the calibrated scales that it uses
+    notes: tuple[str, ...] = ()  # why it was chosen, where `auto` chose it
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -227,7 +228,8 @@ class Plan:
 
     def digest(self) -> str:
         """A short stable hash of everything that decides what is generated."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+        decisive = {key: value for key, value in self.to_dict().items() if key != "notes"}
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         head = f"plan {self.digest()} of recipe {self.recipe} ({self.dtype}, {self.limits})"
@@ -240,7 +242,7 @@ class Plan:
             f"  state {s.module_path}: {s.nbytes} bytes a sequence ({', '.join(slot.name for slot in s.slots)})"
             for s in self.states
         )
-        return "\n".join((head, *rows, *states))
+        return "\n".join((head, *(f"  {note}" for note in self.notes), *rows, *states))
 
 
 def make_plan(

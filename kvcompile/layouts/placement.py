@@ -21,7 +21,8 @@ import sympy
 
 from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.pages import check_page_size
-from kvcompile.layouts.retention import Full, Retention, Scored
+from kvcompile.layouts.retention import Full, Retention
+from kvcompile.layouts.scored import Scored
 
 
 @dataclass(frozen=True)

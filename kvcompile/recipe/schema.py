@@ -18,6 +18,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from kvcompile import layouts
 from kvcompile.layouts.pages import LARGEST, SMALLEST
+from kvcompile.recipe.auto import AutoConfig
 from kvcompile.recipe.retention import ANYWHERE, FullConfig, Place, RetentionConfig, Strict
 
 _FLOATS = ("model", "float32", "float16", "bfloat16")
@@ -276,6 +277,7 @@ class Recipe(Strict):
 
     name: str = "custom"
     description: str = ""
+    auto: AutoConfig | None = Field(None, description="choose a shipped recipe")
     cache: CacheConfig = CacheConfig()
     layers: tuple[LayerRule, ...] = ()
     scales: str | None = Field(
@@ -304,6 +306,13 @@ class Recipe(Strict):
                 "is for fp8 with scale: tensor or scale: head only, and no layer has such a scale"
             )
         return scales
+
+    @model_validator(mode="after")
+    def _chooses_or_says(self) -> Recipe:
+        given = sorted({"cache", "layers", "scales"} & self.model_fields_set)
+        if self.auto is not None and given:
+            raise ValueError(f"auto chooses a recipe: leave out {', '.join(given)}, or auto")
+        return self
 
     def cache_for(self, layer: int, num_layers: int, attention: str) -> tuple[CacheConfig, tuple[int, ...]]:
         """The layer's configuration, and which entries of `layers` made it (later entries win)."""
