@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from kvcompile.layouts import (
     Recent,
     Ring,
     Rotated,
+    Scored,
     SinkWindow,
+    Slots,
     Window,
 )
 from kvcompile.recipe import Recipe, load_recipe, shipped_recipes, shipped_text
@@ -40,7 +43,7 @@ def layout(
     recipe: Recipe, layer: int = 0, layers: int = 4, attention: str = "causal", window: int = 64
 ) -> Any:
     config, _ = recipe.cache_for(layer, layers, attention)
-    return config.build(Place(window if attention == "sliding" else None))
+    return config.build(Place(window if attention == "sliding" else None, tokens=1000))
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
@@ -73,6 +76,60 @@ def test_what_the_shipped_recipes_choose() -> None:
         assert layout(recipe) == CacheLayout(storage, storage, Paged(16))
         sliding = CacheLayout(storage, storage, Paged(16), Window(64))
         assert layout(recipe, attention="sliding") == sliding
+    assert layout(load_recipe("h2o")) == CacheLayout(placement=Slots(), retention=Scored(4, 508, 512))
+    assert layout(load_recipe("h2o_int8")).keys == Int8()
+    snapkv = Scored(0, 768, 256, "snapkv", "vote", rows=64, smooth=5)
+    assert layout(load_recipe("snapkv")).retention == snapkv
+    fp8 = Recent(Fp8(), 0, sinks=4)
+    of_1000 = Scored(4, 200, 100)
+    assert layout(load_recipe("sinks_h2o_fp8")) == CacheLayout(fp8, fp8, Slots(), of_1000)
+    bounded = Scored(4, 200, 512, prefill="bounded")
+    assert layout(load_recipe("long_context")) == CacheLayout(Int8(), Int8(), Paged(64), bounded)
+    assert layout(load_recipe("chat")) == CacheLayout(Int8(), Int8(), Paged(32))
+    for name in ("h2o", "h2o_int8", "snapkv", "sinks_h2o_fp8", "long_context", "chat"):
+        window = layout(load_recipe(name), attention="sliding")
+        assert (window.placement, window.retention) == (Ring(), Window(64))
+
+
+def test_budgets_that_fall_with_depth_add_up() -> None:
+    """A pyramid is even, the first layer has `ratio` times the last, and the sum is that without it."""
+    for heavy, ratio, layers in ((508, 4.0, 30), (100, 1.0, 7), (7, 3.0, 2), (33, 20.0, 31)):
+        recipe = load_recipe(
+            {"cache": {"retention": {"kind": "h2o", "heavy": heavy, "recent": 8, "pyramid": ratio}}}
+        )
+        config, _ = recipe.cache_for(0, layers, "causal")
+        found = [config.build(Place(layer=i, num_layers=layers)).retention.heavy for i in range(layers)]
+        assert sum(found) == heavy * layers
+        steps = [a - b for a, b in itertools.pairwise(found)]
+        assert all(step >= 0 for step in steps) and max(steps) - min(steps) <= 2
+        assert abs(found[0] - ratio * found[-1]) <= ratio + 1
+
+
+def test_fractions_of_all_tokens() -> None:
+    recipe = load_recipe({"cache": {"retention": {"kind": "tova", "budget": 0.25}}})
+    config, _ = recipe.cache_for(0, 1, "causal")
+    assert config.build(Place(tokens=1001)).retention.tokens == 250
+    with pytest.raises(
+        ValueError, match=r"budget: 0\.25 is a fraction of runtime\.max_tokens, which neither"
+    ):
+        config.build(Place())
+
+
+@pytest.mark.parametrize(
+    ("retention", "reason"),
+    [
+        ({"kind": "h2o", "heavy": 8}, "cache.retention.recent: is required"),
+        ({"kind": "h2o", "heavy": 1.5, "recent": 8}, "cache.retention.heavy"),
+        ({"kind": "h2o", "heavy": 8, "recent": 8, "pyramid": 0.5}, "cache.retention.pyramid"),
+        ({"kind": "h2o", "heavy": 8, "recent": 8, "positions": "in_cache"}, "use prefill: bounded"),
+        ({"kind": "snapkv", "heavy": 8, "smooth": 4}, "an odd number, got 4"),
+        ({"kind": "snapkv", "heavy": 8, "recent": 16}, "of which recent 16 stay: at most as many, got 32"),
+        ({"kind": "tova", "budget": 1}, "at least 2 tokens"),
+        ({"kind": "pyramidkv"}, "expected one of 'full', 'window', 'sink_window', 'h2o', 'tova', 'snapkv'"),
+    ],
+)
+def test_retentions_that_make_no_sense(retention: dict[str, Any], reason: str) -> None:
+    assert reason in problems({"cache": {"retention": retention}})
     streaming = layout(load_recipe("streaming"))
     assert streaming == CacheLayout(placement=Ring(), retention=SinkWindow(4, 1020, "in_cache"))
 
@@ -134,7 +191,7 @@ def test_all_problems_come_at_once_with_path_and_what_is_allowed(tmp_path: Path)
     text = problems(file)
     assert text.startswith(f"{file}: ")
     for path in (
-        "cash: unknown key; allowed: name, description, cache",
+        "cash: unknown key; allowed: name, description, auto, cache",
         "cache.keys.dtype",
         "'int7'",
         "cache.values.group",
@@ -227,7 +284,7 @@ def test_files_that_are_no_recipe(tmp_path: Path, text: str, message: str) -> No
 
 
 def test_sources_that_are_no_recipe(tmp_path: Path) -> None:
-    assert "shipped: baseline" in problems("basline")
+    assert "shipped: auto, baseline" in problems("basline")
     assert "no such file" in problems(tmp_path / "none.yaml")
     assert "cannot be read" in problems(tmp_path)
     assert "got int" in problems(3)
