@@ -1,0 +1,213 @@
+"""The whole product: storage x placement x retention x mask x scores, against a dictionary of tokens in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvcompile.kernels import ops
+from kvcompile.kernels.policy_scored import scored_attention
+from kvcompile.kernels.rope import rotate
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.layouts import (
+    Affine,
+    CacheLayout,
+    Contiguous,
+    Float,
+    Fp8,
+    Full,
+    Int8,
+    ModelDtype,
+    Paged,
+    PerChannel,
+    Recent,
+    Ring,
+    Rotated,
+    Scored,
+    SinkWindow,
+    Slots,
+    Window,
+)
+from kvcompile.types import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
+from tests import dictionary
+
+HQ, HKV, D, DV, T = 4, 2, 32, 32, 36
+STORAGES: tuple[Any, ...] = (
+    ModelDtype(),
+    Float("float16"),
+    Fp8(),
+    Fp8("e5m2", "none"),
+    Fp8("e4m3", "head"),
+    Int8(),
+    Affine(4),
+    Affine(8),
+    Affine(4, 32),
+    Affine(3, 32),
+    Affine(2, 32),
+    Rotated(Int8()),
+    Rotated(Affine(4, 32)),
+    Recent(Int8(), 3),
+    Recent(Affine(2, 32), 0, sinks=2),
+    Recent(Fp8(), 4, sinks=1),
+    Rotated(Recent(Affine(4, 32), 5)),
+    PerChannel(4, 4, 8),
+    PerChannel(2, 8, 8),
+    Rotated(PerChannel(3, 4, 4)),
+)
+POSITIONS = st.sampled_from(("original", "in_cache"))
+RETENTIONS = st.one_of(
+    st.just(Full()),
+    st.builds(Window, st.integers(2, 20)),
+    st.builds(SinkWindow, st.integers(0, 5), st.integers(2, 16), POSITIONS),
+    st.builds(
+        Scored,
+        st.integers(0, 4),
+        st.integers(0, 8),
+        st.integers(1, 8),
+        score=st.sampled_from(("sum", "mean_age", "last", "vote")),
+        pooling=st.sampled_from(("sum", "mean", "max")),
+        granularity=st.sampled_from(("kv_head", "layer")),
+        rows=st.sampled_from((0, 1, 3)),
+        smooth=st.sampled_from((1, 3, 5)),
+        positions=POSITIONS,
+    ),
+)
+PLACEMENTS = st.one_of(
+    st.sampled_from((Contiguous(), Ring(), Slots())),
+    st.builds(Paged, st.integers(8, 20)),
+    st.just(Paged(16)),
+)
+MASKS = st.sampled_from(
+    (MaskSpec("causal"), MaskSpec("causal"), MaskSpec("sliding", 7), MaskSpec("chunked", 9))
+)
+SCORES = st.sampled_from(
+    (
+        ScoreSpec(),
+        ScoreSpec(softcap=4.0, sinks=True),
+        ScoreSpec(bias=BiasSpec("alibi")),
+        ScoreSpec(bias=BiasSpec("relative", T), sinks=True),
+    )
+)
+ANGLES = torch.arange(4 * T, dtype=torch.float64)[:, None] * 10000 ** (-torch.arange(0, D, 2) / D)
+ROPE = [torch.cat([f(ANGLES)] * 2, -1).float() for f in (torch.cos, torch.sin)]
+FORM = RotaryForm("half", 0, D)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[SiteSpec, list[int], int]:
+    """A layout that makes sense, what surrounds it, and how the tokens come."""
+    retention, placement = draw(RETENTIONS), draw(PLACEMENTS)
+    layout = CacheLayout(
+        draw(st.sampled_from(STORAGES)),
+        draw(st.sampled_from(STORAGES)),
+        placement,
+        retention,
+        draw(st.booleans()),
+    )
+    assume(layout.check() is None)
+    mask = MaskSpec("causal") if isinstance(retention, Scored) or retention.in_cache else draw(MASKS)
+    form = FORM if layout.rotates_on_read else None
+    chunks = draw(st.lists(st.sampled_from((1, 1, 1, 2, 5, 9, 14)), min_size=1, max_size=12))
+    assume(sum(chunks) <= T)
+    return SiteSpec(layout, D**-0.5, mask, draw(SCORES), form), chunks, draw(st.integers(0, 6))
+
+
+def run(
+    spec: SiteSpec,
+    qkv: list[Tensor],
+    chunks: list[int],
+    pads: Tensor,
+    scales: dict[str, Tensor],
+    **extra: Any,
+) -> tuple[Tensor, list[Tensor]]:
+    """The op, and what layouts by scores hold after each chunk. What nothing was written to is 77."""
+    layout, batch, limit = spec.layout, len(pads), T + 1
+    if isinstance(layout.placement, Paged):
+        each = -(-layout.slots(limit) // layout.placement.page_size)
+        order = torch.randperm(batch * each, generator=torch.Generator().manual_seed(each)) + 1
+        extra["page_table"] = order.view(batch, each).int()
+    buffers = []
+    for b in layout.buffers(HKV, D, DV, torch.float32, limit):
+        rows = batch * each + 1 if b.paged else batch
+        buffer = torch.full((rows, *b.shape), 77, dtype=b.dtype)
+        if b.name in scales:
+            buffer.copy_(scales[b.name][None, :, None].expand_as(buffer))
+        buffers.append(buffer)
+    rope = ROPE if layout.rotates_on_read else []
+    seq_lens, start = torch.zeros(batch, dtype=torch.int64), 0
+    outs, held = [], []
+    for size in chunks:
+        part = [x[:, :, start : start + size] for x in qkv]
+        positions = (seq_lens - (pads - start).clamp(0, size))[:, None] + torch.arange(size)
+        text = spec.to_json()
+        outs.append(
+            ops.cached_attention(*part, buffers, positions, seq_lens, rope, start + size, text, **extra)
+        )
+        seq_lens, start = positions[:, -1] + 1, start + size
+        if isinstance(layout.retention, Scored):
+            slot = torch.arange(buffers[-2].shape[2])
+            held.append(torch.where(slot < seq_lens[:, None, None], buffers[-2].long(), -1))
+    return torch.cat(outs, 2), held
+
+
+@settings(max_examples=250, deadline=None)
+@given(case=cases(), seed=st.integers(0, 10**6))
+def test_equals_a_dictionary_of_tokens(case: tuple[SiteSpec, list[int], int], seed: int) -> None:
+    spec, chunks, pad = case
+    layout, total, g = spec.layout, sum(chunks), torch.Generator().manual_seed(seed)
+    qkv = [torch.randn(2, h, total, d, generator=g) for h, d in ((HQ, D), (HKV, D), (HKV, DV))]
+    pads = torch.tensor([0, min(pad, total - 1)])
+    extra: dict[str, Any] = {"sinks": torch.randn(HQ, generator=g)} if spec.score.sinks else {}
+    if spec.score.bias is not None:
+        shape = (HQ,) if spec.score.bias.kind == "alibi" else (HQ, T)
+        extra["bias"] = torch.randn(shape, generator=g).abs()
+    calibrated = {
+        f"{side}.scale": torch.rand(HKV, generator=g) * 0.01 + 0.005
+        for side, storage in (("keys", layout.keys), ("values", layout.values))
+        if storage.calibration is not None
+    }
+    got, held = run(spec, qkv, chunks, pads, calibrated, **extra)
+    scales = (calibrated.get("keys.scale"), calibrated.get("values.scale"))
+    rope = ROPE if layout.rotates_on_read else []
+    if isinstance(layout.retention, Scored):
+        sinks, bias = extra.get("sinks"), extra.get("bias")
+        wanted, choices = scored_attention(*qkv, spec, rope, chunks, pads, sinks, bias, held, scales)
+        assert all(choice.excess <= 1e-4 for choice in choices)
+    else:
+        turn = (lambda x, place: turned(x, place)) if rope else None
+        rows = []
+        for row, first in enumerate(pads.tolist()):
+            own = [x[row, :, first:] for x in qkv]
+            out = dictionary.attend(spec, *own, turn, extra.get("sinks"), extra.get("bias"), scales)
+            rows.append(torch.cat([out.new_zeros(HQ, first, DV), out], 1))
+        wanted = torch.stack(rows)
+    real = (torch.arange(total) >= pads[:, None])[:, None, :, None].expand_as(got)
+    torch.testing.assert_close(got[real].double(), wanted[real].double(), rtol=1e-3, atol=1e-3)
+
+
+def turned(x: Tensor, place: int) -> Tensor:
+    cos, sin = (table[place].double() for table in ROPE)
+    a, b = x.chunk(2)
+    return x * cos + torch.cat([-b, a]) * sin
+
+
+def test_the_oracle_turns_as_rope_does() -> None:
+    x = torch.randn(1, 1, 1, D)
+    got = rotate(x, torch.tensor([[5]]), *ROPE, form=FORM)[0, 0, 0]
+    torch.testing.assert_close(turned(x[0, 0, 0].double(), 5).float(), got)
+
+
+def test_every_kind_is_drawn() -> None:
+    """The strategy reaches every combination that is not refused."""
+    placements = (Contiguous(), Ring(), Slots(), Paged(16))
+    retentions = (Full(), Window(9), SinkWindow(2, 9), Scored(2, 3, 4))
+    allowed = [
+        CacheLayout(s, s, p, r).check() is None for s in STORAGES for p in placements for r in retentions
+    ]
+    assert sum(allowed) > len(STORAGES) * 6
+    assert replace(Scored(1, 2, 3), heavy=0).tokens == 4
