@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvcompile.shapes import LayerShape, ModelShape
 
 _TOKENS_UNKNOWN = 4096
+_ENDLESS = 1 << 60
 _WHOLE_GROUPS = 128  # tokens: a multiple of every group that shares its scales
 
 
@@ -409,7 +410,9 @@ def _at(total: sympy.Expr, batch: int, tokens: int) -> int:
 def _slope(plan: Plan, total: sympy.Expr) -> int:
     """Bytes that one more token of one sequence takes, rounded up: on average, where tokens come in groups or pages."""
     whole = math.lcm(_WHOLE_GROUPS, *(group.page_size for group in plan.page_groups))
-    return -(-(_at(total, 1, 1 + whole) - _at(total, 1, 1)) // whole)
+    budgets = [decision.layout.slots(None) for decision in plan.decisions if decision.layout.bounded]
+    full = 1 + -(-max(budgets, default=0) // whole) * whole
+    return -(-(_at(total, 1, full + whole) - _at(total, 1, full)) // whole)
 
 
 @dataclass(frozen=True)
@@ -464,6 +467,8 @@ def _largest(total: sympy.Expr, symbol: sympy.Symbol, limit: int) -> int | None:
 
     if symbol not in total.free_symbols:
         return None if fits(0) else 0
+    if fits(_ENDLESS):  # every layer's budget is full long before
+        return None
     most = 1
     while fits(most):
         most *= 2

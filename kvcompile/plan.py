@@ -173,7 +173,10 @@ class Plan:
     def bytes(self, batch: int, max_tokens: int | None = None) -> int:
         """Bytes of the cache for `batch` sequences of at most `max_tokens` (default: the plan's limit)."""
         tokens = self.limits.max_tokens if max_tokens is None else max_tokens
-        values = {sy.B: batch} | ({} if tokens is None else {sy.T: tokens})
+        values = {
+            sy.B: batch,
+            sy.T: sympy.oo if tokens is None else tokens,
+        }  # without a limit, every budget is full
         itemsize = self.torch_dtype.itemsize
         kept = sum(int(d.subs(d.bytes, itemsize).subs(values)) for d in self.decisions if d.owns)
         return kept + int(self.table_bytes.subs(values)) + batch * self.state_bytes

@@ -157,7 +157,8 @@ class CacheLayout:
         if isinstance(self.placement, Paged):
             pages = self.placement.pages
             if pages is None:
-                pages = sy.B * self.placement.pages_per_sequence(self.retention)
+                # A sequence that is shorter than its budget has the pages of its tokens.
+                pages = sy.B * sympy.ceiling(sympy.Min(sy.T, slots) / sympy.Integer(self.placement.page_size))
             # What a storage keeps beside, in rows of a fixed number, is each sequence's own.
             beside = sy.B * sy.H * (self.keys.bytes(sy.D, _NONE) + self.values.bytes(sy.Dv, _NONE))
             return (pages + SPARE_PAGES) * self.placement.page_size * self._vectors_per_slot + beside + state

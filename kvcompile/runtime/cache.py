@@ -237,7 +237,8 @@ class KVCache:
         for pool in self.pools:
             pool.clear(batch)
         for name, spec in self._specs.items():
-            spec.written(self.buffers[name])
+            if not spec.paged:  # what a pool holds is there when tokens come
+                spec.written(self.buffers[name])
         self.batch = batch
         self._seen = [0] * batch
         self.seq_lens = torch.zeros(batch, dtype=torch.int64, device=self.device)
