@@ -59,8 +59,8 @@ def load_recipe(source: object, **overrides: Any) -> Recipe:
         )
     if overrides:
         data = _override(data, overrides, where)
-    if isinstance(data.get("scales"), PathLike):
-        data = {**data, "scales": os.fspath(data["scales"])}
+    if isinstance(data.get("scales"), (str, PathLike)):  # it must mean the same file later, and in a dump
+        data = {**data, "scales": os.path.abspath(data["scales"])}
     return _validate(data, where)
 
 
