@@ -23,7 +23,7 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 import kvcompile
 from kvcompile.api import build
 from kvcompile.errors import LimitError, PlanError, RecipeError
-from kvcompile.kernels import ops, reference
+from kvcompile.kernels import ops, paged, reference
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
     Affine,
@@ -183,6 +183,17 @@ def test_tokens_stand_where_the_address_says(page_size: int, retention: Any, len
             for pool in pools:
                 assert (pool.transpose(0, 1).flatten(1, 2)[:, address(pos)] == 1000 * row + pos).all()
     assert int((pools[0][..., 0] >= 0).sum()) == 2 * HKV * len(live)
+
+
+def test_padding_is_written_where_no_token_stands() -> None:
+    """At the end of the table: in whatever order the rows of one call are written, the real ones stay."""
+    pool, table = torch.zeros(4, 1, 8, 1), torch.tensor([[2, 3], [1, 0]], dtype=torch.int32)
+    rows = torch.tensor([[0, 1, -1, -2], [0, 7, -1, -8]])
+    paged.write(pool, table, rows, torch.arange(1.0, 9.0).view(2, 1, 4, 1))
+    first, second = paged.read(pool, table, torch.arange(16)[None])[:, 0, :, 0]
+    assert first.tolist() == [1, 2, *[0] * 12, 4, 3]
+    # The end of the second table has no page: what is written there goes to the page of nobody.
+    assert second[:8].tolist() == [5, 0, 0, 0, 0, 0, 0, 6] and pool[0].flatten().tolist() == [8, *[0] * 6, 7]
 
 
 @given(
