@@ -23,7 +23,7 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 import kvcompile
 from kvcompile.api import build
 from kvcompile.errors import LimitError, PlanError, RecipeError
-from kvcompile.kernels import ops, reference
+from kvcompile.kernels import ops, paged, reference
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
     Affine,
@@ -51,6 +51,8 @@ from kvcompile.runtime.cache import KVCache
 from kvcompile.runtime.pages import PagePool
 from tests.models import tiny_hf
 from tests.test_kernels import rope_tables
+from tests.test_latent import Latent
+from tests.test_shared_kv import CrossLayer
 
 STORAGES: list[Any] = [
     ModelDtype(),
@@ -181,10 +183,23 @@ def test_tokens_stand_where_the_address_says(page_size: int, retention: Any, len
     live = [pos for pos in range(start, length) if pos < sinks or pos >= length - window]
     for row, entries in enumerate(table.tolist()):
         address = sympy.lambdify(sy.pos, layout.physical_address, [{"table": entries.__getitem__}, "math"])
+        slot_of = sympy.lambdify(sy.pos, layout.address, "math")
         for pos in live:
+            assert address(pos) == entries[slot_of(pos) // page_size] * page_size + slot_of(pos) % page_size
             for pool in pools:
                 assert (pool.transpose(0, 1).flatten(1, 2)[:, address(pos)] == 1000 * row + pos).all()
     assert int((pools[0][..., 0] >= 0).sum()) == 2 * HKV * len(live)
+
+
+def test_padding_is_written_where_no_token_stands() -> None:
+    """At the end of the table: in whatever order the rows of one call are written, the real ones stay."""
+    pool, table = torch.zeros(4, 1, 8, 1), torch.tensor([[2, 3], [1, 0]], dtype=torch.int32)
+    rows = torch.tensor([[0, 1, -1, -2], [0, 7, -1, -8]])
+    paged.write(pool, table, rows, torch.arange(1.0, 9.0).view(2, 1, 4, 1))
+    first, second = paged.read(pool, table, torch.arange(16)[None])[:, 0, :, 0]
+    assert first.tolist() == [1, 2, *[0] * 12, 4, 3]
+    # The end of the second table has no page: what is written there goes to the page of nobody.
+    assert second[:8].tolist() == [5, 0, 0, 0, 0, 0, 0, 6] and pool[0].flatten().tolist() == [8, *[0] * 6, 7]
 
 
 @given(
@@ -430,6 +445,19 @@ def test_layers_with_other_windows_have_tables_of_their_own() -> None:
     assert fast.cache.report() == {
         "bytes": fast.cache.nbytes, "sequences": 2, "columns": 40, "pools": [sliding, full]
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [CrossLayer(window=20), Latent()], ids=["shared", "latent"])
+@pytest.mark.parametrize("retention", [{"kind": "full"}, {"kind": "window", "size": 13}], ids=str)
+def test_shared_caches_and_latent_rows_in_pages(model: nn.Module, retention: dict[str, Any]) -> None:
+    """Readers find the pages of the layer that they read; an MLA row is one head, with the values in it."""
+    fast = optimized(model, {"retention": retention}, verify="quick")
+    other = unpaged(model, {"retention": retention})
+    ids = tokens(2, 40)
+    for part in ids.split([21, 1, 1, 17], dim=1):
+        assert torch.equal(fast(part), other(part))
+    (pool,) = fast.cache.pools
+    assert pool.group.layers == (0, 1) and [len(row) for row in pool.rows] == [pool.group.pages_for(40)] * 2
 
 
 @pytest.mark.parametrize("recipe", ["paged", "paged_int8"])
