@@ -42,12 +42,6 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def text() -> str:
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in sorted(topics))
-
-
 def _stream(options: argparse.Namespace) -> None:
     if options.tokens < 2 or options.every < 2:
         raise KVCompileError("--tokens and --every: expected at least 2")
@@ -60,6 +54,7 @@ def _stream(options: argparse.Namespace) -> None:
         import kvcompile
         from kvcompile.console import format_bytes
         from kvcompile.models import load_model
+        from kvcompile.quality.text import help_topics
 
         try:
             recipe = kvcompile.Recipe.load(options.recipe, **overrides_from(options.settings))
@@ -68,7 +63,7 @@ def _stream(options: argparse.Namespace) -> None:
         loaded = load_model(options.model)
         if loaded.tokenizer is None:
             raise KVCompileError(f"{options.model}: no tokenizer beside it, which reading text needs")
-        tokens = loaded.tokenizer(text(), return_tensors="pt", verbose=False)["input_ids"][
+        tokens = loaded.tokenizer(help_topics(), return_tensors="pt", verbose=False)["input_ids"][
             :, : options.tokens + 1
         ]
     with stages() as progress:

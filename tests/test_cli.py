@@ -118,13 +118,13 @@ def test_help_is_quick_and_names_the_commands() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "kvcompile.cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert time.perf_counter() - started < 5  # 0.2 s on an idle core
-    for name in ("generate", "explain", "estimate", "validate", "recipes"):
+    for name in ("generate", "explain", "estimate", "quality", "validate", "recipes"):
         assert name in done.stdout
     for heavy in ("torch", "transformers", "sympy", "pydantic"):
         assert f" {heavy}\n" not in done.stderr
 
 
-@pytest.mark.parametrize("command", ["generate", "explain", "estimate", "validate"])
+@pytest.mark.parametrize("command", ["generate", "explain", "estimate", "quality", "validate"])
 def test_each_command_has_an_example(command: str) -> None:
     assert f"Example: kvcompile {command}" in run(command, "--help").output
 

@@ -94,6 +94,7 @@ def quality(
         raise typer.BadParameter(f"--step: expected auto or a whole number, got {step!r}")
     with waiting("starting"):
         from kvcompile.models import load_model
+        from kvcompile.quality import REFERENCE
         from kvcompile.quality.run import check, run
         from kvcompile.quality.settings import Settings as What
         from kvcompile.quality.text import read_text
@@ -111,7 +112,10 @@ def quality(
             seed=seed,
             compile=compile.value,
         )
-        names = shipped_recipes() if recipes.strip() == "all" else _words(recipes)
+        shipped = [
+            name for name in shipped_recipes() if name != REFERENCE
+        ]  # which is always there, without --set
+        names = shipped if recipes.strip() == "all" else _words(recipes)
         loaded_recipes = [Recipe.load(name, **overrides) for name in names]
         words = None if text is None else read_text(text)
         check(what, out, not no_plot)  # before the model loads

@@ -32,14 +32,14 @@ def quality(
     recipes: Sequence[object],
     text: str | None = None,
     *,
-    metrics: Sequence[str] = ("perplexity", "needle"),
+    metrics: str | Sequence[str] = ("perplexity", "needle"),
     prompt: int = 512,
     tokens: int = 3072,
     step: int | str = "auto",
-    needle_tokens: Sequence[int] = (768,),
-    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+    needle_tokens: int | Sequence[int] = (768,),
+    depths: float | Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
     needles: int = 3,
-    ask: Sequence[str] = ("after", "before"),
+    ask: str | Sequence[str] = ("after", "before"),
     seed: int = 0,
     compile: str = "auto",
     out: str | Path | None = None,
@@ -83,19 +83,24 @@ def quality(
     from kvcompile.quality.settings import Settings
 
     settings = Settings(
-        metrics=tuple(metrics),
+        metrics=_all(metrics),
         prompt=prompt,
         tokens=tokens,
         step=step,
-        needle_tokens=tuple(needle_tokens),
-        depths=tuple(depths),
+        needle_tokens=_all(needle_tokens),
+        depths=_all(depths),
         needles=needles,
-        ask=tuple(ask),
+        ask=_all(ask),
         seed=seed,
         compile=compile,
     )
     folder = None if out is None else Path(out)
     return run(model, tokenizer, recipes, text, settings, folder, fresh, plot, name, progress)
+
+
+def _all(value: Any) -> tuple[Any, ...]:
+    """One value stands for itself: ask="after"."""
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
 
 
 __all__ = ["REFERENCE", "quality"]

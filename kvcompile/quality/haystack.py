@@ -61,7 +61,7 @@ def needles(tokenizer: Any, ids: Tensor, tokens: int, ask: str, settings: Settin
     """All needles in stretches of `tokens` tokens of the text `ids` int64 [n], in the order of their depths."""
     return tuple(
         _needle(tokenizer, ids, tokens, ask, depth, random.Random(f"{settings.seed} {tokens} {depth} {i}"))
-        for depth in settings.depths
+        for depth in map(float, settings.depths)
         for i in range(settings.needles)
     )
 

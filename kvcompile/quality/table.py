@@ -86,8 +86,9 @@ def notes(report: QualityReport) -> Iterator[str]:
     """What the columns mean, and what the run found to say."""
     settings = report.settings
     length = report.reference.memory.tokens
-    yield f"cache: bytes of one sequence of {length:,} tokens, counted in the buffers; * no recipe is better in both"
+    yield f"cache: bytes of one sequence of {length:,} tokens, counted in the buffers"
     if any(row.perplexity for row in report.rows):
+        yield "*: no other recipe is both smaller and better in perplexity"
         yield (
             f"perplexity: of {settings['tokens']:,} tokens behind a prompt of {settings['prompt']:,}, teacher-forced; "
             "KL(full || recipe) in nats a token; same top: the likeliest next token is that of the full cache"
