@@ -155,6 +155,8 @@ def _many(
     if rope:
         q = rotate(q, query_place, *rope, form=spec.rotary)
         k_all = rotate(k_all, places, *rope, form=spec.rotary)
+    out: Tensor
+    gained: Tensor
     out, gained = columns.OP(
         q,
         k_all,

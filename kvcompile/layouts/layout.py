@@ -111,7 +111,7 @@ class CacheLayout:
     @property
     def chunk_invariant(self) -> bool:
         """Whether a text leaves the same cache, and gives the same logits, in whatever pieces it comes."""
-        return True
+        return not isinstance(self.retention, Scored)
 
     @property
     def num_slots(self) -> sympy.Expr:
