@@ -38,21 +38,34 @@ def _both(**storage: Any) -> dict[str, Any]:
     return {"keys": storage, "values": storage}
 
 
+def _h2o(heavy: int, recent: int, **more: Any) -> dict[str, Any]:
+    return {"retention": {"kind": "h2o", "sinks": 4, "heavy": heavy, "recent": recent, **more}}
+
+
+KIVI2_BEFORE = {
+    "keys": {"dtype": "int2", "axis": "channel", "group": 32, "residual": 128, "rope": "before"},
+    "values": {"dtype": "int2", "group": 32, "residual": 128},
+}
 KIVI3 = {
     "keys": {"dtype": "int3", "axis": "channel", "group": 32, "residual": 128},
     "values": {"dtype": "int3", "group": 32, "residual": 128},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "K int8, V int4": {"keys": {"dtype": "int8"}, "values": {"dtype": "int4", "group": 32}},
-    "int4, whole head": _both(dtype="int4"),
     "int4, Hadamard": _both(dtype="int4", group=32, rotate="hadamard"),
     "kivi3": KIVI3,
-    "int2, by token": _both(dtype="int2", group=32),
+    "kivi2 before RoPE": KIVI2_BEFORE,
     "sinks 4 + 252": _window(4, 252),
     "4 + 252 in_cache": _window(4, 252, "in_cache"),
     "window 256": {"retention": {"kind": "window", "size": 256}},
     "sinks 4 + 60": _window(4, 60),
     "window 64": {"retention": {"kind": "window", "size": 64}},
+    "h2o 4 + 124 + 128": _h2o(124, 128),
+    "h2o mean_age": _h2o(124, 128, score="mean_age"),
+    "h2o 4 + 28 + 32": _h2o(28, 32),
+    "h2o pyramid": _h2o(124, 128, pyramid=3.0),
+    "tova 256": {"retention": {"kind": "tova", "budget": 256}},
+    "snapkv 192 + 64": {"retention": {"kind": "snapkv", "heavy": 192, "recent": 64}},
 }
 BEYOND: dict[str, dict[str, Any]] = {
     "1020 in_cache": _window(4, 1020, "in_cache"),
@@ -66,10 +79,11 @@ def recipes(part: str) -> list[Any]:
     from kvcompile.recipe import shipped_recipes
 
     if part == "long":
-        return ["int8", "int4", "streaming"]
+        return ["int8", "streaming"]
     named = BEYOND if part == "beyond" else VARIANTS
     own = [{"name": name, "cache": cache} for name, cache in named.items()]
-    return own if part == "beyond" else [*shipped_recipes(), *own]
+    # What auto takes is one of the others.
+    return own if part == "beyond" else [*(name for name in shipped_recipes() if name != "auto"), *own]
 
 
 def options_of(part: str) -> dict[str, Any]:
