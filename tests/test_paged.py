@@ -712,16 +712,15 @@ def empty_inductor_cache() -> Iterator[None]:
 def test_a_pool_that_grows_compiles_nothing_again() -> None:
     model = tiny_hf("llama", layers=1)
     compiled, eager = (
-        optimized(model, CACHES["int8"], max_tokens=160, compile={"mode": mode})
-        for mode in ("default", "none")
+        optimized(model, {}, max_tokens=160, compile={"mode": mode}) for mode in ("default", "none")
     )
     (pool,) = compiled.cache.pools
     sizes, graphs = set(), []
     for step, count in enumerate((9, 1, 1, 20, 1, 40, 1, 1, 60, 1)):
         ids = tokens(2, count, step)
         got, wanted = (fast(ids).logits for fast in (compiled, eager))
-        # Fused arithmetic rounds otherwise, and a value on the edge of two steps may fall to either side.
-        assert (got - wanted).abs().max() <= 2e-3 * wanted.abs().max()
+        # Fused sums are in another order.
+        assert (got - wanted).abs().max() <= 64 * torch.finfo(got.dtype).eps * wanted.abs().max()
         sizes.add(pool.capacity)
         graphs.append(counters["aot_autograd"]["total"])
     assert len(sizes) > 3 and graphs[1] > 0

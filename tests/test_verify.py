@@ -2,7 +2,7 @@
 
 Errors of healthy rewrites as a part of their budget, quick, tiny Llama of three layers:
 
-| dtype | detection | baseline | int8 | int4 | fp8 | kivi2 | kivi4 | streaming | streaming_int8 |
+| dtype | detection | baseline, paged | int8, paged_int8 | int4 | fp8 | kivi2 | kivi4 | streaming | streaming_int8 |
 |---|---|---|---|---|---|---|---|---|---|
 | float32 | 0.04 | 0.05 | 0.00 | 0.00 | 0.00 | 0.00 | 0.00 | 0.05 | 0.00 |
 | bfloat16 | 0.16 | 0.15 | 0.14 | 0.15 | 0.17 | 0.17 | 0.16 | 0.13 | 0.14 |
