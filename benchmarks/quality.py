@@ -44,10 +44,8 @@ KIVI3 = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "K int8, V int4": {"keys": {"dtype": "int8"}, "values": {"dtype": "int4", "group": 32}},
-    "int4, whole head": _both(dtype="int4"),
     "int4, Hadamard": _both(dtype="int4", group=32, rotate="hadamard"),
     "kivi3": KIVI3,
-    "int2, by token": _both(dtype="int2", group=32),
     "sinks 4 + 252": _window(4, 252),
     "4 + 252 in_cache": _window(4, 252, "in_cache"),
     "window 256": {"retention": {"kind": "window", "size": 256}},
@@ -66,7 +64,7 @@ def recipes(part: str) -> list[Any]:
     from kvcompile.recipe import shipped_recipes
 
     if part == "long":
-        return ["int8", "int4", "streaming"]
+        return ["int8", "streaming"]
     named = BEYOND if part == "beyond" else VARIANTS
     own = [{"name": name, "cache": cache} for name, cache in named.items()]
     return own if part == "beyond" else [*shipped_recipes(), *own]
