@@ -26,6 +26,7 @@ from kvcompile.quality import bench, digests, haystack, plot, store
 from kvcompile.quality import needle as asking
 from kvcompile.quality import perplexity as scoring
 from kvcompile.quality import run as running
+from kvcompile.quality.feed import feed
 from kvcompile.quality.needle import answer, found_in
 from kvcompile.quality.perplexity import compare
 from kvcompile.quality.report import Memory, PerplexityScore, QualityReport, RecipeQuality
@@ -192,6 +193,19 @@ def test_what_depends_on_steps_gets_single_tokens(
     assert [job.recipe.compile.mode for job in jobs] == ["none", "default"]
     with pytest.raises(QualityError, match="depends on how tokens come, so they must come one by one"):
         kvcompile.quality(model, tokenizer, [WINDOW], TEXT, step=2, **SCORED)
+
+
+@pytest.mark.parametrize("keep", [None, 1, 5, 20])
+def test_pieces_give_the_last_logits(model: Any, front: Front, keep: int | None) -> None:
+    recipe = kvcompile.Recipe.load("baseline", max_tokens=64, compile={"mode": "none"}, verify="off")
+    fast = build(model, front, recipe)
+    ids = torch.arange(2, 22)
+    expected = logits_of(model, ids)[-(keep or 20) :]
+    for step in (1, 7, 20):
+        fast.reset()
+        got = feed(fast, ids[None], step, keep)
+        assert got.shape == expected.shape
+        assert torch.allclose(got.double(), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_every_layout_so_far_is_invariant(front: Front) -> None:
