@@ -75,6 +75,9 @@ _QUICK_CHUNKS = (9, 1, 1, 6, 1)  # over the edge of a small ring in a prompt, in
 _CHUNKS = (13, 1, 1, 7, 1, 1, 1, 9, 1)
 
 
+_REPORT = "The rewritten model was not returned. Please report this model; verify: off skips the check"
+
+
 @dataclass(frozen=True)
 class Check:
     """One comparison: relative RMS errors, and the budget measured for them."""
@@ -362,9 +365,17 @@ class _Oracle(Interpreter):
         rope = self.tables.get(site.layer, [])
         if isinstance(decision.layout.retention, Scored):
             kept = self.kept[site.layer]
-            out, self.choices[site.layer] = scored_attention(
-                q_in, k_in, v_in, spec, rope, self.chunks, self.pads, sinks, bias, kept, scales
-            )
+            try:
+                out, self.choices[site.layer] = scored_attention(
+                    q_in, k_in, v_in, spec, rope, self.chunks, self.pads, sinks, bias, kept, scales
+                )
+            except ValueError as error:
+                raise VerificationError(
+                    f"verification failed: layer {site.layer} ({site.module_path}, {site.source}; {decision.layout}) "
+                    f"{error}. {_REPORT}",
+                    site.layer,
+                    float("inf"),
+                ) from error
         else:
             out = policy_attention(q_in, k_in, v_in, spec, rope, self.pads, sinks, bias, dynamic, scales)
         self.outputs.append(self._disturbed(out, ModelDtype()))
@@ -548,8 +559,7 @@ def _check_choices(
             raise VerificationError(
                 f"verification {name!r} failed: layer {layer} ({decision.module_path}, {decision.source}; "
                 f"{decision.layout}) gave up a token whose score is above that of one it kept, by "
-                f"{choice.excess:.2e}, where rounding explains {budget:.2e}. The rewritten model was not returned. "
-                "Please report this model; verify: off skips the check",
+                f"{choice.excess:.2e}, where rounding explains {budget:.2e}. {_REPORT}",
                 layer,
                 choice.excess,
             )
@@ -570,10 +580,8 @@ def _failure(name: str, layer: int | None, error: float, budget: float, plan: Pl
     else:
         decision = next(d for d in plan.decisions if d.layer == layer)
         where = f"layer {layer} ({decision.module_path}, {decision.source}; {decision.layout}) differs"
-    return (
-        f"verification '{name}' failed: {where} by {error:.2e} of its size, where rounding explains {budget:.2e}. "
-        "The rewritten model was not returned. Please report this model; verify: off skips the check"
-    )
+    found = f"by {error:.2e} of its size, where rounding explains {budget:.2e}"
+    return f"verification '{name}' failed: {where} {found}. {_REPORT}"
 
 
 def _as_lossless(plan: Plan) -> Plan:

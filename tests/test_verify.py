@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 import kvcompile
 from kvcompile import pipeline
 from kvcompile.errors import VerificationError
-from kvcompile.kernels import codec, ops, paged, recent, reference
+from kvcompile.kernels import codec, columns, ops, paged, recent, reference, scored
 from kvcompile.layouts import Ring
 from kvcompile.layouts import symbols as sy
 from kvcompile.pipeline import Front, plan_for, understand
@@ -45,6 +45,11 @@ RECIPES: dict[str, dict[str, Any]] = {
     "streaming_int8": {},
     "paged": {"max_tokens": 64},
     "paged_int8": {"max_tokens": 64},
+    "h2o": {"max_tokens": 64, "cache": {"retention": {"heavy": 8, "recent": 9}}},
+    "h2o_int8": {},
+    "sinks_h2o_fp8": {"max_tokens": 64},
+    "snapkv": {},
+    "long_context": {"max_tokens": 64, "prefill_chunk": 16, "cache": {"retention": {"recent": 9}}},
 }
 
 
@@ -230,6 +235,22 @@ def _no_table(inner: Any) -> Any:
     return lambda table, rows, size: inner(torch.arange(table.shape[1]).expand_as(table), rows, size)
 
 
+def _worst_stay(staying: Any) -> Any:
+    return lambda tokens, scores, *rest: staying(tokens, -scores, *rest)
+
+
+def _one_recent_less(staying: Any) -> Any:
+    def broken(tokens: Tensor, scores: Tensor, last: Tensor, slots: int, retention: Any) -> Tensor:
+        fewer = replace(retention, recent=retention.recent - 1)
+        return staying(tokens, scores, last, slots, fewer)
+
+    return broken
+
+
+def _others_rows(take: Any) -> Any:
+    return lambda old, new, index: take(old, new, index.roll(1, -1))
+
+
 # what is broken: (how, recipe, model, the layer that differs first; None: any)
 BROKEN: dict[str, tuple[Patch, str, str, int | None]] = {
     "a query does not see itself": (
@@ -274,6 +295,15 @@ BROKEN: dict[str, tuple[Patch, str, str, int | None]] = {
     "two sequences have one's pages": (_attribute(paged, "located", _first_table), "paged", "llama", 0),
     "a page is read for the next": (_attribute(paged, "read", _next_page), "paged", "llama", 0),
     "the table is not read": (_attribute(paged, "located", _no_table), "paged_int8", "mistral", 0),
+    "what matters most goes": (_attribute(scored, "_staying", _worst_stay), "h2o", "llama", 0),
+    "a recent token goes": (_attribute(scored, "_staying", _one_recent_less), "h2o_int8", "llama", 0),
+    "a step leaves no score": (
+        _attribute(columns, "pooled", lambda inner: lambda p, retention: inner(p, retention) * (p.dim() > 4)),
+        "h2o",
+        "llama",
+        0,
+    ),
+    "a token's vectors are another's": (_attribute(scored, "_take", _others_rows), "snapkv", "llama", 0),
     "the offset is off by one, learned": (_graph(_offset_one_on), "baseline", "nanogpt", 0),
     "the offset is off by one, RoPE": (_graph(_offset_one_on), "baseline", "tinyllama", 0),
     "position_ids off by one": (_graph(_positions_late), "baseline", "llama", 0),
