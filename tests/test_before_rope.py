@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.utils import fresh_cache
 
 import kvcompile
 from kvcompile.api import build
@@ -35,7 +36,7 @@ from kvcompile.layouts import (
 from kvcompile.pipeline import plan_for, understand
 from kvcompile.recipe import Recipe
 from kvcompile.types import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
-from kvcompile.verify import verify
+from kvcompile.verify import check_program, verify
 from tests.models import NanoGPT, TinyLlama, make, tiny_hf
 from tests.test_kernels import rope_tables
 from tests.test_storage import CHUNKS, D, T, attended, close, inputs
@@ -226,6 +227,16 @@ def test_it_is_as_near_to_the_original_as_after_rope() -> None:
         got = torch.cat([fast(part).logits for part in ids.split([30, 1, 1, 28], dim=1)], dim=1)
         errors.append((got - wanted).norm())
     assert 0 < errors[0] < 2 * errors[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["KIVI", "in a ring, turned"])
+def test_compiled_programs_equal_the_policy(what: str) -> None:
+    model, front = fronts("llama", "float32")
+    with fresh_cache():
+        fast = build(model, front, Recipe.load({"cache": RECIPES[what]}, max_tokens=110, verify="off"))
+        chunks = (29, 1, 1, 1, 1, 9, 1, 40, 1)
+        check_program(lambda ids, mask: fast(ids, mask).logits, front, fast.plan, chunks)
 
 
 def test_a_plain_module_with_its_own_tables() -> None:

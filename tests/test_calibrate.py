@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache
 from typer.testing import CliRunner
 
 import kvcompile
@@ -40,7 +41,7 @@ from kvcompile.models import LoadedModel
 from kvcompile.pipeline import Front, plan_for, understand
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.scales import Scales
-from kvcompile.verify import verify
+from kvcompile.verify import check_program, verify
 from tests.models import TinyLlama, make, tiny_hf
 from tests.test_latent import RANK, ROPE, Latent
 from tests.test_shared_kv import CrossLayer
@@ -458,6 +459,14 @@ def test_other_kinds_of_layers(kind: type[nn.Module], tmp_path: Path) -> None:
     if kind is Latent:  # the same file serves K and V expanded
         expanded = plan_for(understand(other), Recipe.load(recipe, cache={"latent": "off"}))
         assert len(dict(expanded.decisions[0].scales)["keys.scale"]) > 1
+
+
+@pytest.mark.slow
+def test_compiled_programs_equal_the_policy(file: str) -> None:
+    """And layers with other scales are one compilation."""
+    with fresh_cache():
+        fast = built({"cache": HEAD, "scales": file}, max_tokens=64, verify="off")
+        check_program(lambda x, mask: fast(x, mask).logits, front(), fast.plan, (29, 1, 1, 9, 1))
 
 
 # ---- the command

@@ -24,8 +24,9 @@ from kvcompile.errors import CompileError
 
 log = logging.getLogger(__name__)
 
-# Sizes that stand for the symbols while tracing: no size of a model should coincide with them.
-HINTS = {"batch": 11, "tokens": 61, "keep": 37, "span": 64}
+# Sizes that stand for the symbols while tracing: no size of a model should coincide with them. What holds for them is
+# taken for all: so a span is below the fewest slots that have a symbol (65), and not in whole groups of tokens.
+HINTS = {"batch": 11, "tokens": 61, "keep": 37, "span": 59}
 _OTHER_HINT = 1009
 
 Compiled = Callable[..., Sequence[Any]]
