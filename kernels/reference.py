@@ -16,7 +16,6 @@ keeps turned stay turned: queries turn instead, and so does the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -24,12 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompile.kernels import codec, forms, paged, recent
-from kvcompile.kernels.hadamard import hadamard
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.scores import bias_at, grouped, probabilities, soft_capped
+from kvcompile.kernels.sides import as_read, sides, turned_back
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.symbolic import evaluate
-from kvcompile.layouts import CacheLayout, InKeys, ModelDtype, Rotated, Storage
+from kvcompile.layouts import CacheLayout, InKeys, ModelDtype
 from kvcompile.layouts import symbols as sy
 
 
@@ -63,7 +62,7 @@ def cached_attention(
     layout, dtype = spec.layout, q.dtype
     new_lens = positions[:, -1] + 1
     one = q.shape[2] == 1
-    reading = replace(spec, layout=_as_read(layout, bool(rope), q.shape[-1]))
+    reading = replace(spec, layout=as_read(layout, bool(rope), q.shape[-1]))
     read = reading.layout
     if not rope:
         # A decode step is computed in fp32, many queries in the dtype of their keys.
@@ -76,7 +75,7 @@ def cached_attention(
             out = _decode(
                 q, keys, values, key_positions, positions, new_lens, rope, reading, sinks, bias, dynamic
             )
-            return _turned_back(out, layout, read).to(dtype)
+            return turned_back(out, layout, read).to(dtype)
         allowed = None
         if layout.residual:
             new = _new(layout, read, k, v)
@@ -92,7 +91,7 @@ def cached_attention(
         )
         if spec.share in ("none", "last"):
             _append_recent(k, v, buffers, positions, seq_lens, layout)
-        return _turned_back(out, layout, read).to(dtype)
+        return turned_back(out, layout, read).to(dtype)
     keys, values, key_positions = _stored(buffers, seq_lens, span, layout, page_table)
     allowed = None
     if layout.residual:
@@ -112,23 +111,7 @@ def cached_attention(
     )
     if spec.share in ("none", "last"):
         append(k, v, buffers, positions, seq_lens, layout, page_table)
-    return _turned_back(out, layout, read).to(dtype)
-
-
-def _as_read(layout: CacheLayout, rope: bool, head_dim: int) -> CacheLayout:
-    """The layout whose vectors are those that attention uses: turned ones stay so, but for keys before RoPE."""
-    if rope or not isinstance(layout.keys, Rotated):
-        return replace(layout, values=codec.as_kept(layout.values))
-    # The first channels of turned keys are not those of the keys: all are weighed, and then turned back.
-    values = InKeys(head_dim) if isinstance(layout.values, InKeys) else codec.as_kept(layout.values)
-    return replace(layout, keys=codec.as_kept(layout.keys), values=values)
-
-
-def _turned_back(out: Tensor, layout: CacheLayout, read: CacheLayout) -> Tensor:
-    """The result [B, Hq, S, Dv] in the model's basis."""
-    if isinstance(layout.values, InKeys):
-        return out if read.keys == layout.keys else hadamard(out)[..., : layout.values.channels]
-    return codec.turned(layout.values, out)
+    return turned_back(out, layout, read).to(dtype)
 
 
 def append(
@@ -146,13 +129,13 @@ def append(
     see `_append_recent`.
     """
     one = k.shape[2] == 1
-    for storage, x, own in _sides(layout, k, v, buffers):
+    for storage, x, own in sides(layout, k, v, buffers):
         recent.append(storage, x, own, positions, seq_lens, only_sinks=layout.in_order and not one)
     if one or layout.in_order:
         address = evaluate(layout.address, {sy.pos: positions})
         batch = torch.arange(k.shape[0], device=k.device)[:, None, None]
         head = torch.arange(k.shape[1], device=k.device)[None, :, None]
-        for storage, x, own in _sides(layout, k, v, buffers):
+        for storage, x, own in sides(layout, k, v, buffers):
             rows, parts = recent.settled(storage, x, own, address)
             # A ring or a calibrated scale is not among them.
             for buffer, part in zip(own, parts, strict=False):
@@ -170,7 +153,7 @@ def append(
     holds = _held(new_lens, slots, layout)
     index = (holds - positions[:, :1]).clamp(0, k.shape[2] - 1)
     is_new = _valid(holds, new_lens, slots, layout) & (holds >= seq_lens[:, None])
-    for storage, x, own in _sides(layout, k, v, buffers):
+    for storage, x, own in sides(layout, k, v, buffers):
         _, parts = recent.settled(storage, x, own, positions)
         for buffer, part in zip(own, parts, strict=False):
             if page_table is None:
@@ -182,17 +165,8 @@ def append(
 def _append_recent(
     k: Tensor, v: Tensor, buffers: list[Tensor], positions: Tensor, seq_lens: Tensor, layout: CacheLayout
 ) -> None:
-    for storage, x, own in _sides(layout, k, v, buffers):
+    for storage, x, own in sides(layout, k, v, buffers):
         recent.append(storage, x, own, positions, seq_lens)
-
-
-def _sides(
-    layout: CacheLayout, k: Tensor, v: Tensor, buffers: list[Tensor]
-) -> Iterator[tuple[Storage, Tensor, list[Tensor]]]:
-    """Storage, new vectors and buffers of K, and of V where they are its own."""
-    yield layout.keys, k, buffers[: layout.num_key_parts]
-    if not isinstance(layout.values, InKeys):
-        yield layout.values, v, buffers[layout.num_key_parts :]
 
 
 def _held(length: Tensor, slots: int, layout: CacheLayout) -> Tensor:

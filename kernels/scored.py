@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels import codec, columns, forms, paged, recent
-from kvcompile.kernels.reference import _as_read as as_read
-from kvcompile.kernels.reference import _sides as sides
-from kvcompile.kernels.reference import _turned_back as turned_back
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.scores import bias_by_heads, probabilities, soft_capped
+from kvcompile.kernels.sides import as_read, sides, turned_back
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.symbolic import evaluate
 from kvcompile.layouts import CacheLayout, InKeys, ModelDtype, Scored

@@ -1,0 +1,40 @@
+"""K's side of a layer and V's: their buffers, and the basis in which their vectors are read.
+
+Vectors that a storage keeps turned stay turned: queries turn instead, and so does the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import Tensor
+
+from kvcompile.kernels import codec
+from kvcompile.kernels.hadamard import hadamard
+from kvcompile.layouts import CacheLayout, InKeys, Rotated, Storage
+
+
+def as_read(layout: CacheLayout, rope: bool, head_dim: int) -> CacheLayout:
+    """The layout whose vectors are those that attention uses: turned ones stay so, but for keys before RoPE."""
+    if rope or not isinstance(layout.keys, Rotated):
+        return replace(layout, values=codec.as_kept(layout.values))
+    # The first channels of turned keys are not those of the keys: all are weighed, and then turned back.
+    values = InKeys(head_dim) if isinstance(layout.values, InKeys) else codec.as_kept(layout.values)
+    return replace(layout, keys=codec.as_kept(layout.keys), values=values)
+
+
+def turned_back(out: Tensor, layout: CacheLayout, read: CacheLayout) -> Tensor:
+    """The result [B, Hq, S, Dv] in the model's basis."""
+    if isinstance(layout.values, InKeys):
+        return out if read.keys == layout.keys else hadamard(out)[..., : layout.values.channels]
+    return codec.turned(layout.values, out)
+
+
+def sides(
+    layout: CacheLayout, k: Tensor, v: Tensor, buffers: list[Tensor]
+) -> Iterator[tuple[Storage, Tensor, list[Tensor]]]:
+    """Storage, new vectors and buffers of K, and of V where they are its own."""
+    yield layout.keys, k, buffers[: layout.num_key_parts]
+    if not isinstance(layout.values, InKeys):
+        yield layout.values, v, buffers[layout.num_key_parts :]
