@@ -265,11 +265,13 @@ def _smoothed(votes: Tensor, tokens: Tensor, width: int) -> Tensor:
         return votes
     order = tokens.argsort(-1)
     ordered = votes.gather(2, order)
-    padded = torch.nn.functional.pad(ordered, (width // 2, width // 2))
     count = ordered.shape[2]
-    total = padded[:, :, :count]
-    for shift in range(1, width):
-        total = total + padded[:, :, shift : shift + count]
+    total = torch.zeros_like(ordered)
+    for shift in range(-(width // 2), width // 2 + 1):
+        # By index, not by padding and slicing: from those, Inductor concludes on the number of tokens.
+        neighbour = torch.arange(count, device=votes.device) + shift
+        there = (neighbour >= 0) & (neighbour < count)
+        total = total + torch.where(there, ordered[:, :, neighbour.clamp(0, count - 1)], 0.0)
     return torch.empty_like(votes).scatter_(2, order, total / width)
 
 

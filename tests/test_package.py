@@ -23,11 +23,13 @@ FOLDERS: dict[str, str] = PYPROJECT["tool"]["setuptools"]["package-dir"]  # pack
 LEVELS = {
     "kvcompile.errors": 0,
     "kvcompile.recipes": 0,
+    "kvcompile.console": 1,
     "kvcompile.types": 1,
     "kvcompile.layouts": 2,
     "kvcompile.recipe": 3,
     "kvcompile.kernels": 3,
     "kvcompile.plan": 4,
+    "kvcompile.auto": 5,
     "kvcompile.passes": 5,
     "kvcompile.pipeline": 6,
     "kvcompile.emit": 7,

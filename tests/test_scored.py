@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import kvcompile
 from kvcompile.kernels import columns, ops
 from kvcompile.kernels.policy import policy_attention
 from kvcompile.kernels.policy_scored import scored_attention
@@ -34,6 +35,7 @@ from kvcompile.layouts import (
     Slots,
 )
 from kvcompile.types import BiasSpec, RotaryForm, ScoreSpec
+from tests.models import tiny_hf
 from tests.test_kernels import HKV, HQ, D, T, rope_tables, score_tensors
 
 STORAGES = (
@@ -287,3 +289,26 @@ def test_an_oracle_that_is_told_what_was_kept_checks_it() -> None:
     swapped[0][0, 0][swapped[0][0, 0] == heavy] = gone
     _, choices = scored_attention(*(x[:, :, :9] for x in args), spec, [], [9], pads, held=swapped)
     assert max(choice.excess for choice in choices) > 1e-3
+
+
+def test_compiled() -> None:
+    """Inductor's program of a layer of each kind keeps what the oracle does, in any number of tokens."""
+    h2o = {
+        "kind": "h2o",
+        "heavy": 9,
+        "recent": 6,
+        "score": "mean_age",
+        "prefill": "bounded",
+        "positions": "in_cache",
+    }
+    snapkv = {"kind": "snapkv", "heavy": 9, "recent": 6, "rows": 4}
+    recipe = {
+        "cache": {"keys": {"dtype": "int8"}, "retention": h2o},
+        "layers": [{"where": {"index": 1}, "cache": {"retention": snapkv}}],
+    }
+    fast = kvcompile.optimize(tiny_hf("llama"), recipe, verify="thorough")
+    assert any(check.name == "compiled program" for check in fast.report["checks"])
+    compiled = dict(fast.executor.compile_seconds)
+    for tokens in (40, 3, 1, 1, 17):
+        fast(torch.randint(3, 60, (2, tokens)))
+    assert fast.executor.compile_seconds == compiled  # and nothing compiles again
