@@ -608,7 +608,7 @@ def saved(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) 
 def test_files(saved: tuple[QualityReport, Path]) -> None:
     report, folder = saved
     data = json.loads((folder / "quality.json").read_text())
-    assert QualityReport.from_dict(data) == report
+    assert QualityReport.from_dict(data) == QualityReport.from_dict(report.to_dict()) == report
     assert data["frontier"] == [r.recipe for r in report.frontier()]
     assert data["rows"][0]["needles"][0]["accuracy"] == report.rows[0].needles[0].accuracy
     page = (folder / "quality.md").read_text()

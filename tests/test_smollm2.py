@@ -257,9 +257,9 @@ def test_needles_long(measure: Callable[..., QualityReport]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_positions_agree_until_the_model_ends(measure: Callable[..., QualityReport]) -> None:
-    """Positions of the cache and of the sequence: as good below 8,192 tokens; beyond, only those of the cache hold."""
-    named = {positions: window(4, 252, positions) for positions in ("in_cache", "original")}
+def test_positions_of_the_cache_hold_past_the_models_length(measure: Callable[..., QualityReport]) -> None:
+    """As good as those of the sequence below 8,192 tokens, and no worse beyond."""
+    named = {positions: window(4, 1020, positions) for positions in ("in_cache", "original")}
     chosen = [{"name": name, "cache": cache, "verify": "off"} for name, cache in named.items()]
     report = measure(chosen, metrics=("perplexity",), tokens=9728)
     scores = {row.recipe: row.perplexity for row in report.rows if row.perplexity}
@@ -269,7 +269,7 @@ def test_positions_agree_until_the_model_ends(measure: Callable[..., QualityRepo
         return sum(s.nll * s.tokens for s in inside) / sum(s.tokens for s in inside)
 
     assert abs(mean("in_cache", 512, 8192) - mean("original", 512, 8192)) <= 0.02
-    assert mean("original", 8704, 10_240) - mean("in_cache", 8704, 10_240) >= 0.5
+    assert mean("in_cache", 8192, 10_240) - mean("original", 8192, 10_240) <= 0.02
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from kvcompile.quality.report import QualityReport
 
 INSTALL = "pip install 'kvcompile[plot]'"
 _MIB = 2**20
-_TICKS = (0.9, 0.95, 1, 1.05, 1.1, 1.2, 1.3, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000, 10_000)
+_TICKS = (0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000, 10_000)
 
 
 def available() -> bool:
@@ -40,7 +40,7 @@ def draw(report: QualityReport, file: Path) -> None:
             for r in scored
             if r.perplexity
         ]
-        _scatter(axes[panel], points)
+        _scatter(axes[panel], points, 1)
         best = [(r.memory.measured / _MIB, r.perplexity) for r in report.frontier()]
         axes[panel].step(
             [size for size, _ in best],
@@ -66,7 +66,7 @@ def draw(report: QualityReport, file: Path) -> None:
             )
             for r in hunted
         ]
-        _scatter(axes[panel], points)
+        _scatter(axes[panel], points, -1)
         axes[panel].set_ylim(-0.06, 1.06)
         axes[panel].set_ylabel("needles found")
         lengths = " and ".join(f"{n:,}" for n in report.settings["needle_tokens"])
@@ -84,16 +84,18 @@ def draw(report: QualityReport, file: Path) -> None:
     figure.savefig(file, dpi=110, format="png", metadata={"Software": "kvcompile"})
 
 
-def _scatter(axes: Any, points: list[tuple[int, float, float]]) -> None:
-    """Points with their numbers; those at nearly the same place are moved a little apart by their labels."""
+def _scatter(axes: Any, points: list[tuple[int, float, float]], up: int) -> None:
+    """Points with their numbers, one above (`up` 1) or below (-1) the other where points nearly meet."""
     colours = [f"C{(number - 1) % 10}" for number, _, _ in points]
     axes.scatter([x for _, x, _ in points], [y for _, _, y in points], s=28, c=colours, zorder=2)
     placed: list[tuple[float, float, int]] = []
     for number, x, y in sorted(points, key=lambda point: point[1:]):
-        near = [level for px, py, level in placed if x / px < 1.12 and abs(y - py) < 0.05 * max(abs(y), 1e-9)]
-        level = max(near, default=-1) + 1
+        near = [level for px, py, level in placed if x / px < 1.25 and abs(y - py) < 0.05 * max(abs(y), 1e-9)]
+        level = min(set(range(len(near) + 1)) - set(near))
         placed.append((x, y, level))
-        axes.annotate(str(number), (x, y), xytext=(4 + 11 * level, 4), textcoords="offset points", fontsize=8)
+        axes.annotate(
+            str(number), (x, y), xytext=(4, up * (4 + 9 * level) - 3), textcoords="offset points", fontsize=8
+        )
 
 
 def _plain(axis: Any) -> None:

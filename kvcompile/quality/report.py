@@ -131,13 +131,13 @@ class QualityReport:
         return tuple(row for _, row in sorted(best, key=lambda point: point[0]))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, with accuracies."""
-        data = asdict(self)
+        """As JSON has it (lists, no tuples), with accuracies."""
+        data = json.loads(json.dumps(asdict(self)))
         for row, written in zip(self.rows, data["rows"], strict=True):
             for score, item in zip(row.needles, written["needles"], strict=True):
                 item["accuracy"] = score.accuracy
                 item["by_depth"] = {str(depth): share for depth, share in score.by_depth().items()}
-        return data | {"frontier": [row.recipe for row in self.frontier()]}
+        return {**data, "frontier": [row.recipe for row in self.frontier()]}
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> QualityReport:
