@@ -6,6 +6,7 @@
 | part | what is measured |
 |---|---|
 | table | perplexity, KL, needles in 768 tokens, for all shipped recipes and VARIANTS |
+| scores | at 256 tokens: windows and retentions by scores; needles in 768 tokens, asked after and before |
 | long | needles in 2,048 tokens, asked after and before, for a few of them |
 | beyond | perplexity by position up to 10,240 tokens, past the 8,192 that the model was made for |
 
@@ -27,7 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT, PAGE = ROOT / "benchmarks/results/quality.json", ROOT / "docs/quality.md"
-PARTS = ("table", "long", "beyond")
+PARTS = ("table", "scores", "long", "beyond")
 
 
 def _window(sinks: int, window: int, positions: str = "original") -> dict[str, Any]:
@@ -60,10 +61,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window 256": {"retention": {"kind": "window", "size": 256}},
     "sinks 4 + 60": _window(4, 60),
     "window 64": {"retention": {"kind": "window", "size": 64}},
+}
+# Which 256 tokens to keep: the last, or those that queries looked at.
+SCORES: dict[str, dict[str, Any]] = {
+    "window 256": {"retention": {"kind": "window", "size": 256}},
+    "sinks 4 + 252": _window(4, 252),
     "h2o 4 + 124 + 128": _h2o(124, 128),
     "h2o mean_age": _h2o(124, 128, score="mean_age"),
-    "h2o 4 + 28 + 32": _h2o(28, 32),
-    "h2o pyramid": _h2o(124, 128, pyramid=3.0),
+    "h2o pyramid 3": _h2o(124, 128, pyramid=3.0),
     "tova 256": {"retention": {"kind": "tova", "budget": 256}},
     "snapkv 192 + 64": {"retention": {"kind": "snapkv", "heavy": 192, "recent": 64}},
 }
@@ -80,16 +85,22 @@ def recipes(part: str) -> list[Any]:
 
     if part == "long":
         return ["int8", "streaming"]
-    named = BEYOND if part == "beyond" else VARIANTS
+    named = {"beyond": BEYOND, "scores": SCORES}.get(part, VARIANTS)
     own = [{"name": name, "cache": cache} for name, cache in named.items()]
     # What auto takes is one of the others.
-    return own if part == "beyond" else [*(name for name in shipped_recipes() if name != "auto"), *own]
+    return (
+        own
+        if part in ("beyond", "scores")
+        else [*(name for name in shipped_recipes() if name != "auto"), *own]
+    )
 
 
 def options_of(part: str) -> dict[str, Any]:
     """What `kvcompile.quality` is told."""
     if part == "beyond":
         return {"metrics": ("perplexity",), "tokens": EDGES[-1] - EDGES[0], "prompt": EDGES[0]}
+    if part == "scores":
+        return {"tokens": 1024, "needles": 2}
     if part == "long":
         return {"metrics": ("needle",), "needle_tokens": (2048,), "needles": 1}
     return {"needles": 2, "ask": ("after",)}
@@ -111,7 +122,7 @@ def page(result: dict[str, Any]) -> dict[str, str]:
 
     made = {
         part: "\n".join(tables(QualityReport.from_dict(result[part])))
-        for part in ("table", "long")
+        for part in ("table", "scores", "long")
         if part in result
     }
     if "beyond" in result:
