@@ -170,7 +170,7 @@ def test_estimate_of_a_config(checkpoint: Path) -> None:
     [
         (["estimate", "--config", "/no/such"], "no model '/no/such'"),
         (["estimate", "--config", "CHECKPOINT", "--memory", "lots"], "memory: expected"),
-        (["estimate", "--config", "CHECKPOINT", "--recipe", "nope"], "shipped: baseline"),
+        (["estimate", "--config", "CHECKPOINT", "--recipe", "nope"], "shipped: auto, baseline"),
         (["estimate", "--config", "CHECKPOINT", "--set", "cache.keys.dtype=int7"], "cache.keys.dtype"),
         (["explain", "--model", "/no/such"], "nothing is downloaded"),
         (["generate", "--model", "CHECKPOINT", "--set", "speed=9"], "override 'speed' is unknown"),

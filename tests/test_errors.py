@@ -253,7 +253,7 @@ def test_all_problems_of_a_recipe_at_once() -> None:
         "runtime.max_batch: expected greater than or equal to 1, got 0",
         "runtime.max_token: unknown key; allowed: max_batch, max_tokens, prefill_chunk",
         "verify: expected 'quick', 'thorough' or 'off', got 'sometimes'",
-        "speed: unknown key; allowed: name, description, cache, layers, scales, runtime, compile, verify",
+        "speed: unknown key; allowed: name, description, auto, cache, layers, scales, runtime, compile, verify",
         "layers[0].cache.values: group is for int2, int3, int4 and int8 with mode: asymmetric only, not for int8",
     )
 
@@ -271,7 +271,7 @@ def test_files_of_recipes(tmp_path: Path) -> None:
         kvcompile.optimize(make(NanoGPT), str(binary))
     with pytest.raises(RecipeError, match="cannot be read"):
         kvcompile.optimize(make(NanoGPT), tmp_path)  # a folder
-    with pytest.raises(RecipeError, match=r"(?s)nowhere\.yaml.*no such file.*shipped: baseline"):
+    with pytest.raises(RecipeError, match=r"(?s)nowhere\.yaml.*no such file.*shipped: auto, baseline"):
         kvcompile.optimize(make(NanoGPT), tmp_path / "nowhere.yaml")
     with pytest.raises(RecipeError, match="no such file, and no shipped recipe of that name"):
         kvcompile.optimize(make(NanoGPT), "basline")
