@@ -68,7 +68,6 @@ SCORES: dict[str, dict[str, Any]] = {
     "sinks 4 + 252": _window(4, 252),
     "h2o 4 + 124 + 128": _h2o(124, 128),
     "h2o mean_age": _h2o(124, 128, score="mean_age"),
-    "h2o pyramid 3": _h2o(124, 128, pyramid=3.0),
     "tova 256": {"retention": {"kind": "tova", "budget": 256}},
     "snapkv 192 + 64": {"retention": {"kind": "snapkv", "heavy": 192, "recent": 64}},
 }
