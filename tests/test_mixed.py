@@ -295,11 +295,19 @@ def test_broken_on_purpose(monkeypatch: pytest.MonkeyPatch, name: str, breaks: A
         verify(model, front, plan, "quick")
 
 
-def test_rows_of_a_beam_change_places() -> None:
+CONTIGUOUS: dict[str, Any] = {"dtype": "int8", "sinks": 4, "residual": 8}
+
+
+# In a contiguous cache of few tokens, the rows in full stand beyond the columns that are in use.
+@pytest.mark.parametrize(
+    ("cache", "tokens"),
+    [(MIXED["sinks and recents in a ring"], 40), ({"keys": CONTIGUOUS, "values": CONTIGUOUS}, 6)],
+)
+def test_rows_of_a_beam_change_places(cache: dict[str, Any], tokens: int) -> None:
     model = tiny_hf("llama", hidden_size=192, head_dim=32)
-    recipe = {"cache": MIXED["sinks and recents in a ring"], "verify": "off", "compile": {"mode": "none"}}
-    made: list[Any] = [kvcompile.optimize(model, recipe) for _ in range(2)]
-    ids = torch.randint(3, 61, (3, 40), generator=torch.Generator().manual_seed(0))
+    recipe = {"cache": cache, "verify": "off", "compile": {"mode": "none"}}
+    made: list[Any] = [kvcompile.optimize(model, recipe, max_tokens=64) for _ in range(2)]
+    ids = torch.randint(3, 61, (3, tokens), generator=torch.Generator().manual_seed(0))
     order = torch.tensor([2, 0, 0])
     made[0](ids)
     made[1](ids[order])

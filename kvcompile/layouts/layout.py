@@ -30,6 +30,7 @@ class BufferSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     paged: bool = False
+    fixed: bool = False  # its rows are not those of slots, and as many whatever the tokens
     fill: tuple[float, ...] | None = None  # what a calibrated part holds from the start, a number per head
 
     def written(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -200,7 +201,8 @@ class CacheLayout:
                 f"{side}.{part.name}",
                 (num_kv_heads, part.rows(slots), *part.shape),
                 part.dtype,
-                bool(paged and not part.fixed),
+                paged=bool(paged and not part.fixed),
+                fixed=bool(part.fixed),
             )
             for side, storage, dim in (("keys", self.keys, head_dim), ("values", self.values, v_head_dim))
             for part in storage.parts(dim, dtype)

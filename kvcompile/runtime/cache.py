@@ -39,18 +39,19 @@ class KVCache:
         self.seq_lens = torch.zeros(0, dtype=torch.int64, device=device)
         self.buffers: dict[str, Tensor] = {}
         limit = plan.limits.max_tokens
-        self._in_order = {
-            name
-            for decision, layer in zip(plan.decisions, names, strict=True)
-            for name in layer
-            if not decision.layout.bounded
-        }
         self._specs = {
             name: spec
             for decision, layer in zip(plan.decisions, names, strict=True)
             for name, spec in zip(layer, decision.buffers(plan.torch_dtype, limit), strict=True)
         }
-
+        # Rows that stand at their token's column. Those of a ring (the newest tokens in full) do not, and
+        # the first tokens in full move them further.
+        self._in_order = {
+            name
+            for decision, layer in zip(plan.decisions, names, strict=True)
+            for name in layer
+            if not decision.layout.bounded and not self._specs[name].fixed
+        }
         self._states = {
             name: slot
             for state, of_state in zip(plan.states, states, strict=True)
