@@ -1,0 +1,117 @@
+"""KernelSpec: all that one generated kernel is specialised for. Equal specs are one source file.
+
+| role | launch | what it does |
+|---|---|---|
+| append | batch x heads x new tokens | RoPE and Hadamard on q, k, v; encode k and v; scatter them to their slots |
+| group | batch x KV heads x groups | encode the groups of tokens that share scales per channel (KIVI keys) |
+| decode | splits x KV heads x batch | one query per sequence against a share of the slots: partial results |
+| combine | query heads x batch | partial results to the output, and the log-sum-exp |
+| prefill | query tiles x KV heads x batch | many queries against the cache, and against themselves |
+| columns | key tiles x score heads x batch | each key's share of the probabilities of many queries |
+| score | slot tiles x score heads x batch | what one query's logits add to the scores of the slots |
+| evict | score heads x batch | the slot that a retention by scores gives up |
+| page_copy | parts x pages | pages of a pool onto others |
+
+Names in a kernel: q, k, v are new vectors, `keys_*` and `values_*` the parts of the cache by `Part.name`
+(`keys_data`, `keys_scale`, `keys_minimum`, `keys_full`, ...). A tensor `x` comes as `x_ptr` and its strides in elements
+as `x_s0`, `x_s1`, ... (of all dimensions but the last, which is dense); sizes are plain names (`tokens`, `splits`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.layouts import CacheLayout
+
+Role = Literal[
+    "append", "group", "decode", "combine", "prefill", "columns", "score", "evict", "page_copy"
+]
+# What products are computed in. The interpreter has no bfloat16 products: there it is float32.
+DotType = Literal["float16", "bfloat16", "float32"]
+# Whether fp8 numbers are converted by the hardware (sm_89 on), or as bits.
+Fp8Form = Literal["native", "bits"]
+# Source: the cache, or the new tokens of a prompt that are not in it yet (a contiguous array of the same storage).
+_PREFIX = 16
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel.
+
+    site:     the attention site's constants: layout, mask, scores, rotary form
+    num_qo_heads, num_kv_heads, head_dim, v_head_dim: of the site, as its cache has them
+    dtype:    the model's, by name ("bfloat16"); that of q, k, v, the output and rows in full
+    block_m:  rows of a tile of queries (query heads of a group x tokens)
+    block_n:  slots of a tile, or tokens
+    dot, fp8: how products and fp8 numbers are computed
+    options:  what else a role is specialised for, sorted names; each role's module says which it knows
+    """
+
+    role: Role
+    site: SiteSpec
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str
+    block_m: int = 16
+    block_n: int = 64
+    dot: DotType = "float32"
+    fp8: Fp8Form = "native"
+    options: tuple[str, ...] = ()
+
+    @property
+    def layout(self) -> CacheLayout:
+        return self.site.layout
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def to_json(self) -> str:
+        """A stable text of the spec: it is what kernels are looked up by."""
+        data = {
+            "role": self.role,
+            "site": json.loads(self.site.to_json()),
+            "heads": [self.num_qo_heads, self.num_kv_heads],
+            "dims": [self.head_dim, self.v_head_dim],
+            "dtype": self.dtype,
+            "block": [self.block_m, self.block_n],
+            "dot": self.dot,
+            "fp8": self.fp8,
+            "options": list(self.options),
+        }
+        return json.dumps(data, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> KernelSpec:
+        data = json.loads(text)
+        return KernelSpec(
+            data["role"],
+            SiteSpec.from_json(json.dumps(data["site"], sort_keys=True)),
+            *data["heads"],
+            *data["dims"],
+            data["dtype"],
+            *data["block"],
+            data["dot"],
+            data["fp8"],
+            tuple(data["options"]),
+        )
+
+    @property
+    def key(self) -> str:
+        """A short name for the spec, stable over processes and versions."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:_PREFIX]
