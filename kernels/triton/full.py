@@ -1,35 +1,108 @@
-"""Part of append: the rows in full of storages that keep the newest or the first tokens so (`kernels/recent.py`).
+"""Tokens that stand in full beside their slots: the newest ones and the first (`layouts/storages/residual.py`).
 
-row = pos for a sink, else sinks + pos mod residual
+A tile in which any token is read in full has both forms, and a mask says which of them a query takes: scores are taken
+from one or the other, probabilities weigh one or the other. Old tokens in full stand in `keys_full` [B, Hkv, rows, D]
+(first the sinks, then a ring), those of the pass itself in `k` [B, Hkv, tokens, D], in the basis of the storage.
 """
 
 from __future__ import annotations
 
-from kvcompile.kernels.triton.encode.tile import Store, Tile
-from kvcompile.kernels.triton.helpers import stored
-from kvcompile.kernels.triton.params import TensorParam
-from kvcompile.kernels.triton.parts import Side, store
+from dataclasses import dataclass
+
+from kvcompile.kernels.triton import dots
+from kvcompile.kernels.triton.params import Param, TensorParam
+from kvcompile.kernels.triton.pieces import Piece
+from kvcompile.kernels.triton.seen import in_full
+from kvcompile.kernels.triton.spec import KernelSpec
+from kvcompile.layouts import PerChannel, Recent
+from kvcompile.layouts.storage import as_kept
 
 
-def row_of(side: Side, pos: str) -> str:
-    """The row of tokens at `pos` >= 0; some row for those that have none."""
-    sinks, residual = side.storage.sinks, side.storage.residual
-    if not residual:
-        return f"tl.minimum({pos}, {sinks - 1})"
-    ring = f"{pos} % {residual}"
-    return f"tl.where({pos} < {sinks}, {pos}, {sinks} + {ring})" if sinks else ring
+@dataclass(frozen=True)
+class InFull:
+    """One side's rows in full.
 
+    many: whether queries have different lengths, and new tokens are not in the ring yet
+    """
 
-def written(side: Side, part: TensorParam, tile: Tile, one: bool, only_sinks: bool) -> list[str]:
-    """Statements that write the vectors `x`, of the model's dtype, of those tokens at `pos` that stay in full."""
-    sinks, residual = side.storage.sinks, side.storage.residual
-    if not (sinks if only_sinks else sinks + residual):
-        return []
-    stays = [f"(pos < {sinks})"] if sinks else []
-    if residual and not only_sinks:
-        # Of many, the last for each row of the ring.
-        stays = [] if one else [*stays, f"(pos > last - {residual})"]
-    value = Store("full", stored("x", tile.dtype, tile.interpreted), tile.dim)
-    kept = f"real & ({' | '.join(stays)})" if stays else "real"
-    lines = [f"in_full = ({row_of(side, 'pos')}).to(tl.int64)", f"kept = {kept}"]
-    return lines + store(part, value, "batch", "in_full", "kept", tile.width)
+    spec: KernelSpec
+    side: str
+    dim: int
+    pieces: tuple[Piece, ...]
+    many: bool
+
+    @property
+    def letter(self) -> str:
+        return self.side[0]
+
+    @property
+    def flag(self) -> str:
+        """The block that says which keys are read in full: [BLOCK_N], or [BLOCK_M, BLOCK_N] where `many`."""
+        return f"{self.letter}_in_full"
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        dtype = self.spec.torch_dtype
+        own: tuple[Param, ...] = (TensorParam(f"{self.side}_full", dtype),)
+        return (*own, TensorParam(self.letter, dtype, 4)) if self.many else own
+
+    def flags(self) -> list[str]:
+        """Lines that define `flag`, and which rows are loaded: `k_rows_full` [BLOCK_N]; needs key, inside, position."""
+        sinks, settled = in_full(self.spec, self.side)
+        name, lines = self.flag, []
+        parts, rows = [], []
+        if settled is not None:
+            at = "(tl.maximum(position, -1)[:, None] + 1)" if self.many else "length"
+            key = "key[None, :]" if self.many else "key"
+            parts.append(f"({key} >= {settled.replace('{}', at)})")
+            rows.append(f"(key >= {settled.replace('{}', 'tl.maximum(near + 1, 0)')})")
+        if sinks:
+            parts.append("(key[None, :] < {})".format(sinks) if self.many else f"(key < {sinks})")
+            rows.append(f"(key < {sinks})")
+        inside = "inside[None, :]" if self.many else "inside"
+        lines.append(f"{name} = ({' | '.join(parts)}) & {inside}")
+        if self.many:
+            lines.append(f"{self.letter}_rows_full = ({' | '.join(rows)}) & inside")
+        return lines
+
+    @property
+    def rows_flag(self) -> str:
+        return f"{self.letter}_rows_full" if self.many else self.flag
+
+    def settled_flag(self) -> str:
+        """Which keys [BLOCK_N] any query reads in their settled form; the others' may not be written yet."""
+        sinks, settled = in_full(self.spec, self.side)
+        if not self.many:
+            return f"(inside & ~{self.flag})"
+        parts = ["inside"]
+        if settled is not None:
+            parts.append(f"(key < {settled.replace('{}', 'tl.maximum(far + 1, 0)')})")
+        if sinks:
+            parts.append(f"(key >= {sinks})")
+        return f"({' & '.join(parts)})"
+
+    def load(self) -> list[str]:
+        """Lines that define `k0_full`, ... [BLOCK_N, W] in the dot type of the model, 0 where a key is not in full."""
+        kept = as_kept(self.spec.layout.keys if self.side == "keys" else self.spec.layout.values)
+        assert isinstance(kept, (Recent, PerChannel))
+        sinks, residual = kept.sinks, kept.residual
+        ring = f"{sinks} + key % {residual}" if residual else "key"
+        row = f"tl.where(key < {sinks}, key, {ring})" if sinks and residual else ring
+        heads, rows, letter = self.spec.num_kv_heads, sinks + residual, self.letter
+        # Keys that are not there have any position.
+        lines = [f"{letter}_row = (batch * {heads} + head) * {rows} + tl.where({self.rows_flag}, {row}, 0)"]
+        old, new = self.rows_flag, ""
+        if self.many:
+            old, new = f"({self.rows_flag} & (key < first))", f"({self.rows_flag} & (key >= first))"
+        kind = f"tl.{dots.of_model(self.spec)}"
+        for index, piece in enumerate(self.pieces):
+            c = f"{letter}c{index}"
+            real = "" if piece.whole else f" & ({c} < {piece.stop})"
+            name = f"{letter}{index}_full"
+            at = f"{self.side}_full_ptr + {letter}_row[:, None] * {self.dim} + {c}"
+            lines.append(f"{name} = tl.load({at}, mask={old}[:, None]{real}, other=0.0).to({kind})")
+            if new:
+                own = f"{letter}_ptr + batch * {letter}_s0 + head * {letter}_s1"
+                at = f"{own} + (key - first)[:, None] * {letter}_s2 + {c}"
+                lines.append(f"{name} += tl.load({at}, mask={new}[:, None]{real}, other=0.0).to({kind})")
+        return lines

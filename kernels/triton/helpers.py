@@ -33,6 +33,11 @@ def with_helpers(text: str) -> str:
     return "\n\n\n".join([*(source for name, source in known.items() if name in wanted), text.strip()]) + "\n"
 
 
+def module(text: str) -> str:
+    """A file that runs by itself: the imports, the helpers that the kernel `text` calls, and the kernel."""
+    return f"import triton\nimport triton.language as tl\n\n\n{with_helpers(text)}"
+
+
 def hadamard(x: str, rows: int, width: int, dim: int) -> str:
     """An expression: the float32 tile `x` [rows, width] rotated in blocks of the largest power of two dividing `dim`.
 

@@ -23,20 +23,27 @@ _POINTERS = {
 
 @dataclass(frozen=True)
 class TensorParam:
-    """A tensor of `rank` dimensions: `name_ptr`, and `name_s0` .. the strides of all but the last, in elements."""
+    """A tensor of `rank` dimensions: `name_ptr`, and `name_s0` .. the strides of all but the last, in elements.
+
+    rank 0: any number of dimensions, dense; its sizes are in the text or come as scalars
+    """
 
     name: str
     dtype: torch.dtype
-    rank: int
+    rank: int = 0
+
+    @property
+    def strides(self) -> int:
+        return max(self.rank - 1, 0)
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (f"{self.name}_ptr", *(f"{self.name}_s{dim}" for dim in range(self.rank - 1)))
+        return (f"{self.name}_ptr", *(f"{self.name}_s{dim}" for dim in range(self.strides)))
 
     @property
     def types(self) -> tuple[str, ...]:
         """Types of `names` as `triton.compile` takes them; strides may exceed 32 bits only times an index."""
-        return (_POINTERS[self.dtype], *["i32"] * (self.rank - 1))
+        return (_POINTERS[self.dtype], *["i32"] * self.strides)
 
 
 @dataclass(frozen=True)

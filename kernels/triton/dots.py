@@ -1,0 +1,40 @@
+"""In which type products of queries with keys, and of probabilities with values, are computed.
+
+Tensor cores multiply float16 and bfloat16 and sum in float32. Integers and fp8 numbers become float16: that costs the
+fewest instructions on sm_90 (a bfloat16 takes a conversion per element more), and it holds all their values exactly.
+Its narrow range is kept safe: queries are divided by their largest channel first, scales of values by the largest one
+seen. Models in float32 have float32 products. Triton's interpreter has no bfloat16 products: there it is float32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvcompile.kernels.triton.spec import DotType, KernelSpec
+from kvcompile.layouts import Float, ModelDtype, Storage
+from kvcompile.layouts.storage import as_kept
+
+TRITON = {torch.float32: "tl.float32", torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
+
+
+def of_model(spec: KernelSpec) -> DotType:
+    """The type for vectors in the model's dtype."""
+    match spec.dtype:
+        case "float16":
+            return "float16"
+        case "bfloat16" if "interpreted" not in spec.options:
+            return "bfloat16"
+        case _:
+            return "float32"
+
+
+def of_codes(storage: Storage, spec: KernelSpec) -> DotType:
+    """The type for what `storage` keeps, before its scales."""
+    kept = as_kept(storage)
+    if isinstance(kept, ModelDtype):
+        return of_model(spec)
+    if isinstance(kept, Float):
+        # The wider of the two, so that neither loses bits.
+        same = kept.torch_dtype == spec.torch_dtype
+        return of_model(spec) if same else "float32"
+    return "float32" if spec.dtype == "float32" else "float16"

@@ -1,0 +1,280 @@
+"""Reading a tile of stored vectors: what stands in the slots, as blocks that products take, and what multiplies after.
+
+A storage keeps x = code * scale + minimum. Scales never multiply elements where a number per token will do: those of
+keys multiply a column of the scores, those of values a column of the probabilities, and minima enter through one
+product more per token (kernels.md: dequantizing element by element, decode is bound by instructions). Scales that
+tokens share per channel (KIVI keys) multiply the queries, once per tile of one group.
+
+A tile is read in pieces (`pieces.py`); the pieces with one scale are a `Scales`. Where vectors must be whole numbers
+before the product (keys that rotate when they are read), `elementwise` is the plain form: every element dequantized.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcompile.kernels.triton import dots
+from kvcompile.kernels.triton.params import Param, TensorParam
+from kvcompile.kernels.triton.pieces import Piece, between
+from kvcompile.kernels.triton.rows import Source
+from kvcompile.kernels.triton.spec import DotType, KernelSpec
+from kvcompile.layouts import Affine, Fp8, Int8, ModelDtype, PerChannel, Recent, Storage
+from kvcompile.layouts.storage import as_kept
+
+_PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # as kernels/bits.py packs
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Pieces that share a scale, a minimum: names of blocks [BLOCK_N] (or of numbers), or None."""
+
+    pieces: tuple[int, ...]
+    scale: str | None = None
+    minimum: str | None = None
+
+
+@dataclass(frozen=True)
+class Reader:
+    """K's or V's slots.
+
+    side:     "keys" or "values"
+    storage:  what is in the parts, with nothing in full beside (`settled`)
+    dim:      channels of a vector
+    pieces:   how they are read
+    elementwise: every element is dequantized, to `dot`
+    """
+
+    side: str
+    storage: Storage
+    dim: int
+    pieces: tuple[Piece, ...]
+    dot: DotType
+    model: str
+    fp8: str
+    block_n: int
+    elementwise: bool
+
+    @property
+    def letter(self) -> str:
+        return self.side[0]
+
+    @property
+    def group(self) -> int:
+        """Tokens that share a row of data."""
+        return self.storage.group if isinstance(self.storage, PerChannel) else 1
+
+    @property
+    def fixed_scale(self) -> bool:
+        """Whether one number scales all of a head's vectors."""
+        return isinstance(self.storage, Fp8) and self.storage.calibration is not None
+
+    @property
+    def folded(self) -> bool:
+        """Whether a scale per channel multiplies the other factor of the product, once per tile."""
+        per_channel = isinstance(self.storage, PerChannel)
+        own = per_channel and self.side == "keys" and not self.elementwise
+        return own and self.group % self.block_n == 0
+
+    def params(self, source: Source) -> tuple[Param, ...]:
+        """The parts in memory, as tensors [array, KV head, row, ...]."""
+        found = []
+        import torch
+
+        for part in self.storage.parts(self.dim, getattr(torch, self.model)):
+            if part.fixed and part.name == "full":
+                continue
+            dtype = part.dtype
+            if dtype.is_floating_point and dtype.itemsize == 1 and self.fp8 == "bits":
+                dtype = torch.uint8
+            found.append(TensorParam(f"{source.prefix}{self.side}_{part.name}", dtype))
+        return tuple(found)
+
+    # ---- what multiplies
+
+    def scales(self) -> tuple[Scales, ...]:
+        """Which pieces are multiplied by what, after the product."""
+        every = tuple(range(len(self.pieces)))
+        kept, letter = self.storage, self.letter
+        if self.elementwise or isinstance(kept, PerChannel):
+            return (Scales(every),)
+        match kept:
+            case Fp8(scale="token") | Int8():
+                return (Scales(every, f"{letter}_scale"),)
+            case Affine():
+                width = self.dim // kept.groups(self.dim)
+                return tuple(
+                    Scales(
+                        tuple(i for i in every if self.pieces[i].start // width == g),
+                        f"{letter}_scale{g}",
+                        f"{letter}_minimum{g}",
+                    )
+                    for g in range(kept.groups(self.dim))
+                )
+            case _:
+                return (Scales(every),)
+
+    def load_scales(self, source: Source, masked: bool) -> list[str]:
+        """Lines that define what `scales` names, fp32 [BLOCK_N]."""
+        guard = ", mask=inside, other=0.0" if masked else ""
+        lines = []
+        for index, group in enumerate(self.scales()):
+            for part, name in (("scale", group.scale), ("minimum", group.minimum)):
+                if name is not None:
+                    count = self.storage.groups(self.dim) if isinstance(self.storage, Affine) else 1
+                    at = source.numbers(f"{self.side}_{part}", count, index)
+                    lines.append(f"{name} = tl.load({at}{guard}).to(tl.float32)")
+        return lines
+
+    # ---- the elements
+
+    def load(self, source: Source, masked: bool) -> list[str]:
+        """Lines that define a block `k0`, `k1`, ... [BLOCK_N, W] (or `v0`, ...) of each piece, in `dot`."""
+        lines: list[str] = []
+        loaded: dict[str, str] = {}
+        for index, piece in enumerate(self.pieces):
+            name = f"{self.letter}{index}"
+            lines += self._codes(source, piece, index, masked, loaded)
+            if self.elementwise or (isinstance(self.storage, PerChannel) and not self.folded):
+                lines += self._dequantized(source, piece, index, masked)
+            else:
+                lines.append(f"{name} = {self._to_dot(name)}")
+        return lines
+
+    def channel_scales(self, source: Source) -> list[str]:
+        """Lines that define `k_scale0`, `k_minimum0`, ... [1, W] of a tile whose tokens share them (`folded`)."""
+        lines = []
+        for index, piece in enumerate(self.pieces):
+            for part in ("scale", "minimum"):
+                at = source.shared(f"{self.side}_{part}", self.group, self.dim, self._channels(index), alike=True)
+                guard = f", mask={self._real(index)}, other=0.0" if not piece.whole else ""
+                lines.append(f"{self.letter}_{part}{index} = tl.load({at}{guard}).to(tl.float32)")
+        return lines
+
+    def constants(self) -> list[str]:
+        """Lines before the loops: the channels of each piece, [1, W]."""
+        lines = []
+        for index, piece in enumerate(self.pieces):
+            step = "" if piece.step == 1 else f"{piece.step} * "
+            start = "" if piece.start == 0 else f"{piece.start} + "
+            lines.append(f"{self._channels(index)} = {start}{step}tl.arange(0, {piece.block})[None, :]")
+        return lines
+
+    def _channels(self, index: int) -> str:
+        return f"{self.letter}c{index}"
+
+    def _real(self, index: int) -> str:
+        """Which channels of a padded piece are channels."""
+        return f"({self._channels(index)} < {self.pieces[index].stop})"
+
+    def _guard(self, index: int, masked: bool, other: str = "0.0") -> str:
+        parts = ["inside[:, None]"] if masked else []
+        parts += [] if self.pieces[index].whole else [self._real(index)]
+        return f", mask={' & '.join(parts)}, other={other}" if parts else ""
+
+    def _codes(
+        self, source: Source, piece: Piece, index: int, masked: bool, loaded: dict[str, str]
+    ) -> list[str]:
+        """Lines that define the piece as it is stored: floats, or codes as uint8."""
+        name, data = f"{self.letter}{index}", f"{self.side}_data"
+        bits = getattr(self.storage, "bits", 8)
+        if not isinstance(self.storage, (Affine, PerChannel)) or bits == 8:
+            guard = self._guard(index, masked, "0" if self._integers else "0.0")
+            return [f"{name} = tl.load({source.rows(data, self.dim, self._channels(index), self.group)}{guard})"]
+        lines, terms = [], []
+        row, before, low = self.dim * bits // 8, 0, 0
+        for width in _PLANES[bits]:
+            size = self.dim * width // 8
+            if piece.step == 1 and piece.start // size == (piece.stop - 1) // size:
+                # All channels of the piece have the same shift; another piece may have loaded the bytes already.
+                first, shift = before + piece.start % size, str(piece.start // size * width)
+                own = f"{self._channels(index)} - {piece.start - first}" if first != piece.start else self._channels(index)
+                known = f"{piece.block} bytes from {first}"
+            else:
+                own = f"{self._channels(index)} % {size}" + (f" + {before}" if before else "")
+                shift, known = f"({self._channels(index)} // {size} * {width})", f"{index} of plane {before}"
+            if known not in loaded:
+                loaded[known] = f"{self.letter}_bytes{len(loaded)}"
+                at = source.rows(data, row, f"({own})" if own != self._channels(index) else own, self.group)
+                lines.append(f"{loaded[known]} = tl.load({at}{self._guard(index, masked, '0')})")
+            term = loaded[known] if shift == "0" else f"({loaded[known]} >> {shift})"
+            term = f"({term} & {2**width - 1})"
+            terms.append(term if not low else f"({term} << {low})")
+            before, low = before + size, low + width
+        lines.append(f"{name} = {' | '.join(terms)}")
+        return lines
+
+    @property
+    def _integers(self) -> bool:
+        if isinstance(self.storage, Fp8):
+            return self.fp8 == "bits"
+        return isinstance(self.storage, (Int8, Affine, PerChannel))
+
+    def _to_dot(self, name: str) -> str:
+        """The stored block `name` as numbers in `dot`."""
+        kind = f"tl.{self.dot}"
+        if isinstance(self.storage, Fp8) and self.fp8 == "bits":
+            return f"fp8_{self.storage.format}_bits({name}).to({kind})"
+        if isinstance(self.storage, ModelDtype) and self.dot == self.model:
+            return name
+        if self._integers and not isinstance(self.storage, Int8) and self.dot == "float16":
+            # An integer below 1024 in the mantissa of 1024: two instructions, and no conversion.
+            return f"((({name}).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)"
+        return f"{name}.to({kind})"
+
+    def _dequantized(self, source: Source, piece: Piece, index: int, masked: bool) -> list[str]:
+        """Lines that make the stored block of a piece what it stands for, in `dot`."""
+        name, kept = f"{self.letter}{index}", self.storage
+        plain = f"fp8_{kept.format}_bits({name})" if isinstance(kept, Fp8) and self.fp8 == "bits" else name
+        wide = f"{plain}.to(tl.float32)"
+        guard = self._guard(index, masked)
+        rows_guard = ", mask=inside, other=0.0" if masked else ""
+        lines = []
+        match kept:
+            case PerChannel():
+                for part in ("scale", "minimum"):
+                    at = source.shared(f"{self.side}_{part}", self.group, self.dim, self._channels(index), alike=False)
+                    lines.append(f"{self.letter}_{part} = tl.load({at}{guard}).to(tl.float32)")
+                wide = f"({wide} * {self.letter}_scale + {self.letter}_minimum)"
+            case Affine():
+                count = kept.groups(self.dim)
+                group = f"{self._channels(index)} // {self.dim // count}"
+                for part in ("scale", "minimum"):
+                    at = source.rows(f"{self.side}_{part}", count, group)
+                    lines.append(f"{self.letter}_{part} = tl.load({at}{guard}).to(tl.float32)")
+                wide = f"({wide} * {self.letter}_scale + {self.letter}_minimum)"
+            case Int8() | Fp8(scale="token"):
+                at = source.numbers(f"{self.side}_scale")
+                lines.append(f"{self.letter}_scale = tl.load({at}{rows_guard}).to(tl.float32)")
+                wide = f"({wide} * {self.letter}_scale[:, None])"
+            case Fp8() if self.fixed_scale:
+                wide = f"({wide} * {self.side}_scale)"
+        return [*lines, f"{name} = {wide}.to(tl.{self.dot})"]
+
+
+def reader(spec: KernelSpec, side: str, pieces: tuple[Piece, ...] | None = None, *, elementwise: bool = False) -> Reader:
+    """The reader of the site's keys or values; pieces: instead of those that suit the storage best."""
+    stored = spec.layout.keys if side == "keys" else spec.layout.values
+    dim = spec.head_dim if side == "keys" else spec.v_head_dim
+    kept = settled(stored)
+    dot = dots.of_model(spec) if elementwise or isinstance(kept, PerChannel) else dots.of_codes(kept, spec)
+    if isinstance(kept, PerChannel) and side == "keys" and not elementwise and kept.group % spec.block_n == 0:
+        dot = dots.of_codes(kept, spec)
+    own = pieces or between(dim, _edges(kept, dim))
+    return Reader(side, kept, dim, own, dot, spec.dtype, spec.fp8, spec.block_n, elementwise)
+
+
+def settled(storage: Storage) -> Storage:
+    """The storage of what is in the slots: without a rotation before, and without what is in full beside."""
+    kept = as_kept(storage)
+    return kept.inner if isinstance(kept, Recent) else kept
+
+
+def _edges(kept: Storage, dim: int) -> list[int]:
+    """Channels before which a piece must end."""
+    if not isinstance(kept, (Affine, PerChannel)):
+        return []
+    planes = _PLANES[kept.bits]
+    sizes = [dim * width // 8 for width in planes if width != 8]
+    if isinstance(kept, Affine) and kept.groups(dim) > 1:
+        sizes.append(dim // kept.groups(dim))
+    return [edge for size in sizes for edge in range(size, dim, size)]
