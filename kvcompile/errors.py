@@ -77,3 +77,7 @@ class QualityError(KVCompileError):
 
 class CompileError(KVCompileError):
     """The backend refused the rewritten graph."""
+
+
+class KernelError(KVCompileError):
+    """A kernel cannot be written to the cache, assembled, measured or launched."""

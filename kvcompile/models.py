@@ -33,6 +33,7 @@ import torch
 
 from kvcompile.errors import ModelError
 from kvcompile.shapes import as_transformers, dtype_name
+from kvcompile.user_cache import cache_dir, make_cache_dir
 
 logger = logging.getLogger(__name__)
 
@@ -115,14 +116,6 @@ def load_config(name_or_path: str | Path) -> Any:
     if not isinstance(data, dict):
         raise ModelError(f"{file}: expected a JSON object, got {type(data).__name__}")
     return as_transformers(data) or data
-
-
-def cache_dir() -> Path:
-    """$KVCOMPILE_CACHE_DIR, or kvcompile in $XDG_CACHE_HOME or ~/.cache."""
-    own = os.environ.get("KVCOMPILE_CACHE_DIR")
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcompile"
 
 
 def _locate(name: str) -> Path:
@@ -247,7 +240,8 @@ def _store(file: Path, model: Any, tokenizer: Any) -> Path | None:
     target = cache_dir() / "models" / _key(file)
     work: Path | None = None
     try:
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_cache_dir()
+        target.parent.mkdir(mode=0o700, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".writing-", dir=target.parent))  # 0700
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config  # it describes the GGUF, not what is written here

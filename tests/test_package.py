@@ -25,6 +25,7 @@ LEVELS = {
     "kvcompile.recipes": 0,
     "kvcompile.console": 1,
     "kvcompile.types": 1,
+    "kvcompile.user_cache": 1,
     "kvcompile.layouts": 2,
     "kvcompile.recipe": 3,
     "kvcompile.kernels": 3,

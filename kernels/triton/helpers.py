@@ -51,7 +51,7 @@ def stored(x: str, dtype: str, interpreted: bool) -> str:
     """An expression: float32 `x` in the dtype called `dtype`, to nearest even."""
     if interpreted and dtype == "bfloat16":
         return f"bfloat16_bits({x})"
-    return x if dtype == "float32" else f"({x}).to(tl.{dtype})"
+    return x if dtype == "float32" else f"{x if x.isidentifier() else f'({x})'}.to(tl.{dtype})"
 
 
 @cache

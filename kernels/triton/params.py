@@ -82,7 +82,5 @@ class KernelSource:
     def signature(self) -> dict[str, str]:
         """Argument -> type, for ahead-of-time compilation."""
         return {
-            name: kind
-            for param in self.params
-            for name, kind in zip(param.names, param.types, strict=True)
+            name: kind for param in self.params for name, kind in zip(param.names, param.types, strict=True)
         }

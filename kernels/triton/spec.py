@@ -29,9 +29,7 @@ import torch
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import CacheLayout
 
-Role = Literal[
-    "append", "group", "decode", "combine", "prefill", "columns", "score", "evict", "page_copy"
-]
+Role = Literal["append", "group", "decode", "combine", "prefill", "columns", "score", "evict", "page_copy"]
 # What products are computed in. The interpreter has no bfloat16 products: there it is float32.
 DotType = Literal["float16", "bfloat16", "float32"]
 # Whether fp8 numbers are converted by the hardware (sm_89 on), or as bits.
@@ -99,13 +97,17 @@ class KernelSpec:
     @staticmethod
     def from_json(text: str) -> KernelSpec:
         data = json.loads(text)
+        (qo_heads, kv_heads), (dim, v_dim), (block_m, block_n) = data["heads"], data["dims"], data["block"]
         return KernelSpec(
             data["role"],
             SiteSpec.from_json(json.dumps(data["site"], sort_keys=True)),
-            *data["heads"],
-            *data["dims"],
+            qo_heads,
+            kv_heads,
+            dim,
+            v_dim,
             data["dtype"],
-            *data["block"],
+            block_m,
+            block_n,
             data["dot"],
             data["fp8"],
             tuple(data["options"]),
