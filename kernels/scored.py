@@ -250,9 +250,9 @@ def _after(score: Tensor, gained: Tensor, tokens: Tensor, last: Tensor, retentio
         case "last":
             return gained
         case "vote":
-            voted = gained.masked_fill((tokens < 0) | (tokens > last - retention.recent), 0.0)
-            # What got no vote must still stand above tokens that came after the vote, which have 0.
             eligible = (tokens >= 0) & (tokens <= last - retention.recent)
+            voted = torch.where(eligible, gained, 0.0)
+            # What got no vote must still stand above tokens that came after the vote, which have 0.
             return torch.where(eligible, 1.0 + _smoothed(voted, tokens, retention.smooth), 0.0)
         case _:
             before = torch.cat([score, score.new_zeros(*score.shape[:2], new)], dim=2)
