@@ -148,7 +148,10 @@ def weigh_values(storage: Storage, p: Tensor, parts: list[Tensor]) -> Tensor:
 def clamped(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in `dtype`, at most its largest finite number."""
     largest = torch.finfo(dtype).max
-    return (x.clamp(-largest, largest) if torch.finfo(x.dtype).max > largest else x).to(dtype)
+    if torch.finfo(x.dtype).max <= largest:
+        return x.to(dtype)
+    # bfloat16 has no 65504: there the bound itself would be rounded up, to what float16 cannot hold.
+    return x.to(torch.promote_types(x.dtype, torch.float32)).clamp(-largest, largest).to(dtype)
 
 
 def _scaled(storage: Storage) -> bool:

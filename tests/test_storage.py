@@ -181,6 +181,7 @@ def test_what_no_scale_can_hold_saturates(storage: Any) -> None:
         back = around(storage, x)
         assert back.isfinite().all()
         assert ((back * x) >= 0).all() or storage.kind == "affine"
+        assert around(storage, x.bfloat16()).isfinite().all()
     assert around(storage, torch.full((1, D), 1e-12)).abs().max() <= 1e-4
 
 

@@ -31,14 +31,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvcompile.kernels.triton import full, slots, turn
 from kvcompile.kernels.triton.encode import Tile, encoded
 from kvcompile.kernels.triton.encode.tile import power_of_two
-from kvcompile.kernels.triton.helpers import stored
+from kvcompile.kernels.triton.helpers import module, stored
 from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, TensorParam
-from kvcompile.kernels.triton.parts import Side, sides, store
-from kvcompile.kernels.triton.render import kernel
+from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.spec import KernelSpec
+from kvcompile.kernels.triton.write import full, slots, turn
+from kvcompile.kernels.triton.write.parts import Side, sides, store
 from kvcompile.layouts import ModelDtype, Rotated
 from kvcompile.types import RotaryForm
 
@@ -79,16 +79,18 @@ def generate(spec: KernelSpec) -> KernelSource:
     branches: list[Branch] = []
     for title, heads, lines in _branches(spec):
         branches.append(Branch(title, branches[-1].end if branches else 0, heads, tuple(lines)))
-    text = [line for branch in branches for line in branch.lines]
-    return kernel(
-        "append",
-        _params(spec),
+    lines = [line for branch in branches for line in branch.lines]
+    params = _params(spec)
+    text = rendered(
+        "append.py.jinja",
+        params=params,
         rows=spec.block_n,
         title=_title(spec, [branch.title for branch in branches]),
         branches=branches,
-        needs_last=any("last - " in line for line in text),
+        needs_last=any("last - " in line for line in lines),
         needs_start=_has(spec, "based"),
     )
+    return KernelSource("append", params, module(text))
 
 
 def grid(spec: KernelSpec, batch: int, tokens: int) -> tuple[int, int, int]:

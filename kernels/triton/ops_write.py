@@ -1,0 +1,84 @@
+"""Ops of the roles that write the cache. Each carries its KernelSpec as a text, and launches that kernel.
+
+| op | role | mutates | returns |
+|---|---|---|---|
+| triton_append | append | the parts of the cache | q_out, k_out, v_out, those of them that the spec has |
+| triton_group | group | the parts of one side | - |
+| triton_evict | evict | token and score of the slots | the slots of the new tokens |
+| triton_score | score | the scores | - |
+| triton_page_copy | page_copy | the pool | - |
+
+They are `torch.library.triton_op`s: Inductor and AOTInductor see the launch. In Triton's interpreter they run on CPU
+tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcompile.kernels.triton import append as append_role
+from kvcompile.kernels.triton.encode.tile import power_of_two
+from kvcompile.kernels.triton.launch import launch
+from kvcompile.kernels.triton.params import TensorParam
+from kvcompile.kernels.triton.source import kernel_of
+from kvcompile.kernels.triton.write.parts import sides
+
+_PER_WARP = 256  # elements of a tile that a warp holds: 8 a thread
+_MOST_WARPS = 8
+
+
+@torch.library.triton_op("kvcompile::triton_append", mutates_args={"buffers"})
+def append(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor | None,
+    buffers: list[Tensor],
+    positions: Tensor,
+    rope: list[Tensor],
+    slots: Tensor | None,
+    page_table: Tensor | None,
+    spec: str,
+) -> list[Tensor]:
+    """New tokens into the cache; see `append.py` for the spec's options.
+
+    Args:
+        q: [B, Hq, S, D], where there is q_out; k: [B, Hkv, S, D]; v: [B, Hkv, S, Dv], where values are not in the keys.
+        buffers: the site's, as the reference has them.
+        positions: int64 [B, S], consecutive, negative for padding on the left.
+        rope: [cos, sin], float32 [P, R] each, where something turns; else [].
+        slots: int32 [B, Hkv or 1, S] for a retention by scores, -1: nowhere.
+        page_table: int32 [B, pages], where the layout is paged.
+
+    Returns:
+        q_out [B, Hq, S, D], k_out [B, Hkv, S, D], v_out [B, Hkv, S, Dv]: those that the spec has, dense.
+
+    Raises:
+        TypeError: an argument that the kernel needs is missing, or one that it does not is there.
+    """
+    kernel = kernel_of(spec)
+    own = kernel.spec
+    batch, _, tokens, _ = k.shape
+    news = {"q": q, "k": k, "v": v}
+    given: dict[str, Tensor | None] = {**news, "positions": positions, "slots": slots, "page_table": page_table}
+    given |= zip(("cos", "sin"), rope, strict=False)
+    given |= zip((p.name for side in sides(own) for p in side.params(own)), buffers, strict=False)
+    outs: list[Tensor] = []
+    wanted = [param for param in kernel.source.params if isinstance(param, TensorParam)]
+    for param in wanted:
+        if param.name.endswith("_out"):
+            like = news[param.name.removesuffix("_out")]
+            assert like is not None
+            given[param.name] = like.new_empty(like.shape, dtype=param.dtype)
+            outs.append(given[param.name])
+    tensors = {param.name: given[param.name] for param in wanted if given.get(param.name) is not None}
+    sizes = {"tokens": tokens, **({"table_rows": rope[0].shape[0]} if "cos" in tensors else {})}
+    width = power_of_two(max(own.head_dim, own.v_head_dim))
+    launch(
+        kernel, append_role.grid(own, batch, tokens), tensors, sizes, num_warps=_warps(own.block_n * width)
+    )
+    return outs
+
+
+def _warps(elements: int) -> int:
+    return max(1, min(_MOST_WARPS, elements // _PER_WARP))

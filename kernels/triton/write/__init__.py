@@ -1,0 +1,1 @@
+"""Parts of the roles that write the cache (append, group)."""
