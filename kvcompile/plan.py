@@ -15,6 +15,8 @@ import sympy
 import torch
 
 from kvcompile.errors import PlanError
+from kvcompile.kernels.choice import choose
+from kvcompile.kernels.spec import Kernels, Share, SiteSpec
 from kvcompile.layouts import (
     BufferSpec,
     CacheLayout,
@@ -72,6 +74,9 @@ class Decision:
     dynamic: bool = False  # its mask is computed from activations
     mask_rows: tuple[StateSlot, ...] = ()  # what that mask reads of every token, kept beside K and V
     scales: tuple[tuple[str, tuple[float, ...]], ...] = ()  # calibrated, per KV head: ("keys.scale", (...))
+    kernels: Kernels = "reference"  # what runs it
+    kernels_because: str = ""
+    rope_on_append: bool = False  # the op turns new queries and keys, not the graph before it
 
     @property
     def owns(self) -> bool:
@@ -82,6 +87,17 @@ class Decision:
     def rotary(self) -> RotaryForm | None:
         """How keys are turned when they are read; None where they are kept as they are read."""
         return self.rope if self.layout.rotates_on_read else None
+
+    @property
+    def rotary_in_op(self) -> RotaryForm | None:
+        """How the op turns vectors that it is given before RoPE; None where it is given them after."""
+        return self.rope if self.rope_on_append else self.rotary
+
+    def site_spec(self, share: Share = "none") -> SiteSpec:
+        """The site's constants as its op has them; share: its place among the sites that read one cache."""
+        return SiteSpec(
+            self.layout, self.sm_scale, self.mask, self.score, self.rotary_in_op, share, self.kernels
+        )
 
     @property
     def attention(self) -> str:
@@ -116,7 +132,8 @@ class Decision:
         """The roles that run at this site."""
         rope = "rope+" if self.rotary is not None else ""
         attend = f"{rope}attend[K {self.layout.keys}, V {self.layout.values}]"
-        return (f"append[{self.layout.placement}]", attend) if self.owns else (attend,)
+        rope = "rope+" if self.rope_on_append else ""
+        return (f"{rope}append[{self.layout.placement}]", attend) if self.owns else (attend,)
 
     def subs(self, expression: sympy.Expr, itemsize: int) -> sympy.Expr:
         """`expression` with this site's head counts and sizes filled in."""
@@ -238,7 +255,7 @@ class Plan:
         head = f"plan {self.digest()} of recipe {self.recipe} ({self.dtype}, {self.limits})"
         rows = (
             f"  {d.layer:>3} {d.module_path}: {d.num_qo_heads}/{d.num_kv_heads} heads x {d.head_dim}, {d.attention} "
-            f"-> {d.layout}; because {'; '.join(d.because)}"
+            f"-> {d.layout}; because {'; '.join(d.because)}; {d.kernels} kernels"
             for d in self.decisions
         )
         states = (
@@ -256,6 +273,7 @@ def make_plan(
     position_limit: tuple[int, str] | None = None,
     states: Sequence[RecurrentState] = (),
     model: ModelId | None = None,
+    device: torch.device | None = None,
 ) -> Plan:
     """Decide a layout for every site.
 
@@ -267,6 +285,8 @@ def make_plan(
         position_limit: how many positions the model has, where they end, and what happens beyond.
         states: what recurrent modules carry; kept as it is under every recipe.
         model: whose sites they are, which calibrated scales must be of; None: unknown, only their sizes are compared.
+
+        device: the model's, which decides on kernels; None: not known.
 
     Raises:
         RecipeError: the file of the recipe's scales cannot be read.
@@ -281,7 +301,8 @@ def make_plan(
     decisions: list[Decision] = []
     for site in sites:
         try:
-            decisions.append(_decide(site, sites, recipe, scales, model_max_tokens))
+            decided = _decide(site, sites, recipe, scales, model_max_tokens)
+            decisions.append(_with_kernels(decided, recipe, dtype, device))
         except ValueError as error:
             refused.setdefault(str(error), []).append(site)
     for site, reader in zip(sites, decisions if not refused else (), strict=False):
@@ -335,6 +356,26 @@ def make_plan(
         tuple(states),
         None if scales is None else scales.digest(),
     )
+
+
+def _with_kernels(
+    decision: Decision, recipe: Recipe, dtype: torch.dtype, device: torch.device | None
+) -> Decision:
+    """The decision with the kernels that run it.
+
+    Raises:
+        ValueError: the recipe asks for Triton, and the site has no kernels.
+    """
+    made = choose(
+        recipe.compile.kernels,
+        decision.site_spec(),
+        (decision.num_qo_heads, decision.num_kv_heads),
+        (decision.head_dim, decision.v_head_dim),
+        dtype,
+        device,
+        dynamic=decision.dynamic,
+    )
+    return replace(decision, kernels=made.kernels, kernels_because=made.because)
 
 
 def _differs(reader: Decision, owner: Decision) -> str | None:
