@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.triton import append as append_role
+from kvcompile.kernels.triton import group as group_role
 from kvcompile.kernels.triton.encode.tile import power_of_two
 from kvcompile.kernels.triton.launch import launch
 from kvcompile.kernels.triton.params import TensorParam
@@ -60,7 +61,12 @@ def append(
     own = kernel.spec
     batch, _, tokens, _ = k.shape
     news = {"q": q, "k": k, "v": v}
-    given: dict[str, Tensor | None] = {**news, "positions": positions, "slots": slots, "page_table": page_table}
+    given: dict[str, Tensor | None] = {
+        **news,
+        "positions": positions,
+        "slots": slots,
+        "page_table": page_table,
+    }
     given |= zip(("cos", "sin"), rope, strict=False)
     given |= zip((p.name for side in sides(own) for p in side.params(own)), buffers, strict=False)
     outs: list[Tensor] = []
@@ -78,6 +84,37 @@ def append(
         kernel, append_role.grid(own, batch, tokens), tensors, sizes, num_warps=_warps(own.block_n * width)
     )
     return outs
+
+
+@torch.library.triton_op("kvcompile::triton_group", mutates_args={"buffers"})
+def group(
+    x: Tensor | None, buffers: list[Tensor], positions: Tensor, page_table: Tensor | None, spec: str
+) -> None:
+    """Groups of tokens that the new ones make whole, of one side; see `group.py`.
+
+    Args:
+        x: [B, Hkv, S, D], the new vectors as they are kept; None for one token a sequence.
+        buffers: the site's, as the reference has them.
+        positions, page_table: as for `append`.
+
+    Raises:
+        TypeError: an argument that the kernel needs is missing, or one that it does not is there.
+    """
+    kernel = kernel_of(spec)
+    own = kernel.spec
+    batch, tokens = positions.shape
+    named = dict(zip((p.name for side in sides(own) for p in side.params(own)), buffers, strict=False))
+    parts = [param.name for param in group_role.side_of(own).params(own)]
+    given = {
+        "x": x,
+        "positions": positions,
+        "page_table": page_table,
+        **{name: named[name] for name in parts},
+    }
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    side = group_role.side_of(own)
+    tile = group_role.rows(side) * power_of_two(side.dim)
+    launch(kernel, group_role.grid(own, batch, tokens), tensors, {"tokens": tokens}, num_warps=_warps(tile))
 
 
 def _warps(elements: int) -> int:
