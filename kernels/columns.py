@@ -71,8 +71,8 @@ def attend_columns(
         tokens: positions of the keys, int64 [B, Hkv or 1, T]; -1: no key.
         positions: of the queries, int64 [B, S]; negative: padding, which counts nowhere and gives anything.
         query_place, key_place: [B, S] and [B, Hkv or 1, T], where a bias takes queries and keys to be.
-        forms: the keys are the same tokens once for each of these, in the form that `forms.number` says; a query sees
-            a token in one of them.
+        forms: the keys are the same tokens once for each of these, in the form that stands at this number in
+            `forms.PAIRS`; a query sees a token in one of them.
         sinks, bias: as `reference.cached_attention` has them.
 
     Returns:

@@ -81,13 +81,16 @@ def seen_in_a_ring(
     key_positions: Tensor,
     positions: Tensor,
     dtype: torch.dtype,
-) -> Seen:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `seen_by_many`, of slots in any order that hold nothing of the new tokens yet: every token in every form.
 
     stored: the layout of the buffers; `layout` is the same in the basis that is read. `new` is as the model gives it.
+    Where all tokens are seen in one form, every query may see it: None instead of the last tensor.
     """
     found = of_slots(stored, layout, keys, values, new, key_positions, positions, dtype)
     places = torch.cat([key_positions, positions], dim=1)
+    if len(found.forms) == 1:
+        return found.keys, found.values, places, None
     length = positions[:, :, None] + 1
     allowed = [may_see(layout, form, places[:, None], length) for form in found.forms]
     return found.keys, found.values, places.repeat(1, len(found.forms)), torch.cat(allowed, 2)
@@ -127,7 +130,9 @@ def of_slots(
         if own_k is not None and own_v is not None:
             found.append((own_k, own_v, (k_full, v_full)))
     ks, vs, pairs = zip(*found, strict=True)
-    return InForms(torch.cat(ks, 2), torch.cat(vs, 2), tuple(pairs))
+    if len(pairs) == 1:  # as they are: a join of one would copy them
+        return InForms(ks[0], vs[0], pairs)
+    return InForms(torch.cat(ks, 2), torch.cat(vs, 2), pairs)
 
 
 def may_see(layout: CacheLayout, form: Pair, place: Tensor, length: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 from kvcompile.kernels import codec, forms, paged, recent
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.scores import bias_at, grouped, probabilities, soft_capped
-from kvcompile.kernels.sides import as_read, sides, turned_back
+from kvcompile.kernels.sides import as_read, sides, turned_back, weighed
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.symbolic import evaluate
 from kvcompile.layouts import CacheLayout, InKeys, ModelDtype
@@ -93,19 +93,9 @@ def cached_attention(
             _append_recent(k, v, buffers, positions, seq_lens, layout)
         return turned_back(out, layout, read).to(dtype)
     keys, values, key_positions = _stored(buffers, seq_lens, span, layout, page_table)
-    allowed = None
-    if layout.residual:
-        k_all, v_all, key_positions, allowed = forms.seen_in_a_ring(
-            layout, read, keys, values, (k, v), key_positions, positions, dtype
-        )
-    else:
-        k_new = recent.as_old(layout.keys, read.keys, k, keys, positions)
-        k_all = torch.cat([recent.decode_old(read.keys, keys, key_positions, dtype), k_new], dim=2)
-        v_all = _values(read, values, k_all, key_positions)
-        if not isinstance(layout.values, InKeys):
-            v_new = recent.as_old(layout.values, read.values, v, values, positions)
-            v_all = torch.cat([v_all, v_new], dim=2)
-        key_positions = torch.cat([key_positions, positions], dim=1)
+    k_all, v_all, key_positions, allowed = forms.seen_in_a_ring(
+        layout, read, keys, values, (k, v), key_positions, positions, dtype
+    )
     out = _prefill(
         q, k_all, v_all, key_positions, positions, seq_lens, rope, reading, sinks, bias, None, allowed
     )
@@ -276,14 +266,7 @@ def _decode(
     if dynamic is not None:
         scores = scores + grouped(_added(dynamic, positions).squeeze(2), heads[0])
     p = probabilities(scores, sinks)
-    storage, ordered = layout.values, layout.in_order
-    if isinstance(storage, InKeys) and (layout.keys.residual or layout.keys.sinks):
-        out = recent.weigh_values(layout.keys, p, keys, key_positions, new_lens, ordered)
-        out = out[..., : storage.channels]
-    else:
-        if isinstance(storage, InKeys):
-            storage, values = codec.leading(layout.keys, keys, storage.channels)
-        out = recent.weigh_values(storage, p, values, key_positions, new_lens, ordered)
+    out = weighed(layout, p, keys, values, key_positions, new_lens, layout.in_order)
     return out.flatten(1, 2).unsqueeze(2)
 
 

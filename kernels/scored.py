@@ -18,10 +18,10 @@ from torch import Tensor
 from kvcompile.kernels import codec, columns, forms, paged, recent
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.scores import bias_by_heads, probabilities, soft_capped
-from kvcompile.kernels.sides import as_read, sides, turned_back
+from kvcompile.kernels.sides import as_read, sides, turned_back, weighed
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.symbolic import evaluate
-from kvcompile.layouts import CacheLayout, InKeys, ModelDtype, Scored
+from kvcompile.layouts import CacheLayout, ModelDtype, Scored
 from kvcompile.layouts import symbols as sy
 
 _LATEST = torch.iinfo(torch.int32).max
@@ -103,13 +103,7 @@ def _one(
     # A padding query sees everything, so that its softmax has something to sum to.
     seen = (held >= 0) | (positions < 0)[:, None]
     p = probabilities(scores.masked_fill(~seen[:, :, None], float("-inf")), sinks)
-    storage = read.values
-    if isinstance(storage, InKeys) and (read.keys.residual or read.keys.sinks):
-        out = recent.weigh_values(read.keys, p, keys, held, length)[..., : storage.channels]
-    else:
-        if isinstance(storage, InKeys):
-            storage, values = codec.leading(read.keys, keys, storage.channels)
-        out = recent.weigh_values(storage, p, values, held, length)
+    out = weighed(read, p, keys, values, held, length)
     # Slots without a token collect what means nothing: it is gone when a token comes.
     share = columns.pooled(p, retention)
     if retention.score == "last":
@@ -250,9 +244,9 @@ def _after(score: Tensor, gained: Tensor, tokens: Tensor, last: Tensor, retentio
         case "last":
             return gained
         case "vote":
-            voted = gained.masked_fill((tokens < 0) | (tokens > last - retention.recent), 0.0)
-            # What got no vote must still stand above tokens that came after the vote, which have 0.
             eligible = (tokens >= 0) & (tokens <= last - retention.recent)
+            voted = torch.where(eligible, gained, 0.0)
+            # What got no vote must still stand above tokens that came after the vote, which have 0.
             return torch.where(eligible, 1.0 + _smoothed(voted, tokens, retention.smooth), 0.0)
         case _:
             before = torch.cat([score, score.new_zeros(*score.shape[:2], new)], dim=2)

@@ -1,4 +1,4 @@
-"""K's side of a layer and V's: their buffers, and the basis in which their vectors are read.
+"""K's side of a layer and V's: their buffers, where values stand, and the basis in which vectors are read.
 
 Vectors that a storage keeps turned stay turned: queries turn instead, and so does the result.
 """
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvcompile.kernels import codec
+from kvcompile.kernels import codec, recent
 from kvcompile.kernels.hadamard import hadamard
 from kvcompile.layouts import CacheLayout, InKeys, Rotated, Storage
 
@@ -29,6 +29,29 @@ def turned_back(out: Tensor, layout: CacheLayout, read: CacheLayout) -> Tensor:
     if isinstance(layout.values, InKeys):
         return out if read.keys == layout.keys else hadamard(out)[..., : layout.values.channels]
     return codec.turned(layout.values, out)
+
+
+def weighed(
+    layout: CacheLayout,
+    p: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    key_positions: Tensor,
+    length: Tensor,
+    ordered: bool = False,
+) -> Tensor:
+    """Values weighed by p fp32 [B, Hkv, G, T], from V's parts or from those of the keys that hold them.
+
+    Returns fp32 [B, Hkv, G, Dv]; key_positions, length, ordered: as `recent.weigh_values` has them.
+    """
+    storage = layout.values
+    if isinstance(storage, InKeys):
+        if layout.keys.residual or layout.keys.sinks:
+            # The rows in full have all channels of a key, so all are weighed.
+            out = recent.weigh_values(layout.keys, p, keys, key_positions, length, ordered)
+            return out[..., : storage.channels]
+        storage, values = codec.leading(layout.keys, keys, storage.channels)
+    return recent.weigh_values(storage, p, values, key_positions, length, ordered)
 
 
 def sides(

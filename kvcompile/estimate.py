@@ -241,7 +241,8 @@ def _plan(
     import torch
 
     from kvcompile.auto import choose
-    from kvcompile.plan import Plan, make_plan
+    from kvcompile.decide import make_plan
+    from kvcompile.plan import Plan
     from kvcompile.recipe import Recipe
     from kvcompile.shapes import dtype_name
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from kvcompile.auto import choose, free_memory
+from kvcompile.decide import make_plan
 from kvcompile.errors import ModelError, PlanError
 from kvcompile.passes.absorb import absorb
 from kvcompile.passes.base import PassReport
@@ -22,7 +23,7 @@ from kvcompile.passes.insert_cache import Rewritten, insert_cache
 from kvcompile.passes.opaque import describe, states_of
 from kvcompile.passes.positions import offset_positions
 from kvcompile.passes.rotation import NotRotary, Rotations
-from kvcompile.plan import Decision, Plan, make_plan
+from kvcompile.plan import Decision, Plan
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.scales import ModelId
 from kvcompile.types import AttentionSite, NoMatch, RecurrentState, RopeSpec

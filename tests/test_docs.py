@@ -242,7 +242,7 @@ def test_links_within_a_page_have_a_heading(name: str) -> None:
 def test_tests_that_contributing_names_exist() -> None:
     defined = {
         node.name
-        for path in (ROOT / "tests").glob("*.py")
+        for path in (ROOT / "tests").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.FunctionDef)
     }

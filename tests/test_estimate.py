@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from kvcompile.console import format_bytes, format_layers, parse_bytes
+from kvcompile.decide import make_plan
 from kvcompile.errors import KVCompileError, ModelError, PlanError, RecipeError
 from kvcompile.estimate import estimate
-from kvcompile.plan import make_plan
 from kvcompile.recipe import Recipe
 
 KiB = 1024

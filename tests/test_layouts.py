@@ -30,6 +30,7 @@ from kvcompile.layouts import (
 )
 from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.storage import as_kept
+from kvcompile.layouts.storages.part import PerToken
 
 SCALES = ("float16", "float32")
 STORAGES = (
@@ -215,6 +216,16 @@ def test_bytes_per_token_head_of_each_storage() -> None:
     }
     values = {sy.P: 2}
     assert {s: int(s.bytes_per_vector(sympy.Integer(128)).subs(values)) for s in expected} == expected
+
+
+def test_a_storage_must_say_what_it_takes() -> None:
+    """When it is made, not when somebody asks."""
+
+    class Silent(PerToken):
+        pass
+
+    with pytest.raises(TypeError, match="bytes_per_vector"):
+        Silent()
 
 
 def test_str_names_all_axes() -> None:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FOLDERS: dict[str, str] = PYPROJECT["tool"]["setuptools"]["package-dir"]  # package -> folder
 
-# types <- layouts <- {recipe, kernels} <- plan <- passes <- pipeline <- {emit, runtime} <- public API, CLI.
+# types <- layouts <- {recipe, kernels} <- plan <- {decide, passes} <- pipeline <- {emit, runtime} <- public API, CLI.
 # A module may import what has a lower level, or the same line; what is not listed counts as public API.
 LEVELS = {
     "kvcompile.errors": 0,
@@ -31,6 +31,7 @@ LEVELS = {
     "kvcompile.kernels": 3,
     "kvcompile.plan": 4,
     "kvcompile.auto": 5,
+    "kvcompile.decide": 5,
     "kvcompile.passes": 5,
     "kvcompile.pipeline": 6,
     "kvcompile.emit": 7,

@@ -159,6 +159,15 @@ def test_wrong_arguments_are_named() -> None:
         arguments(made, {"x": torch.zeros(4, 4).t(), "out": x}, sizes)
 
 
+def test_a_tensor_of_any_rank_is_dense() -> None:
+    params = (TensorParam("x", torch.float32),)
+    made = Kernel(SPEC, KernelSource("none", params, ""), Path(), None)
+    x = torch.zeros(2, 3, 4)
+    assert list(arguments(made, {"x": x}, {})) == ["x_ptr"]
+    with pytest.raises(TypeError, match=r"x \(2, 3, 2\) has strides \(12, 4, 1\), expected it without gaps"):
+        arguments(made, {"x": x[..., :2]}, {})
+
+
 def test_fp8_comes_as_bytes_where_bytes_are_asked_for() -> None:
     params = (TensorParam("codes", torch.uint8, 2),)
     made = Kernel(SPEC, KernelSource("none", params, ""), Path(), None)

@@ -23,6 +23,7 @@ import torch
 
 from kvcompile.kernels.triton import dots, helpers, scores, seen
 from kvcompile.kernels.triton.render import rendered
+from kvcompile.kernels.triton.combine import weighed
 from kvcompile.kernels.triton.full import InFull
 from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, TensorParam
 from kvcompile.kernels.triton.pieces import between
@@ -68,7 +69,7 @@ class Attend:
         if not isinstance(spec.layout.values, InKeys):
             return reader(spec, "keys")
         kept = settled(spec.layout.keys)
-        pieces = between(spec.head_dim, [*_edges(kept, spec.head_dim), spec.layout.values.channels])
+        pieces = between(spec.head_dim, [*_edges(kept, spec.head_dim), weighed(spec)])
         # What a scale per channel is folded into would be the queries, not the probabilities.
         return reader(spec, "keys", pieces, elementwise=isinstance(kept, PerChannel))
 
@@ -76,7 +77,7 @@ class Attend:
     def values(self) -> Values:
         in_keys = isinstance(self.spec.layout.values, InKeys)
         own = None if in_keys else reader(self.spec, "values")
-        return Values(self.keys, own, self.spec.v_head_dim)
+        return Values(self.keys, own, weighed(self.spec))
 
     def full(self, side: str) -> InFull | None:
         """K's or V's rows in full; of values in the keys, the keys' (their own are the keys')."""
@@ -385,7 +386,7 @@ class Attend:
             for i in values.indices:
                 unit = " * unit" if values.normalized else ""
                 # What is scaled at the end must not scale these.
-                unit += " / values_scale" if values.of.fixed_scale else ""
+                unit += f" / {values.of.side}_scale" if values.of.fixed_scale else ""
                 lines.append(f"acc{i} = acc{i} + tl.dot(w, {values.of.letter}{i}_full{ieee}){unit}")
         return lines
 

@@ -11,9 +11,9 @@ from kvcompile.kernels.triton.spec import KernelSpec, Role
 _MODULES: dict[Role, str] = {
     "append": "append",
     "group": "group",
-    "decode": "decode",
+    "decode": "attend",
     "combine": "combine",
-    "prefill": "prefill",
+    "prefill": "attend",
     "columns": "columns",
     "score": "score",
     "evict": "evict",

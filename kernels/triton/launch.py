@@ -30,8 +30,8 @@ def launch(
 ) -> None:
     """Run `kernel` over `grid` (one to three numbers of programs, none of them 0).
 
-    tensors: by `TensorParam.name`, each of its dtype and rank and dense in its last dimension; fp8 may come where
-        bytes are asked for
+    tensors: by `TensorParam.name`, each of its dtype, and of its rank and dense in its last dimension or (rank 0) dense
+        altogether; fp8 may come where bytes are asked for
     sizes:   by `ScalarParam.name`
 
     Raises:
@@ -57,7 +57,7 @@ def arguments(
     for param in params:
         if isinstance(param, TensorParam):
             tensor = _fitting(kernel, param, tensors[param.name])
-            values |= zip(param.names, (tensor, *tensor.stride()[:-1]), strict=True)
+            values |= zip(param.names, (tensor, *tensor.stride()[: param.strides]), strict=True)
         else:
             values[param.name] = sizes[param.name]
     return values
@@ -66,14 +66,16 @@ def arguments(
 def _fitting(kernel: Kernel, param: TensorParam, tensor: Tensor) -> Tensor:
     if param.dtype == torch.uint8 and tensor.dtype in _AS_BYTES:
         tensor = tensor.view(torch.uint8)
-    if tensor.dtype != param.dtype or tensor.dim() != param.rank:
+    said = f"{kernel.spec.role} kernel: {param.name}"
+    if tensor.dtype != param.dtype or (param.rank and tensor.dim() != param.rank):
+        expected = f"{param.dtype} of {param.rank}" if param.rank else str(param.dtype)
+        raise TypeError(f"{said} is {tensor.dtype} of {tensor.dim()} dimensions, expected {expected}")
+    if not param.rank and not tensor.is_contiguous():
         raise TypeError(
-            f"{kernel.spec.role} kernel: {param.name} is {tensor.dtype} of {tensor.dim()} dimensions, expected "
-            f"{param.dtype} of {param.rank}"
+            f"{said} {tuple(tensor.shape)} has strides {tensor.stride()}, expected it without gaps"
         )
-    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+    if param.rank and tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
         raise TypeError(
-            f"{kernel.spec.role} kernel: {param.name} {tuple(tensor.shape)} has stride {tensor.stride(-1)} in its last "
-            "dimension, expected 1"
+            f"{said} {tuple(tensor.shape)} has stride {tensor.stride(-1)} in its last dimension, expected 1"
         )
     return tensor

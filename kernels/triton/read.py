@@ -188,7 +188,7 @@ class Reader:
                 # All channels of the piece have the same shift; another piece may have loaded the bytes already.
                 first, shift = before + piece.start % size, str(piece.start // size * width)
                 own = f"{self._channels(index)} - {piece.start - first}" if first != piece.start else self._channels(index)
-                known = f"{piece.block} bytes from {first}"
+                known = f"{piece.width} bytes from {first}"
             else:
                 own = f"{self._channels(index)} % {size}" + (f" + {before}" if before else "")
                 shift, known = f"({self._channels(index)} // {size} * {width})", f"{index} of plane {before}"

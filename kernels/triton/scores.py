@@ -44,7 +44,7 @@ def prologue(spec: KernelSpec, names: Mapping[str, str]) -> list[str]:
             guard = f", mask={names['real']}, other=0.0" if row != "0" else ""
             return [f"slope = tl.load(bias_ptr + {row}{shape}{guard}) * {LOG2E}"]
         case "columns":
-            at = f"({row}) * reach + tl.maximum({names['query']}, 0)"
+            at = f"({row}) * reach + tl.maximum({names['query']}, 0) + tl.zeros([{spec.block_m}], tl.int32)"
             return [f"own_bias = tl.load(bias_ptr + {at}, mask={names['real']}, other=0.0)"]
         case _:
             return []

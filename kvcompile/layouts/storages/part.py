@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,7 +35,7 @@ class Part:
 Calibration = Literal["tensor", "head"]
 
 
-class PerToken:
+class PerToken(ABC):
     """A storage that encodes every vector by itself, in one slot."""
 
     @property
@@ -52,9 +53,9 @@ class PerToken:
         """First tokens of a sequence that are kept beside, in the model's dtype."""
         return 0
 
+    @abstractmethod
     def bytes_per_vector(self, dim: sympy.Expr) -> sympy.Expr:
         """Bytes that one more vector of `dim` channels takes."""
-        raise NotImplementedError
 
     def bytes(self, dim: sympy.Expr, slots: sympy.Expr) -> sympy.Expr:
         """Bytes of `slots` slots of one KV head."""

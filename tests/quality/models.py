@@ -1,4 +1,4 @@
-"""A tiny Llama that is sure of what it says, and a tokenizer of bytes: for the tests of `kvcompile.quality`."""
+"""For the tests of `kvcompile.quality`: a tiny Llama that is sure of what it says, a tokenizer of bytes, and a text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ from typing import Any
 
 import torch
 
+TEXT = "".join(
+    f"The {i}th bird of the {'big' if i % 3 else 'small'} tree sings {i * 7} songs. " for i in range(60)
+)
+WINDOW = {"name": "window", "cache": {"retention": {"kind": "window", "size": 24}}}
+SINKS = {"name": "sinks", "cache": {"retention": {"kind": "sink_window", "sinks": 3, "window": 21}}}
+SCORED: dict[str, Any] = {"metrics": ("perplexity",), "prompt": 40, "tokens": 80}
+HIDDEN: dict[str, Any] = {
+    "metrics": ("needle",),
+    "needle_tokens": (160,),
+    "depths": (0, 0.5, 1),
+    "needles": 1,
+}
 TEMPLATE = (
     "{% for message in messages %}<user>{{ message['content'] }}</user>{% endfor %}"
     "{% if add_generation_prompt %}<model>{% endif %}"

@@ -1,0 +1,238 @@
+"""Tile sizes, warps, stages and splits of a kernel: looked up in a table when a plan or a graph is made, never tuned
+while it runs.
+
+    the user's table, measured on this GPU by `kvcompile tune`   (<cache>/tuned/<GPU>.json)
+    the shipped table, `tuned.json`                               reasoned defaults, or what was measured on a GPU
+
+The first entry of which all conditions hold is taken. Then the tile is made to fit: the rows that share a scale, the
+heads of a group, and the shared memory of the device, for which stages go first, then half of the slots.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton.spec import Role
+from kvcompile.layouts import InKeys, Paged, PerChannel, Storage
+from kvcompile.layouts.storage import as_kept
+from kvcompile.user_cache import cache_dir
+
+_SHARED = {
+    80: 163,
+    86: 99,
+    87: 163,
+    89: 99,
+    90: 227,
+    100: 227,
+    103: 227,
+    120: 99,
+    121: 99,
+}  # KiB of a program
+_SMALLEST = 16  # what a product takes at least
+_ONE_PAGE = 64  # a page that is smaller makes tiles too small: then slots are gathered
+INTERPRETER = 0  # the arch that stands for Triton's interpreter
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, as far as kernels depend on it. arch: 90 for sm_90, or INTERPRETER"""
+
+    name: str
+    arch: int
+    multiprocessors: int
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that a program can have."""
+        return _SHARED.get(self.arch, 99) * 1024
+
+    @property
+    def slug(self) -> str:
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a configuration is looked up by.
+
+    bits:  of an element of the keys, as they are stored
+    dim:   the larger of the channels of keys and values
+    rows:  queries of a group of heads: query heads per KV head
+    page:  tokens of a page, 0 where slots are not in pages
+    slots: of all sequences and KV heads together, at the plan's limits: how much there is to share out
+    """
+
+    role: Role
+    bits: int
+    dim: int
+    rows: int
+    page: int = 0
+    slots: int = 1 << 20
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one kernel is cut up.
+
+    waves: of decode: programs that each multiprocessor shall have at the same time
+    source: who says so: "heuristic: ...", or "measured on ..."
+    """
+
+    block_m: int = 16
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    waves: float = 2.0
+    source: str = ""
+
+    def splits(self, device: Device, programs: Any, tiles: Any) -> Any:
+        """Into how many shares decode cuts the tiles of slots; integers, or symbols of them.
+
+        programs: batch x KV heads, each of which is cut; tiles: of one sequence, at its limit
+        """
+        wanted = int(self.waves * device.multiprocessors)
+        return torch.sym_max(1, torch.sym_min(tiles, (wanted + programs - 1) // programs))
+
+
+def case_of(
+    role: Role,
+    site: SiteSpec,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    dtype: torch.dtype,
+    slots: int = 1 << 20,
+) -> Case:
+    """The case of a site. slots: see `Case`"""
+    placement = site.layout.placement
+    return Case(
+        role,
+        bits_of(site.layout.keys, head_dim, dtype),
+        max(head_dim, v_head_dim),
+        num_qo_heads // num_kv_heads,
+        placement.page_size if isinstance(placement, Paged) else 0,
+        slots,
+    )
+
+
+def config(case: Case, site: SiteSpec, device: Device) -> Config:
+    """The configuration for a case on a device, made to fit the site."""
+    return fitted(found(case, device), case, site, device)
+
+
+@cache
+def found(case: Case, device: Device) -> Config:
+    """The first entry of the tables whose conditions hold."""
+    for entry in (*measured(device), *shipped()):
+        if _holds(entry["when"], case, device):
+            return Config(**entry["use"], source=entry["source"])
+    raise LookupError(f"the shipped table has no entry for {case}")
+
+
+def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config:
+    """`config` with a tile that the site's layout and the device's shared memory allow."""
+    keys = as_kept(site.layout.keys)
+    block_n = config.block_n
+    if isinstance(keys, PerChannel) and keys.group >= _SMALLEST:
+        block_n = min(
+            block_n, _power_below(keys.group)
+        )  # one group a tile: its scales are folded into the queries
+    if _ONE_PAGE <= case.page < block_n and case.page & (case.page - 1) == 0:
+        block_n = case.page  # one address for all slots of a tile
+    rows = _power_above(case.rows) if case.role == "decode" else config.block_m
+    config = replace(config, block_m=max(_SMALLEST, rows), block_n=max(_SMALLEST, block_n))
+    sides = 1 if isinstance(site.layout.values, InKeys) else 2
+    row = case.dim * sides * max(case.bits, 8) // 8
+    while config.num_stages > 1 and config.block_n * row * (config.num_stages - 1) > device.shared * 3 // 4:
+        if config.num_stages > 2:
+            config = replace(config, num_stages=config.num_stages - 1)
+        elif config.block_n > _SMALLEST:
+            config = replace(config, block_n=config.block_n // 2)
+        else:
+            config = replace(config, num_stages=1)
+    return config
+
+
+def bits_of(storage: Storage, dim: int, dtype: torch.dtype) -> int:
+    """Bits of an element of vectors of `dim` channels in a slot, without scales."""
+    data = as_kept(storage).parts(dim, dtype)[0]
+    return 8 * data.dtype.itemsize * math.prod(data.shape) // (data.every * dim)
+
+
+@cache
+def device_of(device: torch.device) -> Device:
+    """A device as kernels see it; a CPU runs them in the interpreter, one program at a time."""
+    if device.type != "cuda":
+        return Device("Triton's interpreter", INTERPRETER, 1)
+    found = torch.cuda.get_device_properties(device)
+    return Device(found.name, 10 * found.major + found.minor, found.multi_processor_count)
+
+
+def shipped() -> tuple[Mapping[str, Any], ...]:
+    """Entries of `tuned.json`; the last ones have no conditions but the role."""
+    return _entries(files(__package__).joinpath("tuned.json").read_text("utf-8"))
+
+
+def measured(device: Device) -> tuple[Mapping[str, Any], ...]:
+    """Entries that `kvcompile tune` has written for this device, or none.
+
+    Raises:
+        ValueError: the file is not a table.
+    """
+    path = table_of(device)
+    try:
+        return _entries(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return ()
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: no table of configurations ({error}): delete it, or run kvcompile tune"
+        ) from None
+
+
+def table_of(device: Device) -> Path:
+    """The file of the user's table for a device."""
+    return cache_dir() / "tuned" / f"{device.slug}.json"
+
+
+@cache
+def _entries(text: str) -> tuple[Mapping[str, Any], ...]:
+    entries = json.loads(text)["entries"]
+    for entry in entries:
+        Config(**entry["use"], source=entry["source"])
+    return tuple(entries)
+
+
+def _holds(when: Mapping[str, Any], case: Case, device: Device) -> bool:
+    """Whether all conditions hold: name -> a value, a list of values, or {"min": ..., "max": ...}."""
+    values: dict[str, Any] = {**vars(case), "arch": device.arch, "device": device.name}
+    for name, wanted in when.items():
+        value = values[name]
+        if isinstance(wanted, Mapping):
+            if not wanted.get("min", value) <= value <= wanted.get("max", value):
+                return False
+        elif value not in (
+            wanted if isinstance(wanted, Sequence) and not isinstance(wanted, str) else [wanted]
+        ):
+            return False
+    return True
+
+
+def _power_above(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _power_below(number: int) -> int:
+    return 1 << (number.bit_length() - 1)

@@ -1,0 +1,86 @@
+"""What a layout asks of a site that the site cannot do; each reason says what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcompile.layouts import CacheLayout, Contiguous, Full, Recent, Scored
+from kvcompile.layouts.storage import as_kept
+from kvcompile.types import AttentionSite
+
+
+def check(layout: CacheLayout, site: AttentionSite, readers: Sequence[int]) -> None:
+    """Refuse a layout that the site cannot have; readers: other layers that read the site's cache.
+
+    Raises:
+        ValueError: with the reason and what to do.
+    """
+    if problem := layout.check():  # with the layer's own window, which the recipe did not know
+        raise ValueError(f"cache: {problem}")
+    for side, storage, dim in (
+        ("keys", layout.keys, site.head_dim),
+        ("values", layout.values, site.v_head_dim),
+    ):
+        problem = storage.check(dim)
+        if problem:
+            raise ValueError(f"cache.{side}: {problem}")
+    window = layout.retention.window
+    for side, storage in (("keys", layout.keys), ("values", layout.values)):
+        if window is not None and isinstance(as_kept(storage), Recent) and storage.residual >= window:
+            raise ValueError(
+                f"cache.{side}.residual: the last {storage.residual} tokens in full are all of the window's {window}, "
+                "so none would be read rounded; use fewer, or dtype: model"
+            )
+    if site.dynamic is not None and not (
+        isinstance(layout.retention, Full) and isinstance(layout.placement, Contiguous)
+    ):
+        raise ValueError(
+            "cache.retention: the mask of this layer is computed from the activations of all tokens before; use "
+            "retention: {kind: full} and placement: {kind: contiguous}"
+        )
+    if isinstance(layout.retention, Scored):
+        _check_scored(layout.retention, site, readers)
+    bias = site.score.bias
+    if layout.retention.in_cache and bias is not None and bias.kind in ("columns", "table"):
+        raise ValueError(
+            f"cache.retention.positions: in_cache counts positions in the cache, and this layer's {bias} is by "
+            "positions in the sequence; use positions: original"
+        )
+    if layout.retention.in_cache and site.rope is None and bias is None and not site.positionless:
+        raise ValueError(
+            "cache.retention.positions: in_cache needs a rotary embedding between the projections and the "
+            "scores, and none was recognised here; use positions: original"
+        )
+    if layout.before_rope and site.rope is None and not site.positionless:
+        raise ValueError(
+            "cache.keys.rope: before needs a rotary embedding between the projections and the scores, and none was "
+            "recognised here; use rope: after"
+        )
+    if layout.retention.in_cache and site.mask.window is not None:
+        raise ValueError(
+            f"cache.retention.positions: in_cache counts from the first kept token, which a {site.mask} mask hides; "
+            f"give {site.mask.kind} layers a retention of their own: "
+            f"layers: [{{where: {{attention: {site.mask.kind}}}, cache: {{retention: {{kind: window}}}}}}]"
+        )
+
+
+def _check_scored(retention: Scored, site: AttentionSite, readers: Sequence[int]) -> None:
+    """Refuse a retention by scores where it makes no sense.
+
+    Raises:
+        ValueError: with the reason and what to do.
+    """
+    if site.mask.window is not None:
+        raise ValueError(
+            f"cache.retention: {retention.method} keeps tokens however old, which a {site.mask} mask hides; give "
+            f"{site.mask.kind} layers a retention of their own: "
+            f"layers: [{{where: {{attention: {site.mask.kind}}}, cache: {{retention: {{kind: window}}}}}}]"
+        )
+    others = [*readers] if site.kv_source == site.layer else [site.kv_source]
+    if others:
+        raise ValueError(
+            f"cache.retention: {retention.method} scores tokens by the attention of one layer, and this cache is "
+            f"shared with layer {others[0]}; give both a retention by positions, e.g. "
+            f"layers: [{{where: {{index: [{', '.join(map(str, sorted((site.layer, *others))))}]}}, "
+            "cache: {retention: {kind: full}}]"
+        )

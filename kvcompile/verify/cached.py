@@ -1,0 +1,135 @@
+"""The cached graph, run chunk by chunk from an empty cache, as the runtime would feed it.
+
+What the runtime would not write must not matter: slots hold something that is not zero, and pages stand in no order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+
+from kvcompile.kernels import ops
+from kvcompile.layouts import PageGroup, Scored
+from kvcompile.passes.insert_cache import Rewritten
+from kvcompile.pipeline import Front, example_inputs
+from kvcompile.plan import Plan
+from kvcompile.verify.runs import Run
+
+
+class Kept:
+    """Notes what layers whose retention goes by scores hold after each chunk."""
+
+    def __init__(self, plan: Plan, rewritten: Rewritten):
+        self.names = {
+            decision.layer: f"cache_{decision.layer}_slots_token"
+            for decision in plan.decisions
+            if isinstance(decision.layout.retention, Scored)
+        }
+        known = {name for names in rewritten.caches for name in names}
+        assert known >= set(self.names.values())
+        self.by_layer: dict[int, list[Tensor]] = {layer: [] for layer in self.names}
+
+    def note(self, buffers: Mapping[str, Tensor], lengths: Tensor) -> None:
+        """lengths: tokens that each sequence has seen by now [B]; not positive where it has seen none."""
+        for layer, name in self.names.items():
+            token = buffers[name].long()
+            slot = torch.arange(token.shape[2], device=token.device)
+            self.by_layer[layer].append(torch.where(slot < lengths[:, None, None], token, -1))
+
+
+class _Tap(Interpreter):
+    """Runs the cached graph and notes what every site gives."""
+
+    def __init__(self, module: GraphModule):
+        super().__init__(module)
+        self.outputs: list[Tensor] = []
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if n.target is ops.cached_attention:
+            self.outputs.append(result)
+        return result
+
+
+def cached_run(
+    front: Front,
+    plan: Plan,
+    rewritten: Rewritten,
+    constants: dict[str, Tensor],
+    ids: Tensor,
+    pads: Tensor,
+    chunks: Sequence[int],
+) -> Run:
+    """The cached graph over `chunks`, from an empty cache."""
+    batch, device = ids.shape[0], front.device
+    limit = plan.limits.max_tokens
+    groups = plan.page_groups
+    pages = {
+        layer: _pages(group, batch, device, seed)
+        for seed, group in enumerate(groups)
+        for layer in group.layers
+    }
+    caches = {
+        # A slot that was never written must not matter: it is not zero.
+        name: spec.written(
+            torch.full(
+                (int(pages[d.kv_source].max()) + 2 if spec.paged else batch, *spec.shape),
+                3,
+                dtype=spec.dtype,
+                device=device,
+            )
+        )
+        for names, d in zip(rewritten.caches, plan.decisions, strict=True)
+        for name, spec in zip(
+            names,
+            d.buffers(plan.torch_dtype, limit),
+            strict=True,
+        )
+    }
+    caches |= {
+        name: torch.full((batch, *slot.shape), 3, dtype=slot.torch_dtype, device=device)
+        for names, state in zip(rewritten.states, plan.states, strict=True)
+        for name, slot in zip(names, state.slots, strict=True)
+    }
+    seq_lens = torch.zeros(batch, dtype=torch.int64, device=device)
+    names = [n.name for n in rewritten.graph_module.graph.nodes if n.op == "placeholder"]
+    logits, sites, start = [], [], 0
+    kept = Kept(plan, rewritten)
+    for size in chunks:
+        inputs = example_inputs(front, batch, size) | constants | caches
+        positions = (seq_lens - (pads - start).clamp(0, size))[:, None] + torch.arange(size, device=device)
+        inputs |= {
+            "input_ids": ids[:, start : start + size],
+            "position_ids": positions.clamp(min=0),
+            "past_length": torch.tensor(start, device=device),
+            "positions": positions,
+            "seq_lens": seq_lens,
+            "rows": torch.stack([(pads - start).clamp(0, size), seq_lens]).cpu(),
+            "span": start + size,
+        }
+        for group in groups:
+            own = pages[group.layers[0]]
+            taken = [group.pages_for(max(0, length)) for length in (positions[:, -1] + 1).tolist()]
+            has = torch.arange(own.shape[1], device=device) < torch.tensor(taken, device=device)[:, None]
+            inputs[group.name] = torch.where(has, own, 0)
+        tap = _Tap(rewritten.graph_module)
+        with torch.no_grad():
+            out = tap.run(*[inputs[name] for name in names])
+        logits.append(out[front.captured.logits_index])
+        sites.append(tap.outputs)
+        seq_lens = positions[:, -1] + 1
+        kept.note(caches, seq_lens)
+        start += size
+    outputs = tuple(torch.cat(parts, dim=2) for parts in zip(*sites, strict=True))
+    return Run(torch.cat(logits, dim=1), outputs, kept.by_layer)
+
+
+def _pages(group: PageGroup, batch: int, device: torch.device, seed: int) -> Tensor:
+    """A page table as a pool that was used for long may have it, int32 [batch, pages]: in no order."""
+    count = batch * group.pages_per_sequence
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)) + 1
+    return order.view(batch, -1).to(torch.int32).to(device)

@@ -1,0 +1,82 @@
+"""Plans to verify by: budgets so small that a few dozen tokens exceed them, or none at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvcompile.layouts import (
+    CacheLayout,
+    InKeys,
+    Paged,
+    PerChannel,
+    Recent,
+    Rotated,
+    Scored,
+    SinkWindow,
+    Storage,
+    Window,
+)
+from kvcompile.plan import Decision, Plan
+
+_SMALL_WINDOW, _SMALL_SINKS, _SMALL_HEAVY, SMALL_TOKENS = 5, 2, 3, 48
+_SMALL_RESIDUAL = 4  # in two groups
+_SMALL_PAGE = 4
+
+
+def as_lossless(plan: Plan) -> Plan:
+    """The plan with layouts that forget and round nothing."""
+    limits = replace(plan.limits, max_tokens=SMALL_TOKENS)
+    return replace(
+        plan, limits=limits, decisions=tuple(replace(d, layout=CacheLayout()) for d in plan.decisions)
+    )
+
+
+def shrink(plan: Plan) -> Plan:
+    """The plan with budgets that a few dozen tokens exceed; the arithmetic is the same."""
+
+    def small(decision: Decision) -> Decision:
+        retention = decision.layout.retention
+        match retention:
+            case Window(size=size):
+                retention = Window(min(size, _SMALL_WINDOW))
+            case SinkWindow():
+                retention = replace(
+                    retention,
+                    sinks=min(retention.sinks, _SMALL_SINKS),
+                    window=min(retention.window, _SMALL_WINDOW),
+                )
+            case Scored():
+                retention = replace(
+                    retention,
+                    sinks=min(retention.sinks, _SMALL_SINKS),
+                    heavy=min(retention.heavy, _SMALL_HEAVY),
+                    recent=min(retention.recent, _SMALL_WINDOW),
+                    rows=min(retention.rows, _SMALL_WINDOW),
+                )
+        keys, values = _settling(decision.layout.keys), _settling(decision.layout.values)
+        placement = decision.layout.placement
+        if isinstance(placement, Paged):
+            placement = Paged(_SMALL_PAGE)  # several for a sequence
+        layout = replace(decision.layout, keys=keys, values=values, placement=placement, retention=retention)
+        return replace(decision, layout=layout)
+
+    limit = plan.limits.max_tokens
+    limits = replace(plan.limits, max_tokens=None if limit is None else min(limit, SMALL_TOKENS))
+    return replace(plan, limits=limits, decisions=tuple(small(d) for d in plan.decisions))
+
+
+def _settling(storage: Storage) -> Storage:
+    """The storage with so few tokens in full, and in a group, that some settle within a prompt, a step and a chunk."""
+    match storage:
+        case Rotated(inner=inner):
+            small = _settling(inner)
+            assert not isinstance(small, (Rotated, InKeys))
+            return Rotated(small)
+        case Recent():
+            residual, sinks = min(storage.residual, _SMALL_RESIDUAL), min(storage.sinks, _SMALL_SINKS)
+            return replace(storage, residual=residual, sinks=sinks)
+        case PerChannel():
+            sinks = min(storage.sinks, _SMALL_SINKS)
+            return replace(storage, group=_SMALL_RESIDUAL // 2, residual=_SMALL_RESIDUAL, sinks=sinks)
+        case _:
+            return storage

@@ -1,0 +1,162 @@
+"""The table of tile sizes: every case has an entry, the tile fits, and what was measured comes first."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton import config as module
+from kvcompile.kernels.triton.config import (
+    INTERPRETER,
+    Case,
+    Config,
+    Device,
+    bits_of,
+    case_of,
+    config,
+    device_of,
+    found,
+    table_of,
+)
+from kvcompile.kernels.triton.spec import Role
+from kvcompile.layouts import Affine, CacheLayout, Fp8, InKeys, Int8, ModelDtype, Paged, PerChannel, Rotated
+
+H200 = Device("NVIDIA H200", 90, 132)
+A100 = Device("NVIDIA A100-SXM4-80GB", 80, 108)
+CPU = device_of(torch.device("cpu"))
+PLAIN = SiteSpec(CacheLayout(), 0.1)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCOMPILE_CACHE_DIR", str(tmp_path))
+    found.cache_clear()
+
+
+@pytest.mark.parametrize("device", [H200, A100, Device("L4", 89, 58), CPU], ids=lambda device: device.name)
+def test_every_case_has_an_entry_that_fits(device: Device) -> None:
+    for role, bits, dim, rows, page in product(
+        get_args(Role), (32, 16, 8, 4, 2), (16, 64, 80, 128, 256, 576), (1, 4, 16, 71), (0, 16, 64, 128)
+    ):
+        case = Case(role, bits, dim, rows, page)
+        own = config(case, PLAIN, device)
+        assert own.source.startswith("heuristic: ")
+        for size in (own.block_m, own.block_n, own.num_warps):
+            assert size & (size - 1) == 0, case
+        assert own.block_n >= 16 and own.block_m >= 16 and own.num_stages >= 1
+        if role == "decode":
+            assert own.block_m >= rows
+            tile = own.block_n * dim * 2 * max(bits, 8) // 8
+            assert tile * max(own.num_stages - 1, 1) <= device.shared or own.block_n == 16, case
+
+
+def test_conditions() -> None:
+    case = Case("decode", 8, 128, 4, page=128)
+    holds = module._holds
+    assert holds({}, case, H200) and holds({"arch": 90, "device": "NVIDIA H200"}, case, H200)
+    assert not holds({"arch": 90}, case, A100)
+    assert holds({"bits": [4, 8], "page": {"min": 128}}, case, H200)
+    assert not holds({"page": {"max": 127}}, case, H200) and not holds({"bits": [4, 16]}, case, H200)
+    with pytest.raises(KeyError):
+        holds({"head": 1}, case, H200)
+
+
+def test_bits_of_storages() -> None:
+    dtype = torch.bfloat16
+    expected = {
+        ModelDtype(): 16,
+        Fp8(): 8,
+        Int8(): 8,
+        Affine(4, 32): 4,
+        Affine(2, 32): 2,
+        Affine(3, 32): 3,
+        PerChannel(4, 32, 128): 4,
+        Rotated(Int8()): 8,
+    }
+    assert {storage: bits_of(storage, 128, dtype) for storage in expected} == expected
+
+
+def test_case_of_a_site() -> None:
+    site = SiteSpec(CacheLayout(Int8(), ModelDtype(), Paged(64)), 0.1)
+    assert case_of("decode", site, 32, 8, 128, 64, torch.float16) == Case("decode", 8, 128, 4, 64)
+
+
+def test_a_tile_is_one_group_of_tokens() -> None:
+    """Scales per channel are folded into the queries once a tile, so a tile must not hold two groups."""
+    for group, expected in ((32, 32), (64, 64), (48, 32), (256, 128)):
+        site = SiteSpec(CacheLayout(PerChannel(4, group, group), Affine(4)), 0.1)
+        assert (
+            config(case_of("decode", site, 32, 8, 128, 128, torch.bfloat16), site, H200).block_n == expected
+        )
+
+
+@pytest.mark.parametrize(
+    ("page", "expected"), [(0, 128), (16, 128), (64, 64), (96, 128), (128, 128), (256, 128)]
+)
+def test_a_tile_lies_in_one_page_where_that_is_not_too_small(page: int, expected: int) -> None:
+    assert config(Case("decode", 8, 128, 4, page), PLAIN, H200).block_n == expected
+
+
+def test_latent_rows_count_once() -> None:
+    site = SiteSpec(CacheLayout(values=InKeys(512)), 0.1)
+    case = case_of("decode", site, 16, 1, 576, 512, torch.bfloat16)
+    shared, apart = config(case, site, A100), config(case, PLAIN, A100)
+    assert shared.block_n * shared.num_stages > apart.block_n * apart.num_stages
+
+
+def test_splits_fill_the_device_and_no_more() -> None:
+    own = Config(waves=2.0)
+    assert own.splits(H200, programs=8, tiles=512) == 33  # 264 programs of 8
+    assert own.splits(H200, programs=1, tiles=64) == 64  # no share without a tile
+    assert own.splits(H200, programs=4096, tiles=64) == 1
+
+
+def test_splits_of_symbols() -> None:
+    """A batch that is not known when the graph is made."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def sized(x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty(Config(waves=2.0).splits(H200, x.shape[0] * 8, 512))
+
+    graph = make_fx(sized, tracing_mode="symbolic")(torch.empty(3))
+    for batch in (1, 2, 5):
+        assert graph(torch.empty(batch)).shape[0] == Config(waves=2.0).splits(H200, batch * 8, 512)
+
+
+def test_what_was_measured_comes_first() -> None:
+    case = Case("decode", 16, 128, 4)
+    entry = {
+        "when": {"role": "decode", "bits": 16},
+        "use": {"block_n": 128, "num_warps": 8},
+        "source": "measured on NVIDIA H200",
+    }
+    path = table_of(H200)
+    assert path.name == "nvidia-h200.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"entries": [entry]}))
+    assert found(case, H200) == Config(block_n=128, num_warps=8, source="measured on NVIDIA H200")
+    assert found(case, A100).source.startswith("heuristic: ")
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"entries": [{"when": {}, "use": {"block": 1}, "source": ""}]}']
+)
+def test_a_broken_table_is_an_error(text: str) -> None:
+    path = table_of(H200)
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with pytest.raises(
+        ValueError, match=r"nvidia-h200\.json: no table of configurations .* run kvcompile tune"
+    ):
+        found(Case("decode", 16, 128, 4), H200)
+
+
+def test_the_interpreter_is_a_device_of_its_own() -> None:
+    assert CPU.arch == INTERPRETER
+    assert config(Case("decode", 16, 64, 3), PLAIN, CPU).block_n == 16
