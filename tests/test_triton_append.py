@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from kvcompile.kernels import codec, recent, reference
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.triton import ops_write  # noqa: F401  (registers the ops)
+from kvcompile.kernels.triton.append import generate
 from kvcompile.layouts import (
     Affine,
     CacheLayout,
@@ -25,7 +27,9 @@ from kvcompile.layouts import (
     ModelDtype,
     Paged,
     PerChannel,
+    Placement,
     Recent,
+    Retention,
     Ring,
     Rotated,
     Scored,
@@ -108,7 +112,12 @@ def of_padding(site: Site, name: str, part: Tensor, positions: Tensor, table: Te
 
 
 def check_same(
-    site: Site, ours: list[Tensor], theirs: list[Tensor], before: list[Tensor], positions: Tensor, table: Tensor | None
+    site: Site,
+    ours: list[Tensor],
+    theirs: list[Tensor],
+    before: list[Tensor],
+    positions: Tensor,
+    table: Tensor | None,
 ) -> None:
     for name, mine, other, old in zip(names(site.layout, site), ours, theirs, before, strict=True):
         storage = site.layout.keys if name.startswith("keys") else site.layout.values
@@ -120,7 +129,9 @@ def check_same(
         assert not (differs(mine, old) & padding & differs(other, old)).any(), f"{name}: padding was written"
 
 
-def run(site: Site, chunks: list[int], padding: list[int], seed: int = 0, size: float = 1.0, block_n: int = 4) -> None:
+def run(
+    site: Site, chunks: list[int], padding: list[int], seed: int = 0, size: float = 1.0, block_n: int = 4
+) -> None:
     """Tokens in chunks: each by the kernel, from the state that the reference has left."""
     batch, layout = len(padding), site.layout
     buffers, table = site.buffers(batch)
@@ -148,9 +159,195 @@ def run(site: Site, chunks: list[int], padding: list[int], seed: int = 0, size: 
         seen = positions[:, -1] + 1
 
 
-@pytest.mark.parametrize("storage", STORAGES, ids=str)
-def test_every_storage_is_written_as_the_reference_does(storage: Storage) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        values = Int8() if storage == ModelDtype() else ModelDtype()
-        run(Site(CacheLayout(storage, values), dtype=dtype), [6, 1, 1, 9], [0, 8])
-        run(Site(CacheLayout(values, storage, Ring(), SinkWindow(3, 6)), (8, 24), dtype), [7, 1, 9], [0, 2])
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+
+@pytest.mark.parametrize("number", range(len(STORAGES)), ids=[str(storage) for storage in STORAGES])
+def test_every_storage_is_written_as_the_reference_does(number: int) -> None:
+    """As keys and as values, with dims that are a power of two and with others."""
+    storage, dtype = STORAGES[number], DTYPES[number % 3]
+    run(Site(CacheLayout(storage, storage), (16, 24), dtype), [6, 1], [0, 2], block_n=16)
+    other = DTYPES[(number + 1) % 3]
+    run(
+        Site(CacheLayout(ModelDtype(), storage, Ring(), SinkWindow(3, 6)), (8, 8), other),
+        [10, 1],
+        [4, 0],
+        block_n=16,
+    )
+
+
+@pytest.mark.parametrize("placed", PLACED, ids=lambda placed: f"{placed[0]}-{placed[1]}")
+def test_every_placement_is_written_as_the_reference_does(placed: tuple[Placement, Retention]) -> None:
+    """Tokens in several tiles, of which some are all padding, and rings that go round within one call."""
+    layout = CacheLayout(Recent(Int8(), 4, 2), Affine(2), *placed)
+    run(Site(layout, (8, 16)), [13, 1, 4], [0, 7])
+    run(Site(layout, (8, 16)), [2, 5, 1], [0, 4])
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    keys=st.sampled_from([s for s in STORAGES if as_kept(s).sinks <= 3]),
+    values=st.sampled_from([*(s for s in STORAGES if s.sinks <= 3), InKeys(8)]),
+    placed=st.sampled_from(PLACED),
+    dims=st.sampled_from([(16, 8), (24, 16), (8, 40), (48, 16)]),
+    dtype=st.sampled_from(DTYPES),
+    chunks=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    padding=st.lists(st.integers(0, 9), min_size=1, max_size=2),
+    size=st.sampled_from((1e-3, 1.0, 50.0)),
+    seed=st.integers(0, 99),
+)
+def test_any_layout_and_chunks_are_written_as_the_reference_does(
+    keys: Storage,
+    values: Storage,
+    placed: tuple[Placement, Retention],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    chunks: list[int],
+    padding: list[int],
+    size: float,
+    seed: int,
+) -> None:
+    layout = CacheLayout(keys, values, *placed)
+    if layout.check() is not None:
+        layout = replace(layout, placement=Contiguous(), retention=Full())
+    run(Site(layout, dims, dtype), chunks, padding, seed, size)
+
+
+@pytest.mark.parametrize("keys", [PerChannel(2, 4, 8), Rotated(PerChannel(4, 4, 4, "float16", 2))], ids=str)
+def test_of_groups_of_tokens_only_the_rows_in_full_are_written(keys: Storage) -> None:
+    run(Site(CacheLayout(keys, Affine(2)), (16, 8)), [6, 1, 3], [0, 2])
+
+
+# ---- queries, RoPE, and what is handed on
+
+
+def tables(count: int, dim: int) -> list[Tensor]:
+    g = torch.Generator().manual_seed(3)
+    return [torch.randn(count, dim, generator=g) for _ in range(2)]
+
+
+FORMS = [
+    RotaryForm("half", 0, 16),
+    RotaryForm("half", 0, 8),
+    RotaryForm("half", 4, 12),
+    RotaryForm("interleaved", 0, 16),
+    RotaryForm("interleaved", 6, 10),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_rope_is_done_first(form: RotaryForm, dtype: torch.dtype) -> None:
+    """q and k turn at their positions, then as the storage turns; what is handed on is what is kept."""
+    layout = CacheLayout(Rotated(Int8()), ModelDtype())
+    site, pads = Site(layout, (16, 8), dtype, form), torch.tensor([0, 3])
+    cos, sin = rope = tables(12, form.rotary_dim)
+    for count in (5, 1):
+        q, k, v = (
+            strided(vectors(i, (2, heads, count, dim), dtype))
+            for i, (heads, dim) in enumerate(((HQ, 16), (HKV, 16), (HKV, 8)))
+        )
+        positions = new_positions(
+            torch.full((2,), 0 if count > 1 else 9), count, pads if count > 1 else pads * 0
+        )
+        buffers, _ = site.buffers(2)
+        theirs, before = ([x.clone() for x in buffers] for _ in range(2))
+        one = ("one",) if count == 1 else ()
+        spec = site.spec("append", "rope", "q_out", "k_out", "v_out", *one, block_n=1 if one else 4)
+        q_out, k_out, v_out = append(q, k, v, buffers, positions, rope, None, None, spec.to_json())
+        turned_q, turned_k = (rotate(x, positions, cos, sin, form=form) for x in (q, k))
+        reference.append(turned_k, v, theirs, positions, positions[:, 0].clamp(min=0), layout)
+        check_same(site, buffers, theirs, before, positions, None)
+        wanted = codec.turned(layout.keys, turned_q)
+        real = (positions >= 0)[:, None, :, None]
+        assert q_out.dtype == (torch.float32 if one else dtype)
+        assert torch.equal(q_out, torch.where(real, wanted, 0.0).to(q_out.dtype))
+        assert torch.equal(k_out, torch.where(real, recent.in_basis(layout.keys, turned_k), 0.0).to(dtype))
+        assert torch.equal(v_out, torch.where(real, v, 0.0).to(dtype))
+
+
+def test_queries_turn_at_their_place_where_keys_are_kept_before_rope() -> None:
+    """rope_q: keys are not touched; in a cache that counts positions, the place is one in the cache."""
+    form = RotaryForm("half", 0, 16)
+    cos, sin = rope = tables(20, 16)
+    retention = SinkWindow(2, 6, "in_cache")
+    layout = CacheLayout(Rotated(Int8()), ModelDtype(), Ring(), retention)
+    for name, count, start in (("capped", 1, 5), ("capped", 1, 15), ("based", 4, 11), ("based", 6, 0)):
+        site = Site(layout, (16, 8), rotary=form)
+        q, k, v = (
+            vectors(i, (2, h, count, d), torch.float32)
+            for i, (h, d) in enumerate(((HQ, 16), (HKV, 16), (HKV, 8)))
+        )
+        positions = new_positions(torch.tensor([start, 0]), count, torch.tensor([0, 2 if count > 1 else 0]))
+        buffers, _ = site.buffers(2)
+        theirs, before = ([x.clone() for x in buffers] for _ in range(2))
+        one = ("one",) if count == 1 else ()
+        spec = site.spec("append", "rope_q", name, "q_out", *one)
+        (q_out,) = append(q, k, v, buffers, positions, rope, None, None, spec.to_json())
+        seen = positions[:, :1].clamp(min=0)
+        place = positions.clamp(max=7) if name == "capped" else positions - (seen - 8).clamp(min=0)
+        wanted = torch.where((positions >= 0)[:, None, :, None], rotate(q, place, cos, sin, form=form), 0.0)
+        assert torch.equal(q_out, wanted)
+        reference.append(k, v, theirs, positions, seen[:, 0], layout)
+        check_same(site, buffers, theirs, before, positions, None)
+
+
+def test_new_tokens_that_are_kept_already_are_not_turned_again() -> None:
+    """only_full with in_basis: the rows in full from what another launch has handed on."""
+    layout = CacheLayout(Rotated(Recent(Int8(), 4, 1)), Rotated(Recent(Fp8(), 3)))
+    site = Site(layout, (16, 24))
+    k, v = (vectors(i, (1, HKV, 7, d), torch.float32) for i, d in enumerate(site.dims))
+    positions = torch.arange(7)[None]
+    (ours, _), (theirs, _) = site.buffers(1), site.buffers(1)
+    spec = site.spec("append", "full_sinks", "k_out", "v_out")
+    k_out, v_out = append(None, k, v, ours, positions, [], None, None, spec.to_json())
+    spec = site.spec("append", "only_full", "in_basis")
+    append(None, k_out, v_out, ours, positions, [], None, None, spec.to_json())
+    seen = torch.zeros(1, dtype=torch.long)
+    reference.append(k, v, theirs, positions, seen, layout)
+    reference._append_recent(k, v, theirs, positions, seen, layout)
+    assert all(torch.equal(as_bits(a), as_bits(b)) for a, b in zip(ours, theirs, strict=True))
+
+
+# ---- slots that scores choose
+
+
+@pytest.mark.parametrize("granularity", ["kv_head", "layer"])
+@pytest.mark.parametrize("placement", [Slots(), Paged(8)], ids=str)
+def test_scored_layouts_write_to_the_slots_that_are_given(placement: Placement, granularity: str) -> None:
+    """-1 and padding: nowhere. KV heads have slots of their own, or the same."""
+    layout = CacheLayout(Recent(Int8(), 2), Affine(4), placement, Scored(1, 6, 3, granularity=granularity))
+    site, g = Site(layout, (16, 8)), torch.Generator().manual_seed(1)
+    heads = HKV if granularity == "kv_head" else 1
+    for count in (6, 1):
+        k, v = (vectors(i, (2, HKV, count, d), torch.float32) for i, d in enumerate(site.dims))
+        positions = new_positions(torch.tensor([20, 0]), count, torch.tensor([0, 2 if count > 1 else 0]))
+        slots = torch.stack([torch.randperm(10, generator=g)[:count] for _ in range(2 * heads)])
+        slots = slots.view(2, heads, count).to(torch.int32)
+        if count > 1:
+            slots[0, :, 2] = -1
+        ours, table = site.buffers(2)
+        theirs = [x.clone() for x in ours]
+        one = ("one",) if count == 1 else ()
+        spec = site.spec("append", "full", *one)
+        append(None, k, v, ours, positions, [], slots, table, spec.to_json())
+        x = {"keys": (k, layout.keys), "values": (v, layout.values)}
+        for name, buffer in zip(names(layout, site)[:-2], theirs[:-2], strict=True):
+            vector, storage = x[name.split(".")[0]]
+            own = [part.name for part in storage.parts(8, torch.float32)].index(name.split(".")[1])
+            if name.endswith("full"):
+                recent.append(storage, vector, [buffer], positions, positions[:, 0].clamp(min=0))
+                continue
+            encoded = recent.settled(storage, vector, [buffer], positions)[1][own]
+            for b, h, s in itertools.product(range(2), range(HKV), range(count)):
+                slot = int(slots[b, min(h, heads - 1), s])
+                if slot >= 0 and positions[b, s] >= 0:
+                    at = (b, h, slot) if table is None else (int(table[b, slot // 8]), h, slot % 8)
+                    buffer[at] = encoded[b, h, s]
+        for name, a, b in zip(names(layout, site), ours, theirs, strict=True):
+            assert torch.equal(as_bits(a), as_bits(b)), name
+
+
+def test_options_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="append knows no options \\['no_such'\\]"):
+        generate(Site(CacheLayout()).spec("append", "no_such"))

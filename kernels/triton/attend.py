@@ -12,7 +12,10 @@ Options of the two roles
     new           prefill: the new tokens are not in the slots; they come as a source of their own
     interpreted   see `dots.py`
     one_bias      the site's bias has one head
-    rope_k        keys are stored before RoPE: they turn when they are read, at their place
+    q_fp32        queries come in float32
+
+Keys that are stored before RoPE (`layout.rotates_on_read`) turn when they are read; queries come turned, and once more
+as `q_sinks` where they turn at other places toward sinks (`places.py`).
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcompile.kernels.triton import dots, helpers, scores, seen
+from kvcompile.kernels.triton import dots, helpers, places, scores, seen
 from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.combine import weighed
 from kvcompile.kernels.triton.full import InFull
 from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, TensorParam
-from kvcompile.kernels.triton.pieces import between
+from kvcompile.kernels.triton.pieces import between, in_pairs, paired
 from kvcompile.kernels.triton.read import Reader, _edges, reader, settled
 from kvcompile.kernels.triton.rows import Source
 from kvcompile.kernels.triton.spec import KernelSpec
@@ -34,6 +37,7 @@ from kvcompile.kernels.triton.symbolic import printed
 from kvcompile.kernels.triton.values import Values
 from kvcompile.layouts import Contiguous, InKeys, Paged, PerChannel, Ring, Scored
 from kvcompile.layouts import symbols as sy
+from kvcompile.types import RotaryForm
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,20 @@ class Attend:
         return isinstance(self.logical, Contiguous)
 
     @property
+    def rotary(self) -> RotaryForm | None:
+        """How keys turn when they are read, or None."""
+        return self.spec.site.rotary if self.spec.layout.rotates_on_read else None
+
+    @property
+    def two_queries(self) -> bool:
+        return self.rotary is not None and places.two_queries(self.spec, self.many)
+
+    @property
     def keys(self) -> Reader:
-        spec = self.spec
+        spec, form = self.spec, self.rotary
+        if form:
+            pieces = in_pairs(spec.head_dim, form.start, form.rotary_dim, form.style == "interleaved")
+            return reader(spec, "keys", pieces, elementwise=True)
         if not isinstance(spec.layout.values, InKeys):
             return reader(spec, "keys")
         kept = settled(spec.layout.keys)
@@ -137,6 +153,13 @@ class Attend:
             found += [TensorParam("logits", torch.float32)] if "logits" in self.has else []
         if self._needs_token:
             found.append(TensorParam("slots_token", torch.int32))
+        if self._needs_place and isinstance(spec.layout.retention, Scored):
+            found.append(TensorParam("slots_place", torch.int32))
+        if self.two_queries:
+            found.append(TensorParam("q_sinks", self._q_dtype, 4))
+        if self.rotary:
+            tables = [TensorParam(name, torch.float32) for name in ("cos", "sin")]
+            found += [*tables, ScalarParam("table_rows")]
         unique: dict[str, Param] = {param.names[0]: param for param in found}
         return tuple(unique.values())
 
@@ -146,9 +169,16 @@ class Attend:
 
     @property
     def _needs_token(self) -> bool:
-        return isinstance(self.spec.layout.retention, Scored) and (
-            self.mixed or self.spec.site.score.bias is not None
-        )
+        return isinstance(self.spec.layout.retention, Scored) and (self.mixed or self._needs_key)
+
+    @property
+    def _needs_key(self) -> bool:
+        """Whether more than a mask asks where a key is."""
+        return self.spec.site.score.bias is not None or self.rotary is not None
+
+    @property
+    def _needs_place(self) -> bool:
+        return self._needs_key and self.spec.layout.retention.in_cache
 
     # ---- before the loops
 
@@ -166,9 +196,14 @@ class Attend:
         for index, piece in enumerate(keys.pieces):
             guard = "real[:, None]" + ("" if piece.whole else f" & (kc{index} < {piece.stop})")
             loaded.append(f"q{index} = tl.load(q_ptr + {at} + kc{index}, mask={guard}, other=0.0)")
+            if self.two_queries:
+                own = at.replace("q_s", "q_sinks_s")
+                loaded.append(f"q{index}_sinks = tl.load(q_sinks_ptr + {own} + kc{index}, mask={guard}, other=0.0)")
         lines += loaded
+        kind = f"tl.{dots.of_model(spec)}"
+        if self.two_queries:
+            lines += [f"q{index}_sinks = q{index}_sinks.to({kind})" for index in range(len(keys.pieces))]
         if rows:
-            kind = f"tl.{dots.of_model(spec)}"
             lines += [f"q{index}_full = q{index}.to({kind})" for index in range(len(keys.pieces))]
         every = range(len(keys.pieces))
         if normal:
@@ -190,6 +225,7 @@ class Attend:
         for part in self.readers:
             if part.fixed_scale:
                 lines.append(f"{part.side}_scale = tl.load({part.side}_scale_ptr + batch * {spec.num_kv_heads} + head)")
+        lines += places.prologue(spec, self.many)
         lines += scores.prologue(spec, self._names)
         return lines
 
@@ -200,13 +236,7 @@ class Attend:
 
     @property
     def _names(self) -> dict[str, str]:
-        return {
-            "heads": "heads",
-            "real": "real",
-            "query": "position",
-            "key": "key",
-            "query_is_scalar": "" if self.many else "yes",
-        }
+        return {"heads": "heads", "real": "real", **places.names(self.spec, self.many)}
 
     # ---- the tiles
 
@@ -236,8 +266,10 @@ class Attend:
         if masked:
             first = "tl.maximum(-first, 0)" if source.prefix else ""
             lines.append("inside = (start + n) < end" if not first else f"inside = ((start + n) < end) & ((start + n) >= {first})")
-        if masked or self.spec.site.score.bias is not None:
+        if masked or self._needs_key:
             lines += self._key(source, masked)
+        if self._needs_place:
+            lines += places.of_keys(self.spec, bool(source.prefix), masked)
         lines += source.located([part.group for part in self.readers], masked)
         if mixed:
             for side in ("keys", "values"):
@@ -294,6 +326,28 @@ class Attend:
         lines += part.load(source, masked)
         if rows:
             lines += ["inside = every", *rows.load()]
+        if side == "keys" and self.rotary:
+            lines += self._turned(self.rotary, ["", "_full"] if rows else [""], masked)
+        return lines
+
+    def _turned(self, form: RotaryForm, kinds: list[str], masked: bool) -> list[str]:
+        """Lines that turn the keys, of all `kinds`, to their place (kernels/rope.py)."""
+        place = "place" if self.spec.layout.retention.in_cache else "key"
+        lines = [f"turn = (tl.minimum(tl.maximum({place}, 0), table_rows - 1) * {form.rotary_dim})[:, None]"]
+        kind = f"tl.{self.keys.dot}"
+        for a in range(0, paired(form.rotary_dim), 2):
+            for index in (a, a + 1):
+                channel = f"kc{index} - {form.start}" if form.start else f"kc{index}"
+                whole = self.keys.pieces[index].whole
+                guard = "" if whole else f", mask=kc{index} < {self.keys.pieces[index].stop}, other=0.0"
+                lines += [f"{t}{index} = tl.load({t}_ptr + turn + {channel}{guard})" for t in ("cos", "sin")]
+            for kept in kinds:
+                one, other = f"k{a}{kept}", f"k{a + 1}{kept}"
+                lines += [
+                    f"a, b = {one}.to(tl.float32), {other}.to(tl.float32)",
+                    f"{one} = (a * cos{a} - b * sin{a}).to({kind})",
+                    f"{other} = (b * cos{a + 1} + a * sin{a + 1}).to({kind})",
+                ]
         return lines
 
     def _products(self, source: Source, masked: bool) -> list[str]:
@@ -332,6 +386,22 @@ class Attend:
                 lines.append(f"f = {dot(f'q{index}_full', f'k{index}_full', 'f' if index else None, ieee)}")
             flag = rows.flag if self.many else f"{rows.flag}[None, :]"
             lines.append(f"s = tl.where({flag}, f * {scores.factor(spec)!r}, s)")
+        if masked and self.two_queries:
+            lines += self._toward_sinks(rows)
+        return lines
+
+    def _toward_sinks(self, rows: InFull | None) -> list[str]:
+        """Lines that replace the scores of sinks by those of queries that turned at their place toward sinks."""
+        ieee = ', input_precision="ieee"' if self.keys.dot == "float32" else ""
+        lines = []
+        for name, kind in (("f", ""), ("g", "_full"))[: 2 if rows else 1]:
+            for index in range(len(self.keys.pieces)):
+                onto = f", {name}" if index else ""
+                lines.append(f"{name} = tl.dot(q{index}_sinks, tl.trans(k{index}{kind}){onto}{ieee})")
+        if rows:
+            lines.append(f"f = tl.where({rows.flag}, g, f)")
+        sinks = self.spec.layout.retention.sinks
+        lines.append(f"s = tl.where((key < {sinks})[None, :], f * {scores.factor(self.spec)!r}, s)")
         return lines
 
     def _softmax(self, masked: bool) -> list[str]:

@@ -18,6 +18,10 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.triton import append as append_role
+from kvcompile.kernels.triton import evict as evict_role
+from kvcompile.kernels.triton import group as group_role
+from kvcompile.kernels.triton import page_copy as page_copy_role
+from kvcompile.kernels.triton import score as score_role
 from kvcompile.kernels.triton.encode.tile import power_of_two
 from kvcompile.kernels.triton.launch import launch
 from kvcompile.kernels.triton.params import TensorParam
@@ -60,7 +64,12 @@ def append(
     own = kernel.spec
     batch, _, tokens, _ = k.shape
     news = {"q": q, "k": k, "v": v}
-    given: dict[str, Tensor | None] = {**news, "positions": positions, "slots": slots, "page_table": page_table}
+    given: dict[str, Tensor | None] = {
+        **news,
+        "positions": positions,
+        "slots": slots,
+        "page_table": page_table,
+    }
     given |= zip(("cos", "sin"), rope, strict=False)
     given |= zip((p.name for side in sides(own) for p in side.params(own)), buffers, strict=False)
     outs: list[Tensor] = []
@@ -78,6 +87,84 @@ def append(
         kernel, append_role.grid(own, batch, tokens), tensors, sizes, num_warps=_warps(own.block_n * width)
     )
     return outs
+
+
+@torch.library.triton_op("kvcompile::triton_group", mutates_args={"buffers"})
+def group(
+    x: Tensor | None, buffers: list[Tensor], positions: Tensor, page_table: Tensor | None, spec: str
+) -> None:
+    """Groups of tokens that the new ones make whole, of one side; see `group.py`.
+
+    Args:
+        x: [B, Hkv, S, D], the new vectors as they are kept; None for one token a sequence.
+        buffers: the site's, as the reference has them.
+        positions, page_table: as for `append`.
+
+    Raises:
+        TypeError: an argument that the kernel needs is missing, or one that it does not is there.
+    """
+    kernel = kernel_of(spec)
+    own = kernel.spec
+    batch, tokens = positions.shape
+    named = dict(zip((p.name for side in sides(own) for p in side.params(own)), buffers, strict=False))
+    parts = [param.name for param in group_role.side_of(own).params(own)]
+    given = {
+        "x": x,
+        "positions": positions,
+        "page_table": page_table,
+        **{name: named[name] for name in parts},
+    }
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    side = group_role.side_of(own)
+    tile = group_role.rows(side) * power_of_two(side.dim)
+    launch(kernel, group_role.grid(own, batch, tokens), tensors, {"tokens": tokens}, num_warps=_warps(tile))
+
+
+@torch.library.triton_op("kvcompile::triton_evict", mutates_args={"token", "score"})
+def evict(token: Tensor, score: Tensor, positions: Tensor, spec: str) -> Tensor:
+    """The slots of one new token a sequence, int32 [B, Hkv or 1, 1], -1 for padding; see `evict.py`.
+
+    Args:
+        token, score: int32 and float32 [B, Hkv or 1, slots]: the new token is noted.
+        positions: int64 [B, 1].
+    """
+    kernel = kernel_of(spec)
+    batch = positions.shape[0]
+    slots = token.new_empty((batch, token.shape[1], 1))
+    tensors = {"token": token, "score": score, "positions": positions, "slots": slots}
+    launch(kernel, evict_role.grid(kernel.spec, batch), tensors, num_warps=_warps(kernel.spec.block_n))
+    return slots
+
+
+@torch.library.triton_op("kvcompile::triton_score", mutates_args={"score"})
+def score(score: Tensor, logits: Tensor, lse: Tensor, positions: Tensor, spec: str) -> None:
+    """What one query a sequence adds to the scores of its slots; see `score.py`.
+
+    Args:
+        score: float32 [B, Hkv or 1, slots].
+        logits: float32 [B, Hkv, G, slots], final, in base 2; -inf: not seen.
+        lse: float32 [B, Hq], the log-sum-exp of a head's logits (and sink), in base 2.
+        positions: int64 [B, 1].
+    """
+    kernel = kernel_of(spec)
+    own = kernel.spec
+    tensors = {"score": score, "logits": logits, "lse": lse, "positions": positions}
+    grid = score_role.grid(own, positions.shape[0])
+    launch(kernel, grid, tensors, num_warps=_warps(own.block_n * power_of_two(own.group)))
+
+
+@torch.library.triton_op("kvcompile::triton_page_copy", mutates_args={"pool"})
+def page_copy(pool: Tensor, sources: Tensor, targets: Tensor, spec: str) -> None:
+    """Pages `targets` of the pool become what `sources` are; see `page_copy.py`.
+
+    Args:
+        pool: [pages, words], dense, of the spec's word.
+        sources, targets: int32 [copies]; no page is in both, and none twice in targets.
+    """
+    kernel = kernel_of(spec)
+    grid = page_copy_role.grid(kernel.spec, sources.shape[0], pool.shape[1])
+    tensors = {"pool": pool, "sources": sources, "targets": targets}
+    launch(kernel, grid, tensors, {"words": pool.shape[1]}, num_warps=_warps(kernel.spec.block_n))
 
 
 def _warps(elements: int) -> int:
