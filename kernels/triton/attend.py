@@ -50,7 +50,7 @@ class Attend:
 
     @property
     def many(self) -> bool:
-        return self.spec.role == "prefill"
+        return self.spec.role != "decode"
 
     @property
     def has(self) -> frozenset[str]:
@@ -134,7 +134,7 @@ class Attend:
 
     def params(self) -> tuple[Param, ...]:
         spec = self.spec
-        found: list[Param] = [TensorParam("q", self._q_dtype, 4)]
+        found: list[Param] = [TensorParam("q", self.q_dtype, 4)]
         for source in self.sources:
             found += source.params
             for part in self.readers:
@@ -151,12 +151,12 @@ class Attend:
         else:
             found += [TensorParam("partial", torch.float32), TensorParam("sums", torch.float32)]
             found += [TensorParam("logits", torch.float32)] if "logits" in self.has else []
-        if self._needs_token:
+        if self.needs_token:
             found.append(TensorParam("slots_token", torch.int32))
-        if self._needs_place and isinstance(spec.layout.retention, Scored):
+        if self.needs_place and isinstance(spec.layout.retention, Scored):
             found.append(TensorParam("slots_place", torch.int32))
         if self.two_queries:
-            found.append(TensorParam("q_sinks", self._q_dtype, 4))
+            found.append(TensorParam("q_sinks", self.q_dtype, 4))
         if self.rotary:
             tables = [TensorParam(name, torch.float32) for name in ("cos", "sin")]
             found += [*tables, ScalarParam("table_rows")]
@@ -164,29 +164,33 @@ class Attend:
         return tuple(unique.values())
 
     @property
-    def _q_dtype(self) -> torch.dtype:
+    def q_dtype(self) -> torch.dtype:
         return torch.float32 if "q_fp32" in self.has else self.spec.torch_dtype
 
     @property
-    def _needs_token(self) -> bool:
-        return isinstance(self.spec.layout.retention, Scored) and (self.mixed or self._needs_key)
+    def needs_token(self) -> bool:
+        return isinstance(self.spec.layout.retention, Scored) and (self.mixed or self.needs_key)
 
     @property
-    def _needs_key(self) -> bool:
+    def needs_key(self) -> bool:
         """Whether more than a mask asks where a key is."""
         return self.spec.site.score.bias is not None or self.rotary is not None
 
     @property
-    def _needs_place(self) -> bool:
-        return self._needs_key and self.spec.layout.retention.in_cache
+    def needs_place(self) -> bool:
+        return self.needs_key and self.spec.layout.retention.in_cache
 
     # ---- before the loops
+
+    def constants(self) -> list[str]:
+        """Lines that define what no query and no tile changes."""
+        lines = [line for part in self.readers for line in part.constants()]
+        return [*lines, *places.prologue(self.spec, self.many)]
 
     def queries(self) -> list[str]:
         """Lines that load the queries' pieces and what belongs to them."""
         spec, keys = self.spec, self.keys
-        lines = keys.constants()
-        lines += [line for part in self.readers[1:] for line in part.constants()]
+        lines: list[str] = []
         at = "batch * q_s0 + heads[:, None] * q_s1"
         at += " + token[:, None] * q_s2" if self.many else ""
         code = f"tl.{keys.dot}"
@@ -225,8 +229,7 @@ class Attend:
         for part in self.readers:
             if part.fixed_scale:
                 lines.append(f"{part.side}_scale = tl.load({part.side}_scale_ptr + batch * {spec.num_kv_heads} + head)")
-        lines += places.prologue(spec, self.many)
-        lines += scores.prologue(spec, self._names)
+        lines += scores.prologue(spec, self.names)
         return lines
 
     @property
@@ -235,7 +238,7 @@ class Attend:
         return self.keys.dot == "float16" and self.spec.dtype != "float16"
 
     @property
-    def _names(self) -> dict[str, str]:
+    def names(self) -> dict[str, str]:
         return {"heads": "heads", "real": "real", **places.names(self.spec, self.many)}
 
     # ---- the tiles
@@ -264,38 +267,44 @@ class Attend:
         lines: list[str] = []
         mixed = masked and self.mixed
         if masked:
-            first = "tl.maximum(-first, 0)" if source.prefix else ""
-            lines.append("inside = (start + n) < end" if not first else f"inside = ((start + n) < end) & ((start + n) >= {first})")
-        if masked or self._needs_key:
-            lines += self._key(source, masked)
-        if self._needs_place:
+            lines.append(self.inside(source))
+        if masked or self.needs_key:
+            lines += self.key(source, masked)
+        if self.needs_place:
             lines += places.of_keys(self.spec, bool(source.prefix), masked)
         lines += source.located([part.group for part in self.readers], masked)
         if mixed:
             for side in ("keys", "values"):
                 rows = self.full(side)
-                lines += rows.flags() if rows else []
-        lines += self._load(source, "keys", masked)
-        lines += self._products(source, masked)
-        lines += scores.after(self.spec, self._names, masked)
+                lines += [*rows.flags(), *rows.row_flags()] if rows else []
+        lines += self.load(source, "keys", masked)
+        lines += self.products(source, masked)
+        lines += scores.after(self.spec, self.names, masked)
         if masked:
-            found = self._position_masks(source)
-            shape = "inside[None, :]"
-            if found and self.many:
-                shape += " & " + " & ".join(found)
-            elif found:
-                shape = f"(inside & {' & '.join(found)})[None, :]"
-            lines.append(f's = tl.where({shape}, s, float("-inf"))')
+            lines.append(f's = tl.where({self.visible(source)}, s, float("-inf"))')
         if "logits" in self.has:
             at = f"((batch * {self.spec.num_kv_heads} + head) * {self.spec.group} + m[:, None]) * {source.slots}"
             lines.append(f"tl.store(logits_ptr + {at} + (start + n)[None, :], s, mask=real[:, None] & ((start + n) < {source.slots})[None, :])")
         if self.values.reader is not None:
-            lines += self._load(source, "values", masked)
+            lines += self.load(source, "values", masked)
         lines += self._softmax(masked)
         lines += self._weigh(masked)
         return lines
 
-    def _key(self, source: Source, masked: bool) -> list[str]:
+    def inside(self, source: Source) -> str:
+        """The line that defines which slots of a tile hold tokens; new ones may begin with padding."""
+        if source.prefix:
+            return "inside = (start + n < end) & (start + n >= -first)"
+        return "inside = start + n < end"
+
+    def visible(self, source: Source) -> str:
+        """An expression: which keys which queries see, broadcasts against [BLOCK_M, BLOCK_N]."""
+        found = self._position_masks(source)
+        if self.many:
+            return " & ".join(["inside[None, :]", *found])
+        return f"({' & '.join(['inside', *found])})[None, :]" if found else "inside[None, :]"
+
+    def key(self, source: Source, masked: bool) -> list[str]:
         """Lines that define `key` [BLOCK_N], the positions of the tokens in the slots."""
         spec = self.spec
         if source.prefix:
@@ -303,7 +312,7 @@ class Attend:
         if self.ordered:
             return ["key = start + n"]
         if isinstance(spec.layout.retention, Scored):
-            if not self._needs_token:
+            if not self.needs_token:
                 return []
             heads = 1 if spec.layout.retention.granularity == "layer" else spec.num_kv_heads
             row = f"(batch * {heads} + {'0' if heads == 1 else 'head'}) * {spec.layout.slots(None)}"
@@ -313,7 +322,7 @@ class Attend:
         lines = [f"key = {printed(spec.layout.token_at, {sy.slot: '(start + n)', sy.length: length})}"]
         return lines
 
-    def _load(self, source: Source, side: str, masked: bool) -> list[str]:
+    def load(self, source: Source, side: str, masked: bool) -> list[str]:
         part = self.keys if side == "keys" else self.values.of
         rows = self.full(side) if masked else None
         lines: list[str] = []
@@ -350,7 +359,7 @@ class Attend:
                 ]
         return lines
 
-    def _products(self, source: Source, masked: bool) -> list[str]:
+    def products(self, source: Source, masked: bool) -> list[str]:
         spec, keys = self.spec, self.keys
         lines: list[str] = []
         rows = self.full("keys") if masked else None
@@ -520,7 +529,7 @@ def generate(spec: KernelSpec) -> KernelSource:
         spec=spec,
         many=attend.many,
         options=spec.options,
-        queries=attend.queries(),
+        queries=[*attend.constants(), *attend.queries()],
         accumulators=attend.accumulators(),
         loops=loops,
         finish=attend.finish(),

@@ -81,7 +81,7 @@ class Reader:
         import torch
 
         for part in self.storage.parts(self.dim, getattr(torch, self.model)):
-            if part.fixed and part.name == "full":
+            if part.fixed and (part.name == "full" or source.prefix):
                 continue
             dtype = part.dtype
             if dtype.is_floating_point and dtype.itemsize == 1 and self.fp8 == "bits":

@@ -40,7 +40,9 @@ def of_tokens(spec: KernelSpec, one: bool) -> list[str]:
     """Statements that define, of tokens at `pos`, the row `slot` int64 in `first`, and which are `kept`."""
     layout = spec.layout
     lines = []
-    if isinstance(layout.retention, Scored):
+    if "staged" in spec.options:
+        lines += ["slot = token", "kept = real"]
+    elif isinstance(layout.retention, Scored):
         score_head = " + head * slots_s1" if layout.retention.granularity == "kv_head" else ""
         at = f"slots_ptr + batch * slots_s0{score_head} + token"
         lines += [f"slot = tl.load({at}, mask=real, other=-1)", "kept = slot >= 0"]
