@@ -131,14 +131,15 @@ class CachedModel(nn.Module):
         if program.takes_position_ids:
             inputs["position_ids"] = positions if pads is None else positions.clamp(min=0)
         if program.takes_past_length:
-            inputs["past_length"] = torch.tensor(cache.columns, device=self.device)
+            # Filled there: a tensor made of a Python number would be copied, and a copy waits for the device.
+            inputs["past_length"] = torch.full((), cache.columns, dtype=torch.int64, device=self.device)
         if cache.span:
             inputs["span"] = min(cache.span, -(-(cache.columns + tokens) // _SPAN_STEP) * _SPAN_STEP)
         else:
             inputs["span"] = 0
         rows = cache.rows(pads) if program.states or cache.pools else None
         if program.states:
-            inputs["rows"] = rows
+            inputs["rows"] = torch.tensor(rows)
         # A chunk in the middle of a prompt still computes one row of logits: the graph has no form without.
         if program.takes_logits_to_keep:
             inputs["logits_to_keep"] = steps[tokens - max(kept, 1) :]
