@@ -30,6 +30,7 @@ LEVELS = {
     "kvcompile.kernels": 3,
     "kvcompile.plan": 4,
     "kvcompile.auto": 5,
+    "kvcompile.step": 5,
     "kvcompile.passes": 5,
     "kvcompile.pipeline": 6,
     "kvcompile.emit": 7,
