@@ -134,7 +134,7 @@ def _params(spec: KernelSpec) -> tuple[Param, ...]:
         found += [part for part in side.params(spec) if _touched(spec, side, part)]
     found.append(TensorParam("positions", torch.int64, 2))
     found += turn.tables() if _form(spec) else ()
-    found += [] if _has(spec, "only_full") else slots.params(spec.layout)
+    found += [] if _has(spec, "only_full") else slots.params(spec)
     return (*found, ScalarParam("tokens"))
 
 
@@ -222,7 +222,7 @@ def _new(spec: KernelSpec, side: Side) -> list[str]:
         return lines
     becomes = encoded(side.settled, spec.dtype, kept)
     lines += [*slots.of_tokens(spec, one), *becomes.lines]
-    where = slots.first(spec.layout)
+    where = slots.first(spec)
     for value in becomes.stores:
         lines += store(parts[value.part], value, where, "slot", "kept", tile.width)
     return lines
