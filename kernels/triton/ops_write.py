@@ -158,13 +158,14 @@ def page_copy(pool: Tensor, sources: Tensor, targets: Tensor, spec: str) -> None
     """Pages `targets` of the pool become what `sources` are; see `page_copy.py`.
 
     Args:
-        pool: [pages, words], dense, of the spec's word.
+        pool: [pages, ...], dense; its pages are seen as the spec's words.
         sources, targets: int32 [copies]; no page is in both, and none twice in targets.
     """
     kernel = kernel_of(spec)
-    grid = page_copy_role.grid(kernel.spec, sources.shape[0], pool.shape[1])
-    tensors = {"pool": pool, "sources": sources, "targets": targets}
-    launch(kernel, grid, tensors, {"words": pool.shape[1]}, num_warps=_warps(kernel.spec.block_n))
+    word, _ = page_copy_role.page_of(kernel.spec)
+    tensors = {"pool": pool.flatten(1).view(word), "sources": sources, "targets": targets}
+    grid = page_copy_role.grid(kernel.spec, sources.shape[0])
+    launch(kernel, grid, tensors, num_warps=_warps(kernel.spec.block_n))
 
 
 def _warps(elements: int) -> int:
