@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,8 @@ from torch import Tensor
 from kvcompile.kernels import codec, recent, reference
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.triton import ops_write  # noqa: F401  (registers the ops)
-from kvcompile.kernels.triton.append import generate
+from kvcompile.kernels.triton.append import block_n, generate
+from kvcompile.kernels.triton.write import limits
 from kvcompile.layouts import (
     Affine,
     CacheLayout,
@@ -348,6 +350,22 @@ def test_scored_layouts_write_to_the_slots_that_are_given(placement: Placement, 
             assert torch.equal(as_bits(a), as_bits(b)), name
 
 
+def test_tiles_hold_fewer_tokens_of_wide_vectors() -> None:
+    assert [block_n(d, 64, False) for d in (16, 64, 128, 192, 576)] == [32, 32, 16, 8, 2]
+    assert block_n(128, 128, True) == 1
+
+
 def test_options_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="append knows no options \\['no_such'\\]"):
         generate(Site(CacheLayout()).spec("append", "no_such"))
+
+
+def test_layouts_that_no_kernel_writes_are_refused_with_the_reason() -> None:
+    layout = CacheLayout(Recent(Affine(4, 24), 2))
+    reason = "keys: int4/g24 has groups of 24 channels, .* use group 16, or 0 for the whole head"
+    assert re.search(reason, str(limits.unsupported(layout, 48, 48, torch.float32)))
+    with pytest.raises(ValueError, match=reason):
+        generate(Site(layout, (48, 48)).spec("append"))
+    assert "not in torch.float64" in str(limits.unsupported(CacheLayout(), 16, 16, torch.float64))
+    for storage in STORAGES:
+        assert limits.unsupported(CacheLayout(storage, storage), 16, 16, torch.bfloat16) is None
