@@ -126,10 +126,15 @@ class Explanation:
         return made
 
     def _totals(self) -> RenderableType:
+        from rich.markup import escape
+
         plan, limits = self.plan, self.plan.limits
         made = table("", "")
         made.show_header = False
         made.add_row("kernels", "\n".join(_kernels(plan)))
+        if plan.step_because:
+            how = "one CUDA graph" if plan.step == "cudagraph" else "region by region"
+            made.add_row("a decode step", f"{how}: {escape(plan.step_because)}")
         if plan.states:
             count = f"{len(plan.states)} module{'s' if len(plan.states) > 1 else ''}"
             made.add_row(

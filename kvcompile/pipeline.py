@@ -27,6 +27,7 @@ from kvcompile.passes.rotation import NotRotary, Rotations
 from kvcompile.plan import Decision, Plan
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.scales import ModelId
+from kvcompile.step import with_step
 from kvcompile.types import AttentionSite, NoMatch, RecurrentState, RopeSpec
 
 log = logging.getLogger(__name__)
@@ -132,7 +133,8 @@ def plan_for(front: Front, recipe: Recipe) -> Plan:
         front.model,
         front.device,
     )
-    return rope_on_append(plan)
+    python = sorted({record.path for record in front.captured.opaques})
+    return with_step(rope_on_append(plan), recipe.compile.mode, front.device, python)
 
 
 def analysis_of(front: Front, plan: Plan) -> Analysis:

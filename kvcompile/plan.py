@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -148,6 +148,8 @@ class Plan:
     states: tuple[RecurrentState, ...] = ()
     scales: str | None = None  # digest of the calibrated scales that it uses
     notes: tuple[str, ...] = ()  # why it was chosen, where `auto` chose it
+    step: Literal["regions", "cudagraph"] = "regions"  # how a decode step runs
+    step_because: str = ""  # where the recipe's mode asks for the latter
 
     @property
     def torch_dtype(self) -> torch.dtype:

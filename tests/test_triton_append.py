@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,11 @@ from torch import Tensor
 
 from kvcompile.kernels import codec, recent, reference
 from kvcompile.kernels.rope import rotate
+from kvcompile.kernels.symbolic import evaluate
 from kvcompile.kernels.triton import ops_write  # noqa: F401  (registers the ops)
-from kvcompile.kernels.triton.append import generate
+from kvcompile.kernels.triton.append import block_n, generate
+from kvcompile.kernels.triton.write import full, limits, slots
+from kvcompile.kernels.triton.write.parts import Side
 from kvcompile.layouts import (
     Affine,
     CacheLayout,
@@ -38,6 +42,7 @@ from kvcompile.layouts import (
     Storage,
     Window,
 )
+from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.storage import as_kept
 from kvcompile.types import RotaryForm
 from tests.triton_write import (
@@ -184,6 +189,26 @@ def test_every_placement_is_written_as_the_reference_does(placed: tuple[Placemen
     run(Site(layout, (8, 16)), [2, 5, 1], [0, 4])
 
 
+@pytest.mark.parametrize("storage", [Recent(Int8(), 4, 3), Recent(Int8(), 3), Recent(Int8(), 0, 4)], ids=str)
+@pytest.mark.parametrize("placed", PLACED, ids=lambda placed: f"{placed[0]}-{placed[1]}")
+def test_every_row_is_written_once(placed: tuple[Placement, Retention], storage: Storage) -> None:
+    """Programs run in any order on a GPU, and in one in the interpreter: it would not show that two write one row."""
+    layout, side = CacheLayout(storage, storage, *placed), Side("keys", storage, 16)
+    for last in range(1, 20):
+        for start in range(max(last - 12, 0), last):
+            pos = torch.arange(start, last + 1)
+            among = {"pos": pos, "last": last, "real": torch.ones_like(pos, dtype=torch.bool)}
+            slots_kept = pos[eval(slots.kept(layout, False), among)]
+            found = evaluate(layout.address, {sy.pos: slots_kept}).tolist()
+            assert len(set(found)) == len(found)
+            assert set(found) == set(evaluate(layout.address, {sy.pos: pos}).tolist())
+            in_full = pos[eval(str(full.stays(side, False, False)), among)]
+            rows = recent.row_of(storage, in_full).tolist()
+            assert len(set(rows)) == len(rows)
+            kept = pos[recent._held(storage, torch.tensor([last + 1]))[0].unsqueeze(1).eq(pos).any(0)]
+            assert torch.equal(in_full, kept)
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     keys=st.sampled_from([s for s in STORAGES if as_kept(s).sinks <= 3]),
@@ -322,15 +347,15 @@ def test_scored_layouts_write_to_the_slots_that_are_given(placement: Placement, 
     for count in (6, 1):
         k, v = (vectors(i, (2, HKV, count, d), torch.float32) for i, d in enumerate(site.dims))
         positions = new_positions(torch.tensor([20, 0]), count, torch.tensor([0, 2 if count > 1 else 0]))
-        slots = torch.stack([torch.randperm(10, generator=g)[:count] for _ in range(2 * heads)])
-        slots = slots.view(2, heads, count).to(torch.int32)
+        places = torch.stack([torch.randperm(10, generator=g)[:count] for _ in range(2 * heads)])
+        places = places.view(2, heads, count).to(torch.int32)
         if count > 1:
-            slots[0, :, 2] = -1
+            places[0, :, 2] = -1
         ours, table = site.buffers(2)
         theirs = [x.clone() for x in ours]
         one = ("one",) if count == 1 else ()
         spec = site.spec("append", "full", *one)
-        append(None, k, v, ours, positions, [], slots, table, spec.to_json())
+        append(None, k, v, ours, positions, [], places, table, spec.to_json())
         x = {"keys": (k, layout.keys), "values": (v, layout.values)}
         for name, buffer in zip(names(layout, site)[:-2], theirs[:-2], strict=True):
             vector, storage = x[name.split(".")[0]]
@@ -340,7 +365,7 @@ def test_scored_layouts_write_to_the_slots_that_are_given(placement: Placement, 
                 continue
             encoded = recent.settled(storage, vector, [buffer], positions)[1][own]
             for b, h, s in itertools.product(range(2), range(HKV), range(count)):
-                slot = int(slots[b, min(h, heads - 1), s])
+                slot = int(places[b, min(h, heads - 1), s])
                 if slot >= 0 and positions[b, s] >= 0:
                     at = (b, h, slot) if table is None else (int(table[b, slot // 8]), h, slot % 8)
                     buffer[at] = encoded[b, h, s]
@@ -348,6 +373,22 @@ def test_scored_layouts_write_to_the_slots_that_are_given(placement: Placement, 
             assert torch.equal(as_bits(a), as_bits(b)), name
 
 
+def test_tiles_hold_fewer_tokens_of_wide_vectors() -> None:
+    assert [block_n(d, 64, False) for d in (16, 64, 128, 192, 576)] == [32, 32, 16, 8, 2]
+    assert block_n(128, 128, True) == 1
+
+
 def test_options_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="append knows no options \\['no_such'\\]"):
         generate(Site(CacheLayout()).spec("append", "no_such"))
+
+
+def test_layouts_that_no_kernel_writes_are_refused_with_the_reason() -> None:
+    layout = CacheLayout(Recent(Affine(4, 24), 2))
+    reason = "keys: int4/g24 has groups of 24 channels, .* use group 16, or 0 for the whole head"
+    assert re.search(reason, str(limits.unsupported(layout, 48, 48, torch.float32)))
+    with pytest.raises(ValueError, match=reason):
+        generate(Site(layout, (48, 48)).spec("append"))
+    assert "not in torch.float64" in str(limits.unsupported(CacheLayout(), 16, 16, torch.float64))
+    for storage in STORAGES:
+        assert limits.unsupported(CacheLayout(storage, storage), 16, 16, torch.bfloat16) is None

@@ -116,15 +116,22 @@ def test_tiles_of_evict_are_whole_where_they_can_be() -> None:
     assert [evict_role.block_n(n) for n in (1, 100, 1024, 100_000)] == [1, 128, 1024, 4096]
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8], ids=str)
-@pytest.mark.parametrize("words", [3, 16, 37])
-def test_pages_are_copied(words: int, dtype: torch.dtype) -> None:
-    pool = torch.randint(0, 200, (9, words), dtype=dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("shape", [(2, 4, 8), (1, 3, 5), (3, 7)], ids=str)
+def test_pages_are_copied(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """As whole words of four bytes where a page is such, else byte by byte."""
+    pool = torch.randint(0, 200, (9, *shape, dtype.itemsize), dtype=torch.uint8).view(dtype).squeeze(-1)
+    before = pool.clone().view(torch.uint8)
     sources, targets = torch.tensor([2, 5, 2]), torch.tensor([1, 8, 4])
-    wanted = pool.clone()
-    wanted[targets] = wanted[sources]
-    spec = Site(WINDOW).spec("page_copy", str(dtype).removeprefix("torch."), block_n=16)
+    option = page_copy_role.words(pool[0].numel() * dtype.itemsize)
+    assert option.startswith("int32") == (pool[0].numel() * dtype.itemsize % 4 == 0)
+    spec = Site(WINDOW).spec("page_copy", option, block_n=16)
     ops.triton_page_copy(pool, sources.int(), targets.int(), spec.to_json())
-    assert torch.equal(pool, wanted)
-    with pytest.raises(ValueError, match="page_copy takes one of the options"):
-        page_copy_role.generate(Site(WINDOW).spec("page_copy"))
+    before[targets] = before[sources]
+    assert torch.equal(pool.view(torch.uint8), before)
+
+
+@pytest.mark.parametrize("options", [(), ("int32",), ("int32[4]", "uint8[16]"), ("int32[4]", "one")], ids=str)
+def test_pages_of_no_size_are_refused(options: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="page_copy takes one option"):
+        page_copy_role.generate(Site(WINDOW).spec("page_copy", *options))

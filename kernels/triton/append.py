@@ -38,7 +38,7 @@ from kvcompile.kernels.triton.helpers import module, stored
 from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, TensorParam
 from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.spec import KernelSpec
-from kvcompile.kernels.triton.write import full, slots, turn
+from kvcompile.kernels.triton.write import full, limits, slots, turn
 from kvcompile.kernels.triton.write.parts import Side, sides, store
 from kvcompile.layouts import ModelDtype, Rotated
 from kvcompile.types import RotaryForm
@@ -73,8 +73,11 @@ def generate(spec: KernelSpec) -> KernelSource:
     """The kernel of a spec of role append.
 
     Raises:
-        ValueError: the spec has options that no append has.
+        ValueError: the spec has options that no append has, or a layout that none writes.
     """
+    reason = limits.unsupported(spec.layout, spec.head_dim, spec.v_head_dim, spec.torch_dtype)
+    if reason is not None:
+        raise ValueError(reason)
     if unknown := set(spec.options) - OPTIONS:
         raise ValueError(f"append knows no options {sorted(unknown)}")
     branches: list[Branch] = []
@@ -134,7 +137,7 @@ def _params(spec: KernelSpec) -> tuple[Param, ...]:
         found += [part for part in side.params(spec) if _touched(spec, side, part)]
     found.append(TensorParam("positions", torch.int64, 2))
     found += turn.tables() if _form(spec) else ()
-    found += [] if _has(spec, "only_full") else slots.params(spec.layout)
+    found += [] if _has(spec, "only_full") else slots.params(spec)
     return (*found, ScalarParam("tokens"))
 
 
@@ -222,7 +225,7 @@ def _new(spec: KernelSpec, side: Side) -> list[str]:
         return lines
     becomes = encoded(side.settled, spec.dtype, kept)
     lines += [*slots.of_tokens(spec, one), *becomes.lines]
-    where = slots.first(spec.layout)
+    where = slots.first(spec)
     for value in becomes.stores:
         lines += store(parts[value.part], value, where, "slot", "kept", tile.width)
     return lines

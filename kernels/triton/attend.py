@@ -226,11 +226,15 @@ class Attend:
             lines += [f"q{index} = q{index}.to(tl.float32)" for index in every]
         else:
             lines += [f"q{index} = q{index}.to({code})" for index in every if normal or keys.dot != spec.dtype]
-        for part in self.readers:
-            if part.fixed_scale:
-                lines.append(f"{part.side}_scale = tl.load({part.side}_scale_ptr + batch * {spec.num_kv_heads} + head)")
+        lines += self.fixed_scale(keys)
         lines += scores.prologue(spec, self.names)
         return lines
+
+    def fixed_scale(self, part: Reader) -> list[str]:
+        """The line that loads the calibrated scale of a head's vectors, where there is one."""
+        if not part.fixed_scale:
+            return []
+        return [f"{part.side}_scale = tl.load({part.side}_scale_ptr + batch * {self.spec.num_kv_heads} + head)"]
 
     @property
     def normalized(self) -> bool:
@@ -522,6 +526,8 @@ def generate(spec: KernelSpec) -> KernelSource:
             }
         )
     name = f"{spec.role}_attention"
+    own = attend.values.reader
+    values_scale = attend.fixed_scale(own) if own else []
     text = rendered(
         "attend.py.jinja",
         name=name,
@@ -529,7 +535,7 @@ def generate(spec: KernelSpec) -> KernelSource:
         spec=spec,
         many=attend.many,
         options=spec.options,
-        queries=[*attend.constants(), *attend.queries()],
+        queries=[*attend.constants(), *attend.queries(), *values_scale],
         accumulators=attend.accumulators(),
         loops=loops,
         finish=attend.finish(),

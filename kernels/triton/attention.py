@@ -31,7 +31,7 @@ from kvcompile.kernels.triton.combine import turns
 from kvcompile.kernels.triton.config import Config, case_of, config, device_of
 from kvcompile.kernels.triton.spec import Fp8Form, KernelSpec, Role
 from kvcompile.kernels.triton.write.parts import sides
-from kvcompile.layouts import Contiguous, Full, InKeys, PerChannel, Rotated, Scored
+from kvcompile.layouts import InKeys, PerChannel, Rotated, Scored
 from kvcompile.layouts.storage import as_kept
 
 _NATIVE_FP8 = 89  # the first architecture that converts fp8
@@ -55,7 +55,7 @@ class Kernels:
         case = case_of(role, self.site, *dims, self.dtype)
         return config(case, self.site, device_of(self.device))
 
-    def spec(self, role: Role, options: Sequence[str] = (), site: SiteSpec | None = None) -> KernelSpec:
+    def spec(self, role: Role, options: Sequence[str] = ()) -> KernelSpec:
         """The spec of a role; options that the device decides are added."""
         own = self.config(role) if role in ("decode", "prefill", "columns") else Config()
         found = [*options, *(["interpreted"] if interpreted() else [])]
@@ -63,7 +63,7 @@ class Kernels:
             found.append("one_bias")
         return KernelSpec(
             role,
-            site or self.site,
+            self.site,
             self.num_qo_heads,
             self.num_kv_heads,
             self.head_dim,
@@ -75,10 +75,10 @@ class Kernels:
             options=tuple(sorted(found)),
         )
 
-    def appends(self, options: Sequence[str], site: SiteSpec | None = None) -> str:
+    def appends(self, options: Sequence[str]) -> str:
         """The spec of an append, as a text."""
         block = append_role.block_n(self.head_dim, self.v_head_dim, "one" in options)
-        return replace(self.spec("append", options, site), block_n=block).to_json()
+        return replace(self.spec("append", options), block_n=block).to_json()
 
     @property
     def fp8(self) -> Fp8Form:
@@ -285,9 +285,6 @@ def staged(call: Call, options: Sequence[str] = ()) -> tuple[Tensor, Tensor, Ten
     Calibrated scales are the cache's own.
     """
     made, layout = call.kernels, call.site.layout
-    site = replace(call.site, layout=replace(layout, placement=Contiguous(), retention=Full()))
-    if call.site.layout.rotates_on_read and not site.layout.before_rope:
-        site = replace(site, layout=replace(site.layout, before_rope=True))
     batch, heads, tokens, _ = call.k.shape
     buffers, new = [], []
     keys = layout.num_key_parts
@@ -304,7 +301,7 @@ def staged(call: Call, options: Sequence[str] = ()) -> tuple[Tensor, Tensor, Ten
             buffers.append(fresh)
             new.append(fresh)
     wanted = ["staged", *made.transforms, *options, *made.outs()]
-    outs = iter(append(replace(call, buffers=buffers, page_table=None), made.appends(wanted, site)))
+    outs = iter(append(replace(call, buffers=buffers, page_table=None), made.appends(wanted)))
     named = ((call.q, "q_out"), (call.k, "k_out"), (call.v, "v_out"))
     q, k, v = (next(outs) if name in wanted else x for x, name in named)
     return q, k, v, new

@@ -91,6 +91,7 @@ def generate(spec: KernelSpec) -> KernelSource:
 def _params(attend: Attend, source: Source) -> tuple[Param, ...]:
     spec, rows = attend.spec, attend.full("keys")
     found: list[Param] = [TensorParam("q", attend.q_dtype, 4), *source.params, *attend.keys.params(source)]
+    found += [TensorParam("keys_scale", torch.float32)] if attend.keys.fixed_scale else []
     found += [TensorParam("positions", torch.int64, 2), TensorParam("lse", torch.float32)]
     found += rows.params if rows else ()
     found += scores.params(spec)

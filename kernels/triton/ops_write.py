@@ -83,9 +83,7 @@ def append(
     tensors = {param.name: given[param.name] for param in wanted if given.get(param.name) is not None}
     sizes = {"tokens": tokens, **({"table_rows": rope[0].shape[0]} if "cos" in tensors else {})}
     width = power_of_two(max(own.head_dim, own.v_head_dim))
-    launch(
-        kernel, append_role.grid(own, batch, tokens), tensors, sizes, num_warps=_warps(own.block_n * width)
-    )
+    launch(kernel, append_role.grid(own, batch, tokens), tensors, sizes, num_warps=warps(own.block_n * width))
     return outs
 
 
@@ -117,7 +115,7 @@ def group(
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     side = group_role.side_of(own)
     tile = group_role.rows(side) * power_of_two(side.dim)
-    launch(kernel, group_role.grid(own, batch, tokens), tensors, {"tokens": tokens}, num_warps=_warps(tile))
+    launch(kernel, group_role.grid(own, batch, tokens), tensors, {"tokens": tokens}, num_warps=warps(tile))
 
 
 @torch.library.triton_op("kvcompile::triton_evict", mutates_args={"token", "score"})
@@ -132,7 +130,7 @@ def evict(token: Tensor, score: Tensor, positions: Tensor, spec: str) -> Tensor:
     batch = positions.shape[0]
     slots = token.new_empty((batch, token.shape[1], 1))
     tensors = {"token": token, "score": score, "positions": positions, "slots": slots}
-    launch(kernel, evict_role.grid(kernel.spec, batch), tensors, num_warps=_warps(kernel.spec.block_n))
+    launch(kernel, evict_role.grid(kernel.spec, batch), tensors, num_warps=warps(kernel.spec.block_n))
     return slots
 
 
@@ -150,7 +148,7 @@ def score(score: Tensor, logits: Tensor, lse: Tensor, positions: Tensor, spec: s
     own = kernel.spec
     tensors = {"score": score, "logits": logits, "lse": lse, "positions": positions}
     grid = score_role.grid(own, positions.shape[0])
-    launch(kernel, grid, tensors, num_warps=_warps(own.block_n * power_of_two(own.group)))
+    launch(kernel, grid, tensors, num_warps=warps(own.block_n * power_of_two(own.group)))
 
 
 @torch.library.triton_op("kvcompile::triton_page_copy", mutates_args={"pool"})
@@ -158,14 +156,16 @@ def page_copy(pool: Tensor, sources: Tensor, targets: Tensor, spec: str) -> None
     """Pages `targets` of the pool become what `sources` are; see `page_copy.py`.
 
     Args:
-        pool: [pages, words], dense, of the spec's word.
+        pool: [pages, ...], dense; its pages are seen as the spec's words.
         sources, targets: int32 [copies]; no page is in both, and none twice in targets.
     """
     kernel = kernel_of(spec)
-    grid = page_copy_role.grid(kernel.spec, sources.shape[0], pool.shape[1])
-    tensors = {"pool": pool, "sources": sources, "targets": targets}
-    launch(kernel, grid, tensors, {"words": pool.shape[1]}, num_warps=_warps(kernel.spec.block_n))
+    word, _ = page_copy_role.page_of(kernel.spec)
+    tensors = {"pool": pool.flatten(1).view(word), "sources": sources, "targets": targets}
+    grid = page_copy_role.grid(kernel.spec, sources.shape[0])
+    launch(kernel, grid, tensors, num_warps=warps(kernel.spec.block_n))
 
 
-def _warps(elements: int) -> int:
+def warps(elements: int) -> int:
+    """Warps of a program whose tile has so many elements."""
     return max(1, min(_MOST_WARPS, elements // _PER_WARP))

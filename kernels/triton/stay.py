@@ -40,7 +40,7 @@ def staying(
     scores = _after(score, gained, tokens, last, retention)
     kept = _kept(tokens, scores, last, slots, retention)
     # Slots that are given up, those that are free last: they fill in order.
-    free = torch.where(held < 0, 2, torch.where(kept[:, :, :slots], 3, 1)).argsort(-1, stable=True)
+    free = torch.where(held < 0, 2, torch.where(kept[:, :, :slots], 3, 1)).argsort(dim=-1, stable=True)
     stays = kept[:, :, slots:]
     rank = (stays.long().cumsum(-1) - 1).clamp(min=0)
     target = free.gather(2, rank.clamp(max=slots - 1))
