@@ -12,7 +12,7 @@ PYTHON ?= python3
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench coverage clean
+.PHONY: help demo test lint bench bench-kernels coverage clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,7 +23,7 @@ MYPY := $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir
 CODE := kvcompile passes kernels recipes
 
 help: ## list the targets
-	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 22
 
 demo: $(READY) ## generate text with a small model and a cache of your choice
 	@$(BIN)/python examples/generate.py $(ARGS)
@@ -43,6 +43,9 @@ lint: $(READY) ## ruff check, ruff format --check, mypy --strict
 
 bench: $(READY) ## decode speed and memory of each recipe against the plain model
 	@$(BIN)/python benchmarks/decode.py $(ARGS)
+
+bench-kernels: $(READY) ## generated kernels against the bandwidth and other kernels; needs an NVIDIA GPU
+	@$(BIN)/python benchmarks/kernels.py $(ARGS)
 
 coverage: $(READY) ## every causal-LM type of transformers, tiny; writes docs/coverage.md (about 20 minutes)
 	@$(BIN)/python -m tests.coverage $(ARGS)

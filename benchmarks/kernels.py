@@ -1,8 +1,8 @@
 """Generated attention kernels on a GPU: microseconds, bytes and share of the copy bandwidth, beside other kernels.
 
 Everything stands in one process: the copy bandwidth, our kernels and the peers, each over several copies of its cache
-(`kernel_clock.py`) and in turns; figures are medians. Before it is measured, each case is compared with the reference.
-Attention alone is measured, without the write of the new token, unless a case says so.
+(`kernels/triton/clock.py`) and in turns; figures are medians. Each case is compared with the reference before it is
+measured. Attention alone is measured, without the write of the new token, unless a case says so.
 
     make bench-kernels                        # all cases; a few minutes on an H200
     python benchmarks/kernels.py --only int8 --rounds 50
@@ -16,6 +16,7 @@ import gc
 import os
 import re
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,17 +35,25 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from compile_time import machine
     from kernel_cases import APPENDS, CASES, GOALS, Figure
-    from kernel_clock import copy_bandwidth
+
+    from kvcompile.kernels.triton.clock import copy_bandwidth
 
     device = torch.device("cpu" if options.dry_run else "cuda")
     dtype = torch.float32 if options.dry_run else torch.bfloat16
     cases = [case.tiny() if options.dry_run else case for case in (*CASES, *APPENDS)]
-    chosen = [case for case in cases if options.only in case.name]
+    chosen = [case for case in cases if not options.only or any(text in case.name for text in options.only)]
     bandwidth = copy_bandwidth(device, (1 << 20) if options.dry_run else COPY, options.rounds)
     rows, figures = [], {}
     for case in chosen:
         print(case.name, file=sys.stderr, flush=True)
-        row = measure(case, device, dtype, bandwidth, options)
+        try:
+            row = measure(case, device, dtype, bandwidth, options)
+        except Exception as error:  # the others are measured all the same
+            traceback.print_exc()
+            row = {
+                "case": case.name,
+                "wrong": f"failed: {(str(error) or type(error).__name__).splitlines()[0]}",
+            }
         rows.append(row)
         if "us" in row:
             figures[case.name] = Figure(row["us"], row["bytes"], row["share"])
@@ -69,33 +78,34 @@ def measure(
     case: Any, device: Any, dtype: Any, bandwidth: float, options: argparse.Namespace
 ) -> dict[str, Any]:
     """One case: ours and the peers, in turns."""
-    from kernel_clock import Timed, medians
     from kernel_peers import PEERS, attempt
-    from kernel_problem import Problem
+    from kernel_problem import call_of, dense_of, error_of, problem_of
+
+    from kvcompile.kernels.triton.clock import Timed, medians
 
     if case.name.startswith("append"):
         return measure_append(case, device, dtype, bandwidth, options)
     room = 1 if options.dry_run else ROOM
-    problem = Problem(case, device, dtype, room)
+    problem = problem_of(case, device, dtype, room)
     row: dict[str, Any] = {"case": case.name, "batch": case.batch, "context": case.context}
-    row |= {"heads": list(case.heads), "layout": str(problem.layout), "bytes": problem.bytes}
-    error = problem.error()
+    row |= {"heads": list(case.heads), "layout": str(problem.site.layout), "bytes": problem.bytes}
+    error = error_of(problem)
     limit = LARGEST_ERROR["bf16" if not case.cache else "other"]
     if not error <= limit:
         return row | {
             "wrong": f"relative error {error:.4f} against the reference, at most {limit} is due to rounding"
         }
-    copies = range(len(problem.copies))
-    timed = {"ours": Timed([problem.call(copy) for copy in copies], device)}
+    copies = range(len(problem.caches))
+    timed = {"ours": Timed([call_of(problem, copy) for copy in copies], device)}
     peers: dict[str, Any] = {}
     if case.peers:
-        expected = problem.call(0)()
+        expected = call_of(problem)()
         for name, make in PEERS.items():
-            first = attempt(make, problem.dense(0), expected)
+            first = attempt(make, dense_of(problem), expected)
             if isinstance(first, str):
                 peers[name] = first
                 continue
-            calls = [first, *(make(problem.dense(copy)) for copy in copies[1:])]
+            calls = [first, *(make(dense_of(problem, copy)) for copy in copies[1:])]
             timed[name] = Timed(calls, device)
     found = medians(timed, options.rounds)
     peers |= {
@@ -113,15 +123,15 @@ def measure_append(
     from dataclasses import replace
 
     import torch
-    from kernel_clock import Timed, medians
-    from kernel_problem import Problem
+    from kernel_problem import problem_of
 
     from kvcompile.kernels.triton import append, ops_write
     from kvcompile.kernels.triton.available import interpreted
+    from kvcompile.kernels.triton.clock import Timed, medians
     from kvcompile.kernels.triton.spec import KernelSpec
     from kvcompile.types import RotaryForm
 
-    problem = Problem(case, device, dtype, 1)
+    problem = problem_of(case, device, dtype, 0)
     site = replace(problem.site, rotary=RotaryForm("half", 0, case.dim), share="none", kernels="reference")
     flags = ("one", "rope", "q_out", *(("interpreted",) if interpreted() else ()))
     spec = KernelSpec(
@@ -137,7 +147,7 @@ def measure_append(
     ).to_json()
     turns = torch.rand(max(case.lengths), case.dim, device=device)
     rope = [turns.cos(), turns.sin()]
-    buffers = problem.copies[0]
+    buffers = problem.caches[0]
 
     def call() -> object:
         return ops_write.append(
@@ -147,7 +157,7 @@ def measure_append(
     moved = 2 * problem.q.nbytes + problem.k.nbytes + problem.v.nbytes
     moved += sum(buffer[:, :, :1].nbytes for buffer in buffers)
     row = {"case": case.name, "batch": case.batch, "context": case.context, "heads": list(case.heads)}
-    row |= {"layout": str(problem.layout), "bytes": moved}
+    row |= {"layout": str(problem.site.layout), "bytes": moved}
     found = medians({"ours": Timed([call] * (1 if options.dry_run else 20), device)}, options.rounds)
     return row | figures_of(found["ours"], moved, bandwidth)
 
@@ -224,7 +234,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="cases whose name has this")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="cases whose name has this; repeatable"
+    )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--dry-run", action="store_true", help="tiny, in Triton's interpreter, on the CPU")
     parser.add_argument("--out", help="the file, or its name in benchmarks/results (default: kernels-<GPU>)")
@@ -249,7 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
         update(DOCS, text)
     wrong = [row["case"] for row in result["cases"] if "wrong" in row]
     if wrong:
-        print(f"wrong results: {', '.join(wrong)}", file=sys.stderr)
+        print(f"wrong or failed: {', '.join(wrong)}", file=sys.stderr)
     return 1 if wrong else 0
 
 

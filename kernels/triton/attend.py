@@ -25,12 +25,12 @@ from dataclasses import dataclass
 import torch
 
 from kvcompile.kernels.triton import dots, helpers, places, scores, seen
-from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.combine import weighed
 from kvcompile.kernels.triton.full import InFull
 from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, TensorParam
 from kvcompile.kernels.triton.pieces import between, in_pairs, paired
 from kvcompile.kernels.triton.read import Reader, _edges, reader, settled
+from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.rows import Source
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.symbolic import printed

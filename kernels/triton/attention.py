@@ -26,9 +26,9 @@ from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import append as append_role
 from kvcompile.kernels.triton import ops_attend, ops_write, places
+from kvcompile.kernels.triton.available import interpreted
 from kvcompile.kernels.triton.combine import turns
 from kvcompile.kernels.triton.config import Config, case_of, config, device_of
-from kvcompile.kernels.triton.available import interpreted
 from kvcompile.kernels.triton.spec import Fp8Form, KernelSpec, Role
 from kvcompile.kernels.triton.write.parts import sides
 from kvcompile.layouts import InKeys, PerChannel, Rotated, Scored

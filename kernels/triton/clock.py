@@ -1,4 +1,4 @@
-"""Times of GPU work: CUDA graphs, replayed in turns, medians. On a CPU the same interface with a plain clock.
+"""Times of GPU work: CUDA graphs, replayed in turns, medians. On a CPU the same with a plain clock, for dry runs.
 
 What is timed runs over several copies of its cache, so that the second turn does not read what the first left in the
 L2 cache; a graph holds one call for each copy, so no launch waits for the host.
