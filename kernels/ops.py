@@ -1,10 +1,13 @@
 """`kvcompile::cached_attention`: the op that a rewritten graph has at each attention site.
 
 Its schema says what it mutates; its body is the reference, into which torch.compile and make_fx see through
-(CompositeImplicitAutograd), so Inductor fuses it with what stands around it.
+(CompositeImplicitAutograd), so Inductor fuses it with what stands around it. Sites of generated kernels go to
+`kernels/triton/attention.py`, the only way to Triton from here: without such a site it is never imported.
 """
 
 from __future__ import annotations
+
+import importlib
 
 import torch
 from torch import Tensor
@@ -38,6 +41,24 @@ def _cached_attention(
     page_table: Tensor | None = None,
 ) -> Tensor:
     site = SiteSpec.from_json(spec)
+    if site.kernels == "triton":
+        generated = importlib.import_module("kvcompile.kernels.triton.attention")
+        out: Tensor = generated.cached_attention(
+            q,
+            k,
+            v,
+            list(buffers),
+            positions,
+            seq_lens,
+            list(rope),
+            span,
+            site,
+            sinks,
+            bias,
+            dynamic,
+            page_table,
+        )
+        return out
     if isinstance(site.layout.retention, Scored):
         return scored.cached_attention(
             q, k, v, list(buffers), positions, seq_lens, list(rope), site, sinks, bias, page_table

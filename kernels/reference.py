@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompile.kernels import codec, forms, paged, recent
-from kvcompile.kernels.rope import rotate
+from kvcompile.kernels.rope import rotate, rotated_first
 from kvcompile.kernels.scores import bias_at, grouped, probabilities, soft_capped
 from kvcompile.kernels.sides import as_read, sides, turned_back, weighed
 from kvcompile.kernels.spec import SiteSpec
@@ -51,7 +51,8 @@ def cached_attention(
 
     Args:
         buffers: the layout's parts, K's then V's, each [B, Hkv, slots, ...]; pools of them where it is paged.
-        rope: [cos, sin] tables [P, R] where keys are stored before RoPE (q and k are then before it), else [].
+        rope: [cos, sin] tables [P, R] where keys are stored before RoPE, or `spec.rotates_on_append` (q and k are then
+            before it), else [].
         span: slots to read where slots stand in the order of tokens, at least the longest sequence with the new tokens.
         sinks: a logit per query head [Hq] that takes part in the softmax and weighs no value, or None.
         bias: what `spec.score.bias` says is added to the scores, or None.
@@ -60,6 +61,7 @@ def cached_attention(
         page_table: int32 [B, pages], where the layout is paged; see `kernels/paged.py`.
     """
     layout, dtype = spec.layout, q.dtype
+    q, k, rope = rotated_first(q, k, positions, rope, spec)
     new_lens = positions[:, -1] + 1
     one = q.shape[2] == 1
     reading = replace(spec, layout=as_read(layout, bool(rope), q.shape[-1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvcompile.kernels.spec import SiteSpec
 from kvcompile.types import RotaryForm
 
 
@@ -32,3 +33,16 @@ def rotate(
     out = (turned * c + across * s).to(x.dtype)
     parts = [part for part in (before, out, after) if part.shape[-1]]
     return out if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def rotated_first(
+    q: Tensor, k: Tensor, positions: Tensor, rope: list[Tensor], spec: SiteSpec
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """New queries and keys [B, H, S, D] as attention and cache take them, and the tables that are still to be used.
+
+    Where `spec.rotates_on_append`, both are turned here, at their own positions [B, S], and no table is left.
+    """
+    if not spec.rotates_on_append:
+        return q, k, rope
+    q, k = (rotate(x, positions, *rope, form=spec.rotary) for x in (q, k))
+    return q, k, []

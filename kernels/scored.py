@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels import codec, columns, forms, paged, recent
-from kvcompile.kernels.rope import rotate
+from kvcompile.kernels.rope import rotate, rotated_first
 from kvcompile.kernels.scores import bias_by_heads, probabilities, soft_capped
 from kvcompile.kernels.sides import as_read, sides, turned_back, weighed
 from kvcompile.kernels.spec import SiteSpec
@@ -45,6 +45,7 @@ def cached_attention(
     Args: as `reference.cached_attention`; buffers: K's parts, V's, then token and score of each slot.
     """
     layout, dtype = spec.layout, q.dtype
+    q, k, rope = rotated_first(q, k, positions, rope, spec)
     one = q.shape[2] == 1
     reading = replace(spec, layout=as_read(layout, bool(rope), q.shape[-1]))
     if not rope:

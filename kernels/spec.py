@@ -11,6 +11,7 @@ from kvcompile.layouts import CacheLayout
 from kvcompile.types import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 
 Share = Literal["none", "first", "middle", "last"]
+Kernels = Literal["reference", "triton"]
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,11 @@ class SiteSpec:
     sm_scale: factor of the scores before the softmax
     mask:     what the model itself shows of the keys
     score:    softcap, bias and sink logits; the tensors of the last two are arguments of the op
-    rotary:   how its keys rotate, where they are kept before RoPE
+    rotary:   how its keys rotate, where the op does it: when they are read (`layout.rotates_on_read`), or else, with
+              the queries, before they are appended
     share:    its place among the sites that read one cache: what comes before attention is done by the first of
               them, what comes after by the last
+    kernels:  what runs it: PyTorch that Inductor compiles, or generated kernels
     """
 
     layout: CacheLayout
@@ -32,12 +35,19 @@ class SiteSpec:
     score: ScoreSpec = ScoreSpec()
     rotary: RotaryForm | None = None
     share: Share = "none"
+    kernels: Kernels = "reference"
+
+    @property
+    def rotates_on_append(self) -> bool:
+        """Whether the op turns new queries and keys before anything else, so that the cache has keys after RoPE."""
+        return self.rotary is not None and not self.layout.rotates_on_read
 
     def to_json(self) -> str:
         data = {"layout": self.layout.to_dict(), "sm_scale": self.sm_scale, "mask": asdict(self.mask)}
         data |= {} if self.score.plain else {"score": asdict(self.score)}
         data |= {} if self.rotary is None else {"rotary": asdict(self.rotary)}
         data |= {} if self.share == "none" else {"share": self.share}
+        data |= {} if self.kernels == "reference" else {"kernels": self.kernels}
         return json.dumps(data, sort_keys=True)
 
     @staticmethod
@@ -56,4 +66,5 @@ class SiteSpec:
             ScoreSpec(**score),
             rotary,
             data.get("share", "none"),
+            data.get("kernels", "reference"),
         )

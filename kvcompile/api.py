@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from kvcompile.dump import Dump
+from kvcompile.emit.cudagraph import CudaRecorder, StepGraphs
 from kvcompile.emit.executor import Executor, Progress
 from kvcompile.emit.regions import cut
 from kvcompile.kernels import opaque, ops
@@ -93,7 +94,8 @@ def _emit(model: nn.Module, front: Front, plan: Plan, recipe: Recipe, dump: Dump
         lambda node: node.target in (opaque.opaque, opaque.mixer),
     )
     dump.back(model, rewritten, regions, recipe)
-    executor = Executor(regions, recipe.compile.mode)
+    graphs = StepGraphs(CudaRecorder(front.device)) if plan.step == "cudagraph" else None
+    executor = Executor(regions, recipe.compile.mode, graphs)
     program = Program(
         rewritten.caches,
         rewritten.states,

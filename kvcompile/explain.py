@@ -126,9 +126,15 @@ class Explanation:
         return made
 
     def _totals(self) -> RenderableType:
+        from rich.markup import escape
+
         plan, limits = self.plan, self.plan.limits
         made = table("", "")
         made.show_header = False
+        made.add_row("kernels", "\n".join(_kernels(plan)))
+        if plan.step_because:
+            how = "one CUDA graph" if plan.step == "cudagraph" else "region by region"
+            made.add_row("a decode step", f"{how}: {escape(plan.step_because)}")
         if plan.states:
             count = f"{len(plan.states)} module{'s' if len(plan.states) > 1 else ''}"
             made.add_row(
@@ -188,9 +194,24 @@ def _runs(decisions: tuple[Decision, ...], full: bool) -> list[list[Decision]]:
 
     def kind(d: Decision) -> object:
         dims = (d.num_qo_heads, d.num_kv_heads, d.head_dim, d.v_head_dim)
-        return _path(d, True), dims, d.attention, d.layout, d.idiom, d.because
+        return _path(d, True), dims, d.attention, d.layout, d.idiom, d.because, d.ops
 
     return [list(run) for _, run in groupby(decisions, key=kind)]
+
+
+def _kernels(plan: Plan) -> list[str]:
+    """What runs which layers, and why."""
+    from rich.markup import escape
+
+    found: dict[tuple[str, str], list[int]] = {}
+    for d in plan.decisions:
+        found.setdefault((d.kernels, d.kernels_because), []).append(d.layer)
+    return [
+        kernels
+        + ("" if len(found) == 1 else f" in {format_layers(tuple(layers))}")
+        + (f": {escape(because)}" if because else "")
+        for (kernels, because), layers in found.items()
+    ]
 
 
 def _path(decision: Decision, many: bool) -> str:

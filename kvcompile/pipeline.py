@@ -22,10 +22,12 @@ from kvcompile.passes.detect import Detection, detect
 from kvcompile.passes.insert_cache import Rewritten, insert_cache
 from kvcompile.passes.opaque import describe, states_of
 from kvcompile.passes.positions import offset_positions
+from kvcompile.passes.rope_on_append import rope_on_append
 from kvcompile.passes.rotation import NotRotary, Rotations
 from kvcompile.plan import Decision, Plan
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.scales import ModelId
+from kvcompile.step import with_step
 from kvcompile.types import AttentionSite, NoMatch, RecurrentState, RopeSpec
 
 log = logging.getLogger(__name__)
@@ -121,7 +123,7 @@ def plan_for(front: Front, recipe: Recipe) -> Plan:
     if table is not None:
         limits.append((table, "its graph was traced for no more"))
     states = (*states_of(front.captured.opaques), *front.sums)
-    return make_plan(
+    plan = make_plan(
         front.sites,
         recipe,
         front.sites[0].dtype,
@@ -129,7 +131,10 @@ def plan_for(front: Front, recipe: Recipe) -> Plan:
         min(limits, default=None),
         states,
         front.model,
+        front.device,
     )
+    python = sorted({record.path for record in front.captured.opaques})
+    return with_step(rope_on_append(plan), recipe.compile.mode, front.device, python)
 
 
 def analysis_of(front: Front, plan: Plan) -> Analysis:
@@ -171,13 +176,13 @@ def rewrite(front: Front, plan: Plan) -> tuple[Rewritten, dict[str, Tensor]]:
 
 
 def _positions(decision: Decision, plan: Plan) -> int:
-    """How many positions a site rotates keys to when it reads them."""
+    """How many positions the op of a site rotates to."""
     retention = decision.layout.retention
-    if decision.rotary is None:
+    if decision.rotary_in_op is None:
         return 0
     if retention.in_cache:
         return int(retention.budget()) + plan.limits.prefill_chunk + 1
-    assert plan.limits.max_tokens is not None, "the plan refuses keys before RoPE without a limit of tokens"
+    assert plan.limits.max_tokens is not None, "without a limit of tokens the plan refuses keys before RoPE"
     return plan.limits.max_tokens
 
 
@@ -198,7 +203,8 @@ def _tabulate(front: Front, rope: RopeSpec, count: int) -> tuple[Tensor, Tensor]
         raise PlanError(
             "keys that are rotated when they are read need a table of positions (positions: in_cache: the budget + "
             "runtime.prefill_chunk; rope: before: runtime.max_tokens), and the model's rotary embedding cannot be told "
-            f"for {count:,}: {reason}. Make them fewer, or use positions: original and rope: after"
+            f"for {count:,}: {reason}. Make them fewer, or use positions: original and rope: after (and "
+            "KVCOMPILE_DISABLE=rope_on_append where generated kernels run them)"
         ) from error
     return cos, sin
 

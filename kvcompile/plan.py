@@ -9,11 +9,12 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
 
+from kvcompile.kernels.spec import Kernels, Share, SiteSpec
 from kvcompile.layouts import (
     BufferSpec,
     CacheLayout,
@@ -61,6 +62,9 @@ class Decision:
     dynamic: bool = False  # its mask is computed from activations
     mask_rows: tuple[StateSlot, ...] = ()  # what that mask reads of every token, kept beside K and V
     scales: tuple[tuple[str, tuple[float, ...]], ...] = ()  # calibrated, per KV head: ("keys.scale", (...))
+    kernels: Kernels = "reference"  # what runs it
+    kernels_because: str = ""
+    rope_on_append: bool = False  # the op turns new queries and keys, not the graph before it
 
     @property
     def owns(self) -> bool:
@@ -71,6 +75,17 @@ class Decision:
     def rotary(self) -> RotaryForm | None:
         """How keys are turned when they are read; None where they are kept as they are read."""
         return self.rope if self.layout.rotates_on_read else None
+
+    @property
+    def rotary_in_op(self) -> RotaryForm | None:
+        """How the op turns vectors that it is given before RoPE; None where it is given them after."""
+        return self.rope if self.rope_on_append else self.rotary
+
+    def site_spec(self, share: Share = "none") -> SiteSpec:
+        """The site's constants as its op has them; share: its place among the sites that read one cache."""
+        return SiteSpec(
+            self.layout, self.sm_scale, self.mask, self.score, self.rotary_in_op, share, self.kernels
+        )
 
     @property
     def attention(self) -> str:
@@ -105,7 +120,8 @@ class Decision:
         """The roles that run at this site."""
         rope = "rope+" if self.rotary is not None else ""
         attend = f"{rope}attend[K {self.layout.keys}, V {self.layout.values}]"
-        return (f"append[{self.layout.placement}]", attend) if self.owns else (attend,)
+        rope = "rope+" if self.rope_on_append else ""
+        return (f"{rope}append[{self.layout.placement}]", attend) if self.owns else (attend,)
 
     def subs(self, expression: sympy.Expr, itemsize: int) -> sympy.Expr:
         """`expression` with this site's head counts and sizes filled in."""
@@ -132,6 +148,8 @@ class Plan:
     states: tuple[RecurrentState, ...] = ()
     scales: str | None = None  # digest of the calibrated scales that it uses
     notes: tuple[str, ...] = ()  # why it was chosen, where `auto` chose it
+    step: Literal["regions", "cudagraph"] = "regions"  # how a decode step runs
+    step_because: str = ""  # where the recipe's mode asks for the latter
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -227,7 +245,7 @@ class Plan:
         head = f"plan {self.digest()} of recipe {self.recipe} ({self.dtype}, {self.limits})"
         rows = (
             f"  {d.layer:>3} {d.module_path}: {d.num_qo_heads}/{d.num_kv_heads} heads x {d.head_dim}, {d.attention} "
-            f"-> {d.layout}; because {'; '.join(d.because)}"
+            f"-> {d.layout}; because {'; '.join(d.because)}; {d.kernels} kernels"
             for d in self.decisions
         )
         states = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,11 @@ class PassReport:
 
     def __str__(self) -> str:
         return f"{self.name}: {self.matches} matches, {len(self.no_matches)} misses, {self.seconds:.2f} s"
+
+
+def disabled(name: str) -> bool:
+    """Whether KVCOMPILE_DISABLE (names, with commas between) switches a pass off, to bisect."""
+    return name in os.environ.get("KVCOMPILE_DISABLE", "").split(",")
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')

@@ -7,7 +7,8 @@ The result is a pure function of its placeholders but for the cache tensors, whi
     seq_lens [B]       tokens each sequence has seen
     span               slots of contiguous layers to read
     rows [2, B]        on the CPU: padded tokens of each row, tokens it has seen; only with recurrent state
-    rope_{i}_cos/sin   tables [P, R], one pair per embedding of layouts that count positions in the cache
+    rope_{i}_cos/sin   tables [P, R], one pair per embedding that the op turns vectors by: of layouts that keep keys
+                       before it, and of sites that turn them on append
     page_table_{i}     int32 [B, pages], one per group of paged layers that have the same pages (`Plan.page_groups`)
     cache_{layer}_{keys|values}_{part}; cache_{layer}_mask_{i}: what a mask computed from activations keeps
     state_{module}_{slot}  recurrent state [B, ...]; each `kvcompile::opaque` of such a module becomes a `mixer`
@@ -25,8 +26,8 @@ from torch.fx import GraphModule, Node
 
 from kvcompile.kernels import opaque, ops
 from kvcompile.kernels.running_sum import cached_running_sum, running_sum
-from kvcompile.kernels.spec import Share, SiteSpec
-from kvcompile.layouts import PageGroup
+from kvcompile.kernels.spec import Share
+from kvcompile.layouts import InKeys, PageGroup
 from kvcompile.passes import dynamic_mask
 from kvcompile.passes.base import PassReport
 from kvcompile.passes.clean import eliminate_dead_code
@@ -84,7 +85,7 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
     for site, decision in zip(sites, plan.decisions, strict=True):
         rope: list[Node] = []
         q, k = site.q, site.k
-        if decision.rotary is not None:
+        if decision.rotary_in_op is not None:
             assert site.rope is not None, "the plan rotates only what detection found a rotation in"
             table = site.rope.table
             if table not in ropes:
@@ -99,14 +100,7 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
         buffers = owned[decision.kv_source]
         mask_buffers = [placeholder(name) for name in named[of_layout:]]
         caches.append(tuple(node.name for node in (*buffers, *mask_buffers)))
-        spec = SiteSpec(
-            decision.layout,
-            decision.sm_scale,
-            decision.mask,
-            site.score,
-            decision.rotary,
-            _share(decision, plan),
-        )
+        spec = decision.site_spec(_share(decision, plan))
         old = copied[site.out]
         with graph.inserting_before(old):
             extra: dict[str, Any] = {
@@ -116,12 +110,16 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
                 extra["dynamic"] = masks.build(site.dynamic, mask_buffers)
             if decision.kv_source in page_tables:
                 extra["page_table"] = page_tables[decision.kv_source]
+            v = copied[site.v]
+            if decision.rotary_in_op is not None and isinstance(decision.layout.values, InKeys):
+                # Its values are channels of the keys that it keeps; these, after RoPE, would keep RoPE in the graph.
+                v = graph.call_function(torch.ops.aten.slice.Tensor, (copied[k], 3, 0, decision.v_head_dim))
             new = graph.call_function(
                 ops.cached_attention,
                 (
                     copied[q],
                     copied[k],
-                    copied[site.v],
+                    v,
                     buffers,
                     positions,
                     seq_lens,

@@ -83,6 +83,7 @@ _MOVING = _PASSING - frozenset(
         *("mean", "sum", "square", "rms_norm", "linalg_vector_norm", "clamp_min", "clamp", "abs"),
     )
 )
+_AT_ONCE = 2**24  # numbers of all samples that are rotated at once
 _COUNTING = ("cumsum", "cumprod", "logcumsumexp", "running_sum")
 _EXACT = (
     1e-6  # of the size of the values: what is left where a map is not linear, or its table not orthogonal
@@ -388,13 +389,26 @@ class Rotations:
         """cos and sin, float64 [count, rotary_dim], of every position; checked for each. Raises NotRotary."""
         heads, channels = (int(size) for size in (shape(rotation.output)[1], shape(rotation.output)[3]))
         batch = max(2, -(-8 // heads))
+        # A part of the positions at a time: all of a long context, for all heads, would be many GiB.
+        size = max(1, _AT_ONCE // (batch * heads * channels))
+        parts = [
+            self._tabulate(rotation, tables, form, torch.arange(start, min(start + size, count)), batch)
+            for start in range(0, count, size)
+        ]
+        return torch.cat([cos for cos, _ in parts]), torch.cat([sin for _, sin in parts])
+
+    def _tabulate(
+        self, rotation: Rotation, tables: Sequence[Tensor], form: RotaryForm, where: Tensor, batch: int
+    ) -> tuple[Tensor, Tensor]:
+        """`tabulate` for the positions `where`."""
+        channels, count = int(shape(rotation.output)[3]), len(where) + 1
         roots = self.roots(rotation, batch, count)
-        where = torch.arange(count)
+        with_first = torch.cat([torch.zeros(1, dtype=where.dtype), where])
         (y,) = self.run(
-            [rotation.output], rotation, self.at(rotation, tables, where, batch), roots, batch, count
+            [rotation.output], rotation, self.at(rotation, tables, with_first, batch), roots, batch, count
         )
-        y = y.transpose(1, 2).transpose(0, 1).flatten(1, 2)  # [count, samples, D]
-        x = y[0]
+        y = y.transpose(1, 2).transpose(0, 1).flatten(1, 2)  # [1 + positions, samples, D]
+        x, y = y[0], y[1:]
         mixed = x[:, partner(form, channels).to(x.device)]
         # Two unknowns a channel, from all samples: the normal equations, solved by hand.
         xx, xm, mm = (x * x).sum(0), (x * mixed).sum(0), (mixed * mixed).sum(0)

@@ -11,6 +11,7 @@ import kvcompile
 from kvcompile import auto, pipeline
 from kvcompile.errors import PlanError, RecipeError
 from kvcompile.recipe import Recipe
+from kvcompile.recipe.auto import AutoConfig
 from tests.models import tiny_hf
 
 LLAMA_8B: dict[str, Any] = {
@@ -46,6 +47,15 @@ def test_the_first_that_fits(memory: str, options: dict[str, Any], expected: str
     assert cost.fit is not None and cost.bytes <= cost.fit.memory
     assert cost.notes[0].startswith("chosen for 1 sequence of 32,768 tokens")
     assert any(note.startswith(f"{expected}: ") and "the first that fits" in note for note in cost.notes)
+
+
+def test_every_candidate_has_a_turn() -> None:
+    """Of those that keep every token, each takes less than the one before: what does not could never be chosen."""
+    names = AutoConfig(loss="rounding").candidates
+    sizes = [kvcompile.estimate(LLAMA_8B, name, tokens=32768).bytes for name in names]
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert AutoConfig(loss="none").candidates == names[:1]
+    assert AutoConfig(loss="any").candidates[: len(names)] == names
 
 
 def test_more_sequences_need_more() -> None:

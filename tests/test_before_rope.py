@@ -38,8 +38,9 @@ from kvcompile.recipe import Recipe
 from kvcompile.types import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 from kvcompile.verify import check_program, verify
 from tests.models import NanoGPT, TinyLlama, make, tiny_hf
+from tests.runner import run
 from tests.test_kernels import rope_tables
-from tests.test_storage import CHUNKS, D, T, attended, close, inputs
+from tests.test_storage import CHUNKS, D, T, close, inputs
 from tests.test_verify import fronts
 
 STORAGES: list[Any] = [
@@ -88,7 +89,7 @@ def test_any_chunks_equal_the_policy(storage: Any, placed: Any) -> None:
         bias = {} if spec.score.plain else {"bias": torch.tensor([0.1, 0.2, 0.3, 0.4])}
         wanted = policy_attention(*args, spec, ROPE, pads, **bias)
         for chunks in CHUNKS[1:]:
-            close(attended(spec, args, chunks, pads, tuple(ROPE), **bias)[0], wanted, pads)
+            close(run(spec, args, chunks, pads, ROPE, **bias).out, wanted, pads)
 
 
 @pytest.mark.parametrize("storage", [Fp8(), *STORAGES[3:]], ids=str)
@@ -98,7 +99,7 @@ def test_latent_rows_with_a_rotary_part(storage: Any) -> None:
     spec = SiteSpec(CacheLayout(storage, InKeys(40), before_rope=True), 0.125, rotary=form)
     wanted = policy_attention(*args, spec, rope, pads)
     for chunks in CHUNKS[1:]:
-        close(attended(spec, args, chunks, pads, tuple(rope))[0], wanted, pads)
+        close(run(spec, args, chunks, pads, rope).out, wanted, pads)
 
 
 def test_channels_that_stand_out_stay_apart_before_rope() -> None:

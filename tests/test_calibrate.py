@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from functools import lru_cache
@@ -21,7 +22,7 @@ import kvcompile.models
 from kvcompile.api import build
 from kvcompile.cli import app
 from kvcompile.errors import InputError, ModelError, PlanError, RecipeError, VerificationError
-from kvcompile.kernels import codec, ops, rounding
+from kvcompile.kernels import codec, rounding
 from kvcompile.kernels.policy import policy_attention
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
@@ -43,6 +44,7 @@ from kvcompile.recipe import Recipe
 from kvcompile.recipe.scales import Scales
 from kvcompile.verify import check_program, verify
 from tests.models import TinyLlama, make, tiny_hf
+from tests.runner import run
 from tests.test_latent import RANK, ROPE, Latent
 from tests.test_shared_kv import CrossLayer
 
@@ -352,20 +354,10 @@ def test_any_chunks_equal_the_policy(keys: Any, values: Any, retention: Any, cut
         side: known[f"{side}.scale"] if storage.calibration else None
         for side, storage in (("keys", keys), ("values", values))
     }
-    buffers = []
-    for b in layout.buffers(HKV, D, D, q.dtype, T):
-        fill = (
-            tuple(known[b.name].tolist()) if known.get(b.name) is not None and b.shape == (HKV, 1) else None
-        )
-        buffers.append(replace(b, fill=fill).written(torch.full((len(padding), *b.shape), 77, dtype=b.dtype)))
-    seq_lens, outs, start = torch.zeros(len(padding), dtype=torch.long), [], 0
-    for end in [*sorted(set(cuts)), T]:
-        part, size = slice(start, end), end - start
-        positions = seq_lens[:, None] - (pads - start).clamp(0, size)[:, None] + torch.arange(size)
-        own = [x[:, :, part] for x in (q, k, v)]
-        outs.append(ops.cached_attention(*own, buffers, positions, seq_lens, [], end, spec.to_json()))
-        seq_lens, start = positions[:, -1] + 1, end
-    got = torch.cat(outs, 2)
+    edges = [0, *sorted(set(cuts)), T]
+    chunks = [b - a for a, b in itertools.pairwise(edges)]
+    scales = {f"{side}.scale": scale for side, scale in calibrated.items() if scale is not None}
+    got = run(spec, (q, k, v), chunks, pads, scales=scales).out
     wanted = policy_attention(q, k, v, spec, [], pads, scales=(calibrated["keys"], calibrated["values"]))
     real = (torch.arange(T)[None] >= pads[:, None])[:, None, :, None].expand_as(got)
     assert (got - wanted).abs()[real].max() <= 64 * torch.finfo(torch.float32).eps * 4

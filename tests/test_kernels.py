@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompile.kernels import ops  # noqa: F401  (registers the op)
 from kvcompile.kernels.policy import policy_attention
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
@@ -29,6 +28,7 @@ from kvcompile.layouts import (
     Window,
 )
 from kvcompile.types import BiasSpec, MaskSpec, ScoreSpec
+from tests.runner import run
 
 STORAGES = [
     ModelDtype(),
@@ -86,38 +86,8 @@ def run_cached(
     chunks: list[int],
     padding: torch.Tensor,
 ) -> torch.Tensor:
-    batch, total = q.shape[0], q.shape[2]
-    limit = total + 2
-    buffers = [
-        # What a slot holds before it is written must not matter.
-        torch.full((batch, *b.shape), 77, dtype=b.dtype)
-        for b in spec.layout.buffers(HKV, D, DV, q.dtype, limit)
-    ]
     rope = rope_tables(64) if spec.layout.retention.in_cache else []
-    extra = score_tensors(spec)
-    seq_lens, outs, start = torch.zeros(batch, dtype=torch.long), [], 0
-    for size in chunks:
-        part = slice(start, start + size)
-        pads = (padding - start).clamp(0, size)
-        positions = seq_lens[:, None] - pads[:, None] + torch.arange(size)
-        span = min(limit, -(-(start + size) // 8) * 8)
-        outs.append(
-            torch.ops.kvcompile.cached_attention(
-                q[:, :, part],
-                k[:, :, part],
-                v[:, :, part],
-                buffers,
-                positions,
-                seq_lens,
-                rope,
-                span,
-                spec.to_json(),
-                **extra,
-            )
-        )
-        seq_lens = positions[:, -1] + 1
-        start += size
-    return torch.cat(outs, dim=2)
+    return run(spec, (q, k, v), chunks, padding, rope, every=8, **score_tensors(spec)).out
 
 
 def budget(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import Affine, CacheLayout, PerChannel, Recent
-from tests.test_storage import attended
+from tests.runner import run
 
 HEADS, D, T = 2, 64, 90
 
@@ -86,7 +86,7 @@ def test_decode_steps_are_those_of_the_published_algorithm(
     values = Recent(Affine(bits, 32, "float32"), residual)
     spec = SiteSpec(CacheLayout(keys, values), D**-0.5)
     chunks = [prompt] * bool(prompt) + [1] * (T - prompt)
-    ours, _ = attended(spec, [q, k, v], chunks, torch.tensor([0]))
+    ours = run(spec, [q, k, v], chunks, torch.tensor([0])).out
     theirs = Published(k[:, :, :prompt], v[:, :, :prompt], residual, group, 32, bits)
     for i in range(prompt, T):
         token = slice(i, i + 1)

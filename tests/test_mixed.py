@@ -41,8 +41,9 @@ from kvcompile.recipe import Recipe
 from kvcompile.types import RotaryForm
 from kvcompile.verify import check_program, verify
 from tests.models import tiny_hf
+from tests.runner import run
 from tests.test_kernels import check, rope_tables
-from tests.test_storage import CHUNKS, attended, close, inputs
+from tests.test_storage import CHUNKS, close, inputs
 from tests.test_verify import fronts
 
 SINKS: list[Any] = [
@@ -143,7 +144,7 @@ def test_values_in_the_keys(storage: Any) -> None:
         spec = SiteSpec(layout, 0.125, rotary=form if tables else None)
         wanted = policy_attention(*args, spec, tables, pads)
         for chunks in CHUNKS[1:]:
-            close(attended(spec, args, chunks, pads, tuple(tables))[0], wanted, pads)
+            close(run(spec, args, chunks, pads, tables).out, wanted, pads)
 
 
 @pytest.mark.parametrize("storage", [SINKS[0], SINKS[2], Rotated(Recent(Int8(), 4, 3))], ids=str)

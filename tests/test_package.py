@@ -32,6 +32,7 @@ LEVELS = {
     "kvcompile.plan": 4,
     "kvcompile.auto": 5,
     "kvcompile.decide": 5,
+    "kvcompile.step": 5,
     "kvcompile.passes": 5,
     "kvcompile.pipeline": 6,
     "kvcompile.emit": 7,

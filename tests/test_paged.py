@@ -42,6 +42,7 @@ from kvcompile.layouts import (
 from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.storage import as_kept
 from kvcompile.recipe import Recipe
+from tests.runner import run, shuffled
 from tests.test_kernels import rope_tables
 
 STORAGES: list[Any] = [
@@ -75,47 +76,14 @@ def without_pages(layout: CacheLayout) -> CacheLayout:
     return CacheLayout(layout.keys, layout.values, placement, layout.retention)
 
 
-def shuffled(layout: CacheLayout, batch: int, tokens: int, seed: int = 0) -> Tensor:
-    """A page table [batch, pages of a sequence] whose pages stand in no order, among some of nobody."""
-    assert isinstance(layout.placement, Paged)
-    each = -(-layout.slots(tokens) // layout.placement.page_size)
-    order = torch.randperm(batch * each + 3, generator=torch.Generator().manual_seed(seed)) + 1
-    return order[: batch * each].view(batch, each).int()
-
-
-def run(
-    layout: CacheLayout, qkv: Sequence[Tensor], chunks: Sequence[int], padding: Tensor, seed: int = 0
-) -> Tensor:
-    """`cached_attention` over the chunks; a sequence has pages for its own tokens only, as in the runtime."""
-    batch, total = qkv[0].shape[0], qkv[0].shape[2]
-    limit, size = total + 2, getattr(layout.placement, "page_size", 0)
-    table = shuffled(layout, batch, limit, seed) if size else torch.zeros(0)
-    buffers = [
-        torch.full((table.numel() + 4 if b.paged else batch, *b.shape), 77, dtype=b.dtype)
-        for b in layout.buffers(HKV, D, DV, torch.float32, limit)
-    ]
-    rope = rope_tables(64) if layout.retention.in_cache else []
-    text = SiteSpec(layout, D**-0.5).to_json()
-    seq_lens, outs, start = torch.zeros(batch, dtype=torch.long), [], 0
-    for count in chunks:
-        q, k, v = (x[:, :, start : start + count] for x in qkv)
-        positions = seq_lens[:, None] - (padding - start).clamp(0, count)[:, None] + torch.arange(count)
-        span = min(limit, -(-(start + count) // 8) * 8)
-        extra = {}
-        if size:
-            lengths = (positions[:, -1] + 1).clamp(0, layout.slots(limit))
-            has = torch.arange(table.shape[1]) * size < lengths[:, None]
-            extra["page_table"] = torch.where(has, table, 0)
-        outs.append(ops.cached_attention(q, k, v, buffers, positions, seq_lens, rope, span, text, **extra))
-        seq_lens = positions[:, -1] + 1
-        start += count
-    return torch.cat(outs, dim=2)
-
-
 def same(layout: CacheLayout, chunks: Sequence[int], padding: Sequence[int], seed: int = 0) -> None:
     g, total, pads = torch.Generator().manual_seed(seed), sum(chunks), torch.tensor(padding)
     qkv = [torch.randn(len(pads), h, total, d, generator=g) for h, d in ((HQ, D), (HKV, D), (HKV, DV))]
-    wanted, got = (run(lay, qkv, chunks, pads, seed) for lay in (without_pages(layout), layout))
+    rope = rope_tables(64) if layout.retention.in_cache else []
+    wanted, got = (
+        run(SiteSpec(lay, D**-0.5), qkv, chunks, pads, rope, every=8, seed=seed).out
+        for lay in (without_pages(layout), layout)
+    )
     real = (torch.arange(total) >= pads[:, None])[:, None, :, None].expand_as(got)
     assert got.isfinite().all() and torch.equal(got[real], wanted[real])
 

@@ -10,7 +10,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcompile.kernels import ops
 from kvcompile.kernels.policy_scored import scored_attention
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
@@ -35,6 +34,7 @@ from kvcompile.layouts import (
 )
 from kvcompile.types import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 from tests import dictionary
+from tests.runner import run
 
 HQ, HKV, D, DV, T = 4, 2, 32, 32, 36
 STORAGES: tuple[Any, ...] = (
@@ -96,6 +96,10 @@ SCORES = st.sampled_from(
 ANGLES = torch.arange(4 * T, dtype=torch.float64)[:, None] * 10000 ** (-torch.arange(0, D, 2) / D)
 ROPE = [torch.cat([f(ANGLES)] * 2, -1).float() for f in (torch.cos, torch.sin)]
 FORM = RotaryForm("half", 0, D)
+# Both sides round a stored vector to the same bits, so what remains is the op's arithmetic in float32, where the oracle
+# has float64 (the one by scores: another order): sums of D products and of T weights. Results are means of values, so
+# that is a few units in the last place of the largest: 2.4 at most in 3,000 cases of this strategy.
+EPS, WITHIN = torch.finfo(torch.float32).eps, 16
 
 
 @st.composite
@@ -117,44 +121,6 @@ def cases(draw: st.DrawFn) -> tuple[SiteSpec, list[int], int]:
     return SiteSpec(layout, D**-0.5, mask, draw(SCORES), form), chunks, draw(st.integers(0, 6))
 
 
-def run(
-    spec: SiteSpec,
-    qkv: list[Tensor],
-    chunks: list[int],
-    pads: Tensor,
-    scales: dict[str, Tensor],
-    **extra: Any,
-) -> tuple[Tensor, list[Tensor]]:
-    """The op, and what layouts by scores hold after each chunk. What nothing was written to is 77."""
-    layout, batch, limit = spec.layout, len(pads), T + 1
-    if isinstance(layout.placement, Paged):
-        each = -(-layout.slots(limit) // layout.placement.page_size)
-        order = torch.randperm(batch * each, generator=torch.Generator().manual_seed(each)) + 1
-        extra["page_table"] = order.view(batch, each).int()
-    buffers = []
-    for b in layout.buffers(HKV, D, DV, torch.float32, limit):
-        rows = batch * each + 1 if b.paged else batch
-        buffer = torch.full((rows, *b.shape), 77, dtype=b.dtype)
-        if b.name in scales:
-            buffer.copy_(scales[b.name][None, :, None].expand_as(buffer))
-        buffers.append(buffer)
-    rope = ROPE if layout.rotates_on_read else []
-    seq_lens, start = torch.zeros(batch, dtype=torch.int64), 0
-    outs, held = [], []
-    for size in chunks:
-        part = [x[:, :, start : start + size] for x in qkv]
-        positions = (seq_lens - (pads - start).clamp(0, size))[:, None] + torch.arange(size)
-        text = spec.to_json()
-        outs.append(
-            ops.cached_attention(*part, buffers, positions, seq_lens, rope, start + size, text, **extra)
-        )
-        seq_lens, start = positions[:, -1] + 1, start + size
-        if isinstance(layout.retention, Scored):
-            slot = torch.arange(buffers[-2].shape[2])
-            held.append(torch.where(slot < seq_lens[:, None, None], buffers[-2].long(), -1))
-    return torch.cat(outs, 2), held
-
-
 @settings(max_examples=250, deadline=None)
 @given(case=cases(), seed=st.integers(0, 10**6))
 def test_equals_a_dictionary_of_tokens(case: tuple[SiteSpec, list[int], int], seed: int) -> None:
@@ -171,13 +137,15 @@ def test_equals_a_dictionary_of_tokens(case: tuple[SiteSpec, list[int], int], se
         for side, storage in (("keys", layout.keys), ("values", layout.values))
         if storage.calibration is not None
     }
-    got, held = run(spec, qkv, chunks, pads, calibrated, **extra)
-    scales = (calibrated.get("keys.scale"), calibrated.get("values.scale"))
     rope = ROPE if layout.rotates_on_read else []
+    ran = run(spec, qkv, chunks, pads, rope, scales=calibrated, **extra)
+    got = ran.out
+    scales = (calibrated.get("keys.scale"), calibrated.get("values.scale"))
     if isinstance(layout.retention, Scored):
         sinks, bias = extra.get("sinks"), extra.get("bias")
-        wanted, choices = scored_attention(*qkv, spec, rope, chunks, pads, sinks, bias, held, scales)
-        assert all(choice.excess <= 1e-4 for choice in choices)
+        wanted, choices = scored_attention(*qkv, spec, rope, chunks, pads, sinks, bias, ran.held, scales)
+        # Two scores that rounding may confuse differ by what the probabilities in them do.
+        assert all(choice.excess <= 4 * WITHIN * EPS * choice.values.abs().max() for choice in choices)
     else:
         turn = (lambda x, place: turned(x, place)) if rope else None
         rows = []
@@ -187,7 +155,8 @@ def test_equals_a_dictionary_of_tokens(case: tuple[SiteSpec, list[int], int], se
             rows.append(torch.cat([out.new_zeros(HQ, first, DV), out], 1))
         wanted = torch.stack(rows)
     real = (torch.arange(total) >= pads[:, None])[:, None, :, None].expand_as(got)
-    torch.testing.assert_close(got[real].double(), wanted[real].double(), rtol=1e-3, atol=1e-3)
+    error = (got[real].double() - wanted[real].double()).abs().max()
+    assert error <= WITHIN * EPS * qkv[2].abs().max()
 
 
 def turned(x: Tensor, place: int) -> Tensor:

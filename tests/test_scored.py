@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvcompile
-from kvcompile.kernels import columns, ops
+from kvcompile.kernels import columns
 from kvcompile.kernels.policy import policy_attention
 from kvcompile.kernels.policy_scored import scored_attention
 from kvcompile.kernels.spec import SiteSpec
@@ -36,6 +36,7 @@ from kvcompile.layouts import (
 )
 from kvcompile.types import BiasSpec, RotaryForm, ScoreSpec
 from tests.models import tiny_hf
+from tests.runner import run
 from tests.test_kernels import HKV, HQ, D, T, rope_tables, score_tensors
 
 STORAGES = (
@@ -85,48 +86,6 @@ def inputs(seed: int, tokens: int, batch: int = 2, v_dim: int = 32) -> tuple[Ten
     return q, k, torch.randn(batch, HKV, tokens, v_dim, generator=g)
 
 
-def run(
-    spec: SiteSpec,
-    args: tuple[Tensor, ...],
-    chunks: list[int],
-    pads: Tensor,
-    rope: list[Tensor],
-    **extra: Any,
-) -> tuple[Tensor, list[Tensor]]:
-    """The op over `chunks`, and the tokens held after each pass; what no token was written to is 77."""
-    q, k, v = args
-    specs = spec.layout.buffers(k.shape[1], k.shape[3], v.shape[3], q.dtype, None)
-    placement = spec.layout.placement
-    if isinstance(placement, Paged):
-        count = len(q) * int(placement.pages_per_sequence(spec.layout.retention))
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(count)) + 1
-        extra["page_table"] = order.view(len(q), -1).int()
-    buffers = [torch.full((count + 1 if s.paged else len(q), *s.shape), 77, dtype=s.dtype) for s in specs]
-    seq_lens, start, outs, held = torch.zeros(len(q), dtype=torch.int64), 0, [], []
-    for size in chunks:
-        part = slice(start, start + size)
-        positions = (seq_lens - (pads - start).clamp(0, size))[:, None] + torch.arange(size)
-        outs.append(
-            ops.cached_attention(
-                q[:, :, part],
-                k[:, :, part],
-                v[:, :, part],
-                buffers,
-                positions,
-                seq_lens,
-                rope,
-                0,
-                spec.to_json(),
-                **extra,
-            )
-        )
-        seq_lens = positions[:, -1] + 1
-        slots = torch.arange(buffers[-2].shape[2])
-        held.append(torch.where(slots < seq_lens[:, None, None], buffers[-2].long(), -1))
-        start += size
-    return torch.cat(outs, 2), held
-
-
 def close(got: Tensor, wanted: Tensor, pads: Tensor, tolerance: float = 2e-4) -> None:
     for row, pad in enumerate(pads.tolist()):
         torch.testing.assert_close(got[row, :, pad:], wanted[row, :, pad:], rtol=tolerance, atol=tolerance)
@@ -157,12 +116,12 @@ def test_equals_a_dictionary_of_tokens(
     pads = torch.tensor([0, min(pad, tokens - 1)])
     rope = ROPE if retention.in_cache else []
     extra = score_tensors(spec)
-    got, held = run(spec, args, chunks, pads, rope, **extra)
+    ran = run(spec, args, chunks, pads, rope, **extra)
     # Which of two nearly equal scores goes is the op's to say; that they were nearly equal is checked.
     wanted, choices = scored_attention(
-        *args, spec, rope, chunks, pads, extra.get("sinks"), extra.get("bias"), held
+        *args, spec, rope, chunks, pads, extra.get("sinks"), extra.get("bias"), ran.held
     )
-    close(got, wanted, pads)
+    close(ran.out, wanted, pads)
     assert all(choice.excess <= 1e-4 for choice in choices)
 
 
@@ -172,7 +131,7 @@ def test_budget_is_met_exactly(retention: Scored, chunks: list[int], seed: int) 
     """Every head holds min(length, budget) different tokens, sinks and recents among them."""
     spec = SiteSpec(CacheLayout(placement=Slots(), retention=replace(retention, positions="original")), 0.125)
     pads = torch.tensor([0, 2 if sum(chunks) > 2 else 0])
-    _, held = run(spec, inputs(seed, sum(chunks)), chunks, pads, [])
+    held = run(spec, inputs(seed, sum(chunks)), chunks, pads).held
     length = 0
     for size, tokens in zip(chunks, held, strict=True):
         length += size
@@ -194,7 +153,7 @@ def test_budget_as_long_as_the_text_keeps_all(retention: Scored) -> None:
     args, pads = inputs(3, T), torch.tensor([0, 4])
     wanted = policy_attention(*args, full, [], pads)
     for chunks in ([T], [11, *[1] * (T - 11)], [7, 12, 1, 1, 12, 7]):
-        close(run(spec, args, chunks, pads, [])[0], wanted, pads)
+        close(run(spec, args, chunks, pads).out, wanted, pads)
 
 
 def test_no_heavy_hitters_is_a_sink_window() -> None:
@@ -207,8 +166,7 @@ def test_no_heavy_hitters_is_a_sink_window() -> None:
         args, pads = inputs(5, 30), torch.tensor([0, 3])
         chunks = [7, *[1] * 23]
         wanted = policy_attention(*args, SiteSpec(ring, 0.125, rotary=form), rope, pads)
-        got, _ = run(SiteSpec(scored, 0.125, rotary=form), args, chunks, pads, rope)
-        close(got, wanted, pads)
+        close(run(SiteSpec(scored, 0.125, rotary=form), args, chunks, pads, rope).out, wanted, pads)
 
 
 @settings(max_examples=25, deadline=None)
@@ -227,12 +185,12 @@ def test_pages_change_nothing(
     form, rope = (HEADS, ROPE) if retention.in_cache else (None, [])
     args, pads = inputs(8, sum(chunks)), torch.tensor([0, min(pad, sum(chunks) - 1)])
     placements = (Slots(), Paged(page_size))
-    (plain, held), (paged, same) = (
+    plain, paged = (
         run(SiteSpec(CacheLayout(keys, values, p, retention), 0.125, rotary=form), args, chunks, pads, rope)
         for p in placements
     )
-    assert all(torch.equal(a, b) for a, b in zip(held, same, strict=True))
-    close(paged, plain, pads, 0)
+    assert all(torch.equal(a, b) for a, b in zip(plain.held, paged.held, strict=True))
+    close(paged.out, plain.out, pads, 0)
 
 
 def test_of_equal_scores_the_oldest_goes() -> None:
@@ -241,7 +199,7 @@ def test_of_equal_scores_the_oldest_goes() -> None:
     spec = SiteSpec(CacheLayout(placement=Slots(), retention=replace(retention, score="last")), 0.125)
     q, k, v = inputs(1, 9)
     for chunks in ([9], [4, 1, 1, 1, 1, 1]):
-        _, held = run(spec, (q * 0, k, v), chunks, torch.tensor([0, 0]), [])
+        held = run(spec, (q * 0, k, v), chunks, torch.tensor([0, 0])).held
         assert sorted(held[-1][0, 0].tolist()) == [0, 6, 7, 8]
 
 
@@ -256,25 +214,26 @@ def test_values_in_the_keys(storage: Any) -> None:
     q, k, _ = inputs(2, 30)
     args = (q, k[:, :1], k[:, :1, :, :40])
     chunks, pads = [9, 1, 1, 6, *[1] * 13], torch.tensor([0, 4])
-    got, held = run(spec, args, chunks, pads, [])
-    close(got, scored_attention(*args, spec, [], chunks, pads, held=held)[0], pads)
+    ran = run(spec, args, chunks, pads)
+    close(ran.out, scored_attention(*args, spec, [], chunks, pads, held=ran.held)[0], pads)
 
 
 def test_queries_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks only bound the memory: the sums are the same."""
     spec = SiteSpec(CacheLayout(placement=Slots(), retention=replace(H2O, rows=9)), 0.125)
     args, pads = inputs(4, 33), torch.tensor([0, 7])
-    whole, held = run(spec, args, [20, 13], pads, [])
+    whole = run(spec, args, [20, 13], pads)
     monkeypatch.setattr(columns, "_ELEMENTS", 500)
-    parts, same = run(spec, args, [20, 13], pads, [])
-    close(parts, whole, pads, 1e-5)
-    assert all(torch.equal(a.sort(-1).values, b.sort(-1).values) for a, b in zip(held, same, strict=True))
+    parts = run(spec, args, [20, 13], pads)
+    close(parts.out, whole.out, pads, 1e-5)
+    kept = zip(whole.held, parts.held, strict=True)
+    assert all(torch.equal(a.sort(-1).values, b.sort(-1).values) for a, b in kept)
 
 
 def test_an_oracle_that_is_told_what_was_kept_checks_it() -> None:
     spec = SiteSpec(CacheLayout(placement=Slots(), retention=H2O), 0.125)
     args, chunks, pads = inputs(6, 16), [9, 1, 1, 5], torch.tensor([0, 0])
-    _, held = run(spec, args, chunks, pads, [])
+    held = run(spec, args, chunks, pads).held
     wrong = [tokens.clone() for tokens in held]
     recent = wrong[0][0, 0] == 8
     wrong[0][0, 0][recent] = next(t for t in range(8) if t not in held[0][0, 0].tolist())

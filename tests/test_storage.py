@@ -46,6 +46,7 @@ from kvcompile.recipe import Recipe
 from kvcompile.types import RotaryForm
 from kvcompile.verify import check_program, verify
 from tests.models import tiny_hf
+from tests.runner import run
 from tests.test_kernels import rope_tables
 from tests.test_verify import fronts
 
@@ -241,42 +242,6 @@ def test_the_rotation_helps_where_channels_stand_out() -> None:
 HQ, HKV, T = 4, 2, 40
 
 
-def attended(
-    spec: SiteSpec,
-    args: list[Tensor],
-    chunks: list[int],
-    pads: Tensor,
-    rope: tuple[Tensor, ...] = (),
-    **extra: Any,
-) -> tuple[Tensor, list[Tensor]]:
-    """The op over `chunks`, and the buffers after them; what no token was written to is 77."""
-    q, k, v = args
-    limit = q.shape[2] + 2
-    buffers = [
-        torch.full((len(q), *b.shape), 77, dtype=b.dtype)
-        for b in spec.layout.buffers(k.shape[1], k.shape[3], v.shape[3], q.dtype, limit)
-    ]
-    seq_lens, outs, start = torch.zeros(len(q), dtype=torch.long), [], 0
-    for size in chunks:
-        part = slice(start, start + size)
-        positions = seq_lens[:, None] - (pads - start).clamp(0, size)[:, None] + torch.arange(size)
-        step = {name: x[:, :, part, : start + size] if name == "dynamic" else x for name, x in extra.items()}
-        outs.append(
-            ops.cached_attention(
-                *(x[:, :, part] for x in args),
-                buffers,
-                positions,
-                seq_lens,
-                list(rope),
-                start + size,
-                spec.to_json(),
-                **step,
-            )
-        )
-        seq_lens, start = positions[:, -1] + 1, start + size
-    return torch.cat(outs, dim=2), buffers
-
-
 def inputs(batch: int, k_dim: int = D, v_dim: int = 32, heads: int = HKV) -> list[Tensor]:
     g = torch.Generator().manual_seed(5)
     sizes = ((HQ, k_dim), (heads, k_dim), (heads, v_dim))
@@ -299,7 +264,7 @@ def test_a_turned_cache_is_the_plain_one_up_to_rounding(placed: Any) -> None:
     args, pads = inputs(2), torch.tensor([0, 4])
     turned, plain = (CacheLayout(s, s, **placed) for s in (Rotated(ModelDtype()), ModelDtype()))
     for chunks in CHUNKS:
-        got, _ = attended(SiteSpec(turned, 0.125), args, chunks, pads)
+        got = run(SiteSpec(turned, 0.125), args, chunks, pads).out
         close(got, policy_attention(*args, SiteSpec(plain, 0.125), [], pads), pads)
 
 
@@ -310,7 +275,7 @@ def test_values_in_the_keys(storage: Any) -> None:
     spec = SiteSpec(CacheLayout(storage, InKeys(40)), 0.125)
     wanted = policy_attention(*args, spec, [], pads)
     for chunks in CHUNKS:
-        close(attended(spec, args, chunks, pads)[0], wanted, pads)
+        close(run(spec, args, chunks, pads).out, wanted, pads)
 
 
 @pytest.mark.parametrize("storage", [Fp8(), *TURNED, *RESIDUAL], ids=str)
@@ -322,7 +287,7 @@ def test_values_in_keys_before_rope(storage: Any) -> None:
     spec = SiteSpec(layout, 0.125, rotary=form)
     wanted = policy_attention(*args, spec, rope, pads)
     for chunks in CHUNKS:
-        close(attended(spec, args, chunks, pads, tuple(rope))[0], wanted, pads)
+        close(run(spec, args, chunks, pads, rope).out, wanted, pads)
 
 
 @pytest.mark.parametrize("storage", [Fp8(), Rotated(Affine(4)), *RESIDUAL], ids=str)
@@ -361,7 +326,7 @@ def test_a_mask_from_activations(storage: Any, boolean: bool) -> None:
         spec = SiteSpec(layout, 0.125)
         wanted = policy_attention(*args, spec, [], pads, dynamic=dynamic)
         for chunks in CHUNKS:
-            close(attended(spec, args, chunks, pads, dynamic=dynamic)[0], wanted, pads)
+            close(run(spec, args, chunks, pads, dynamic=dynamic).out, wanted, pads)
 
 
 # ---- KIVI
@@ -415,7 +380,7 @@ def test_the_state_is_the_same_after_any_chunks(
     spec = SiteSpec(CacheLayout(keys, values), 0.125)
     edges = [0, *sorted(set(cuts)), T]
     chunks = [b - a for a, b in itertools.pairwise(edges)]
-    (_, one), (_, many) = (attended(spec, args, c, pads) for c in ([T], chunks))
+    one, many = (run(spec, args, c, pads).buffers for c in ([T], chunks))
     split = spec.layout.num_key_parts
     for storage, own, other in ((keys, one[:split], many[:split]), (values, one[split:], many[split:])):
         for row, length in enumerate((T - pads).tolist()):

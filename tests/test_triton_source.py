@@ -16,10 +16,11 @@ import torch
 from kvcompile.errors import KernelError
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import source as source_module
+from kvcompile.kernels.triton.available import interpreted
 from kvcompile.kernels.triton.launch import arguments, launch
 from kvcompile.kernels.triton.params import KernelSource, ScalarParam, TensorParam
 from kvcompile.kernels.triton.render import environment, header, jit
-from kvcompile.kernels.triton.source import Kernel, function_of, interpreted, kernel, stored
+from kvcompile.kernels.triton.source import Kernel, function_of, kernel, stored
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.layouts import CacheLayout, Int8, Rotated
 from kvcompile.types import RotaryForm, ScoreSpec
@@ -186,10 +187,10 @@ TRACED = """
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from kvcompile.kernels.triton import source
-from tests.test_triton_source import SCALE, SPEC, launch
+from tests.test_triton_source import SCALE, SPEC, interpreted, launch
 source.generate = lambda spec: SCALE
 made = source.kernel(SPEC)
-assert not source.interpreted()
+assert not interpreted()
 
 def double(x):
     out = torch.empty_like(x)

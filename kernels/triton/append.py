@@ -16,6 +16,7 @@ an output, that is zeros.
 | full | rows in full are written as well: tokens that stay |
 | full_sinks | of them, only those of the first tokens |
 | only_full | nothing but the rows in full |
+| staged | the slot of a token is its place in the call: an array of the call's tokens alone |
 | in_basis | k and v are k_out and v_out of another launch |
 | interpreted | for Triton's interpreter |
 
@@ -44,7 +45,7 @@ from kvcompile.types import RotaryForm
 
 OPTIONS = {
     *("one", "rope", "rope_q", "capped", "based", "q_out", "k_out", "v_out"),
-    *("full", "full_sinks", "only_full", "in_basis", "interpreted"),
+    *("full", "full_sinks", "only_full", "staged", "in_basis", "interpreted"),
 }
 _ELEMENTS = 2048  # of a tile of many tokens
 
@@ -136,7 +137,7 @@ def _params(spec: KernelSpec) -> tuple[Param, ...]:
         found += [part for part in side.params(spec) if _touched(spec, side, part)]
     found.append(TensorParam("positions", torch.int64, 2))
     found += turn.tables() if _form(spec) else ()
-    found += [] if _has(spec, "only_full") else slots.params(spec.layout)
+    found += [] if _has(spec, "only_full") else slots.params(spec)
     return (*found, ScalarParam("tokens"))
 
 
@@ -224,7 +225,7 @@ def _new(spec: KernelSpec, side: Side) -> list[str]:
         return lines
     becomes = encoded(side.settled, spec.dtype, kept)
     lines += [*slots.of_tokens(spec, one), *becomes.lines]
-    where = slots.first(spec.layout)
+    where = slots.first(spec)
     for value in becomes.stores:
         lines += store(parts[value.part], value, where, "slot", "kept", tile.width)
     return lines

@@ -12,7 +12,10 @@ Options of the two roles
     new           prefill: the new tokens are not in the slots; they come as a source of their own
     interpreted   see `dots.py`
     one_bias      the site's bias has one head
-    rope_k        keys are stored before RoPE: they turn when they are read, at their place
+    q_fp32        queries come in float32
+
+Keys that are stored before RoPE (`layout.rotates_on_read`) turn when they are read; queries come turned, and once more
+as `q_sinks` where they turn at other places toward sinks (`places.py`).
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcompile.kernels.triton import dots, helpers, scores, seen
+from kvcompile.kernels.triton import dots, helpers, places, scores, seen
 from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.combine import weighed
 from kvcompile.kernels.triton.full import InFull
 from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, TensorParam
-from kvcompile.kernels.triton.pieces import between
+from kvcompile.kernels.triton.pieces import between, in_pairs, paired
 from kvcompile.kernels.triton.read import Reader, _edges, reader, settled
 from kvcompile.kernels.triton.rows import Source
 from kvcompile.kernels.triton.spec import KernelSpec
@@ -34,6 +37,7 @@ from kvcompile.kernels.triton.symbolic import printed
 from kvcompile.kernels.triton.values import Values
 from kvcompile.layouts import Contiguous, InKeys, Paged, PerChannel, Ring, Scored
 from kvcompile.layouts import symbols as sy
+from kvcompile.types import RotaryForm
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Attend:
 
     @property
     def many(self) -> bool:
-        return self.spec.role == "prefill"
+        return self.spec.role != "decode"
 
     @property
     def has(self) -> frozenset[str]:
@@ -64,8 +68,20 @@ class Attend:
         return isinstance(self.logical, Contiguous)
 
     @property
+    def rotary(self) -> RotaryForm | None:
+        """How keys turn when they are read, or None."""
+        return self.spec.site.rotary if self.spec.layout.rotates_on_read else None
+
+    @property
+    def two_queries(self) -> bool:
+        return self.rotary is not None and places.two_queries(self.spec, self.many)
+
+    @property
     def keys(self) -> Reader:
-        spec = self.spec
+        spec, form = self.spec, self.rotary
+        if form:
+            pieces = in_pairs(spec.head_dim, form.start, form.rotary_dim, form.style == "interleaved")
+            return reader(spec, "keys", pieces, elementwise=True)
         if not isinstance(spec.layout.values, InKeys):
             return reader(spec, "keys")
         kept = settled(spec.layout.keys)
@@ -118,7 +134,7 @@ class Attend:
 
     def params(self) -> tuple[Param, ...]:
         spec = self.spec
-        found: list[Param] = [TensorParam("q", self._q_dtype, 4)]
+        found: list[Param] = [TensorParam("q", self.q_dtype, 4)]
         for source in self.sources:
             found += source.params
             for part in self.readers:
@@ -135,28 +151,46 @@ class Attend:
         else:
             found += [TensorParam("partial", torch.float32), TensorParam("sums", torch.float32)]
             found += [TensorParam("logits", torch.float32)] if "logits" in self.has else []
-        if self._needs_token:
+        if self.needs_token:
             found.append(TensorParam("slots_token", torch.int32))
+        if self.needs_place and isinstance(spec.layout.retention, Scored):
+            found.append(TensorParam("slots_place", torch.int32))
+        if self.two_queries:
+            found.append(TensorParam("q_sinks", self.q_dtype, 4))
+        if self.rotary:
+            tables = [TensorParam(name, torch.float32) for name in ("cos", "sin")]
+            found += [*tables, ScalarParam("table_rows")]
         unique: dict[str, Param] = {param.names[0]: param for param in found}
         return tuple(unique.values())
 
     @property
-    def _q_dtype(self) -> torch.dtype:
+    def q_dtype(self) -> torch.dtype:
         return torch.float32 if "q_fp32" in self.has else self.spec.torch_dtype
 
     @property
-    def _needs_token(self) -> bool:
-        return isinstance(self.spec.layout.retention, Scored) and (
-            self.mixed or self.spec.site.score.bias is not None
-        )
+    def needs_token(self) -> bool:
+        return isinstance(self.spec.layout.retention, Scored) and (self.mixed or self.needs_key)
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether more than a mask asks where a key is."""
+        return self.spec.site.score.bias is not None or self.rotary is not None
+
+    @property
+    def needs_place(self) -> bool:
+        return self.needs_key and self.spec.layout.retention.in_cache
 
     # ---- before the loops
+
+    def constants(self) -> list[str]:
+        """Lines that define what no query and no tile changes."""
+        lines = [line for part in self.readers for line in part.constants()]
+        return [*lines, *places.prologue(self.spec, self.many)]
 
     def queries(self) -> list[str]:
         """Lines that load the queries' pieces and what belongs to them."""
         spec, keys = self.spec, self.keys
-        lines = keys.constants()
-        lines += [line for part in self.readers[1:] for line in part.constants()]
+        lines: list[str] = []
         at = "batch * q_s0 + heads[:, None] * q_s1"
         at += " + token[:, None] * q_s2" if self.many else ""
         code = f"tl.{keys.dot}"
@@ -166,9 +200,16 @@ class Attend:
         for index, piece in enumerate(keys.pieces):
             guard = "real[:, None]" + ("" if piece.whole else f" & (kc{index} < {piece.stop})")
             loaded.append(f"q{index} = tl.load(q_ptr + {at} + kc{index}, mask={guard}, other=0.0)")
+            if self.two_queries:
+                own = at.replace("q_s", "q_sinks_s")
+                loaded.append(
+                    f"q{index}_sinks = tl.load(q_sinks_ptr + {own} + kc{index}, mask={guard}, other=0.0)"
+                )
         lines += loaded
+        kind = f"tl.{dots.of_model(spec)}"
+        if self.two_queries:
+            lines += [f"q{index}_sinks = q{index}_sinks.to({kind})" for index in range(len(keys.pieces))]
         if rows:
-            kind = f"tl.{dots.of_model(spec)}"
             lines += [f"q{index}_full = q{index}.to({kind})" for index in range(len(keys.pieces))]
         every = range(len(keys.pieces))
         if normal:
@@ -186,12 +227,20 @@ class Attend:
         if keys.folded:
             lines += [f"q{index} = q{index}.to(tl.float32)" for index in every]
         else:
-            lines += [f"q{index} = q{index}.to({code})" for index in every if normal or keys.dot != spec.dtype]
-        for part in self.readers:
-            if part.fixed_scale:
-                lines.append(f"{part.side}_scale = tl.load({part.side}_scale_ptr + batch * {spec.num_kv_heads} + head)")
-        lines += scores.prologue(spec, self._names)
+            lines += [
+                f"q{index} = q{index}.to({code})" for index in every if normal or keys.dot != spec.dtype
+            ]
+        lines += self.fixed_scale(keys)
+        lines += scores.prologue(spec, self.names)
         return lines
+
+    def fixed_scale(self, part: Reader) -> list[str]:
+        """The line that loads the calibrated scale of a head's vectors, where there is one."""
+        if not part.fixed_scale:
+            return []
+        return [
+            f"{part.side}_scale = tl.load({part.side}_scale_ptr + batch * {self.spec.num_kv_heads} + head)"
+        ]
 
     @property
     def normalized(self) -> bool:
@@ -199,14 +248,8 @@ class Attend:
         return self.keys.dot == "float16" and self.spec.dtype != "float16"
 
     @property
-    def _names(self) -> dict[str, str]:
-        return {
-            "heads": "heads",
-            "real": "real",
-            "query": "position",
-            "key": "key",
-            "query_is_scalar": "" if self.many else "yes",
-        }
+    def names(self) -> dict[str, str]:
+        return {"heads": "heads", "real": "real", **places.names(self.spec, self.many)}
 
     # ---- the tiles
 
@@ -218,7 +261,9 @@ class Attend:
             return seen.ordered(spec, "0", "", self.mixed)
         slots = spec.layout.slots(None)
         before = "tl.maximum(first, 0)" if self.many else "tl.maximum(length, 0)"
-        return seen.unordered(spec, f"tl.minimum({before}, {slots})", not self._position_masks(source) and not self.mixed)
+        return seen.unordered(
+            spec, f"tl.minimum({before}, {slots})", not self._position_masks(source) and not self.mixed
+        )
 
     def _position_masks(self, source: Source) -> list[str]:
         query = "position[:, None]" if self.many else "position"
@@ -234,36 +279,46 @@ class Attend:
         lines: list[str] = []
         mixed = masked and self.mixed
         if masked:
-            first = "tl.maximum(-first, 0)" if source.prefix else ""
-            lines.append("inside = (start + n) < end" if not first else f"inside = ((start + n) < end) & ((start + n) >= {first})")
-        if masked or self.spec.site.score.bias is not None:
-            lines += self._key(source, masked)
+            lines.append(self.inside(source))
+        if masked or self.needs_key:
+            lines += self.key(source, masked)
+        if self.needs_place:
+            lines += places.of_keys(self.spec, bool(source.prefix), masked)
         lines += source.located([part.group for part in self.readers], masked)
         if mixed:
             for side in ("keys", "values"):
                 rows = self.full(side)
-                lines += rows.flags() if rows else []
-        lines += self._load(source, "keys", masked)
-        lines += self._products(source, masked)
-        lines += scores.after(self.spec, self._names, masked)
+                lines += [*rows.flags(), *rows.row_flags()] if rows else []
+        lines += self.load(source, "keys", masked)
+        lines += self.products(source, masked)
+        lines += scores.after(self.spec, self.names, masked)
         if masked:
-            found = self._position_masks(source)
-            shape = "inside[None, :]"
-            if found and self.many:
-                shape += " & " + " & ".join(found)
-            elif found:
-                shape = f"(inside & {' & '.join(found)})[None, :]"
-            lines.append(f's = tl.where({shape}, s, float("-inf"))')
+            lines.append(f's = tl.where({self.visible(source)}, s, float("-inf"))')
         if "logits" in self.has:
             at = f"((batch * {self.spec.num_kv_heads} + head) * {self.spec.group} + m[:, None]) * {source.slots}"
-            lines.append(f"tl.store(logits_ptr + {at} + (start + n)[None, :], s, mask=real[:, None] & ((start + n) < {source.slots})[None, :])")
+            lines.append(
+                f"tl.store(logits_ptr + {at} + (start + n)[None, :], s, mask=real[:, None] & ((start + n) < {source.slots})[None, :])"
+            )
         if self.values.reader is not None:
-            lines += self._load(source, "values", masked)
+            lines += self.load(source, "values", masked)
         lines += self._softmax(masked)
         lines += self._weigh(masked)
         return lines
 
-    def _key(self, source: Source, masked: bool) -> list[str]:
+    def inside(self, source: Source) -> str:
+        """The line that defines which slots of a tile hold tokens; new ones may begin with padding."""
+        if source.prefix:
+            return "inside = (start + n < end) & (start + n >= -first)"
+        return "inside = start + n < end"
+
+    def visible(self, source: Source) -> str:
+        """An expression: which keys which queries see, broadcasts against [BLOCK_M, BLOCK_N]."""
+        found = self._position_masks(source)
+        if self.many:
+            return " & ".join(["inside[None, :]", *found])
+        return f"({' & '.join(['inside', *found])})[None, :]" if found else "inside[None, :]"
+
+    def key(self, source: Source, masked: bool) -> list[str]:
         """Lines that define `key` [BLOCK_N], the positions of the tokens in the slots."""
         spec = self.spec
         if source.prefix:
@@ -271,7 +326,7 @@ class Attend:
         if self.ordered:
             return ["key = start + n"]
         if isinstance(spec.layout.retention, Scored):
-            if not self._needs_token:
+            if not self.needs_token:
                 return []
             heads = 1 if spec.layout.retention.granularity == "layer" else spec.num_kv_heads
             row = f"(batch * {heads} + {'0' if heads == 1 else 'head'}) * {spec.layout.slots(None)}"
@@ -281,7 +336,7 @@ class Attend:
         lines = [f"key = {printed(spec.layout.token_at, {sy.slot: '(start + n)', sy.length: length})}"]
         return lines
 
-    def _load(self, source: Source, side: str, masked: bool) -> list[str]:
+    def load(self, source: Source, side: str, masked: bool) -> list[str]:
         part = self.keys if side == "keys" else self.values.of
         rows = self.full(side) if masked else None
         lines: list[str] = []
@@ -294,9 +349,31 @@ class Attend:
         lines += part.load(source, masked)
         if rows:
             lines += ["inside = every", *rows.load()]
+        if side == "keys" and self.rotary:
+            lines += self._turned(self.rotary, ["", "_full"] if rows else [""], masked)
         return lines
 
-    def _products(self, source: Source, masked: bool) -> list[str]:
+    def _turned(self, form: RotaryForm, kinds: list[str], masked: bool) -> list[str]:
+        """Lines that turn the keys, of all `kinds`, to their place (kernels/rope.py)."""
+        place = "place" if self.spec.layout.retention.in_cache else "key"
+        lines = [f"turn = (tl.minimum(tl.maximum({place}, 0), table_rows - 1) * {form.rotary_dim})[:, None]"]
+        kind = f"tl.{self.keys.dot}"
+        for a in range(0, paired(form.rotary_dim), 2):
+            for index in (a, a + 1):
+                channel = f"kc{index} - {form.start}" if form.start else f"kc{index}"
+                whole = self.keys.pieces[index].whole
+                guard = "" if whole else f", mask=kc{index} < {self.keys.pieces[index].stop}, other=0.0"
+                lines += [f"{t}{index} = tl.load({t}_ptr + turn + {channel}{guard})" for t in ("cos", "sin")]
+            for kept in kinds:
+                one, other = f"k{a}{kept}", f"k{a + 1}{kept}"
+                lines += [
+                    f"a, b = {one}.to(tl.float32), {other}.to(tl.float32)",
+                    f"{one} = (a * cos{a} - b * sin{a}).to({kind})",
+                    f"{other} = (b * cos{a + 1} + a * sin{a + 1}).to({kind})",
+                ]
+        return lines
+
+    def products(self, source: Source, masked: bool) -> list[str]:
         spec, keys = self.spec, self.keys
         lines: list[str] = []
         rows = self.full("keys") if masked else None
@@ -324,7 +401,11 @@ class Attend:
         factor = f"{scores.factor(spec)!r}"
         if keys.fixed_scale:
             factor = f"({factor} * keys_scale)"
-        lines.append(f"s = s * row_scale[:, None]{' * keys_scale' if keys.fixed_scale else ''}" if self.normalized else f"s = s * {factor}")
+        lines.append(
+            f"s = s * row_scale[:, None]{' * keys_scale' if keys.fixed_scale else ''}"
+            if self.normalized
+            else f"s = s * {factor}"
+        )
         if rows:
             kind = dots.of_model(spec)
             ieee = ', input_precision="ieee"' if kind == "float32" else ""
@@ -332,6 +413,22 @@ class Attend:
                 lines.append(f"f = {dot(f'q{index}_full', f'k{index}_full', 'f' if index else None, ieee)}")
             flag = rows.flag if self.many else f"{rows.flag}[None, :]"
             lines.append(f"s = tl.where({flag}, f * {scores.factor(spec)!r}, s)")
+        if masked and self.two_queries:
+            lines += self._toward_sinks(rows)
+        return lines
+
+    def _toward_sinks(self, rows: InFull | None) -> list[str]:
+        """Lines that replace the scores of sinks by those of queries that turned at their place toward sinks."""
+        ieee = ', input_precision="ieee"' if self.keys.dot == "float32" else ""
+        lines = []
+        for name, kind in (("f", ""), ("g", "_full"))[: 2 if rows else 1]:
+            for index in range(len(self.keys.pieces)):
+                onto = f", {name}" if index else ""
+                lines.append(f"{name} = tl.dot(q{index}_sinks, tl.trans(k{index}{kind}){onto}{ieee})")
+        if rows:
+            lines.append(f"f = tl.where({rows.flag}, g, f)")
+        sinks = self.spec.layout.retention.sinks
+        lines.append(f"s = tl.where((key < {sinks})[None, :], f * {scores.factor(self.spec)!r}, s)")
         return lines
 
     def _softmax(self, masked: bool) -> list[str]:
@@ -411,8 +508,12 @@ class Attend:
     def accumulators(self) -> list[str]:
         values, m = self.values, self.spec.block_m
         lines = [f"top = tl.full([{m}], -1.0e30, tl.float32)", f"total = tl.zeros([{m}], tl.float32)"]
-        lines += [f"acc{i} = tl.zeros([{m}, {values.of.pieces[i].block}], tl.float32)" for i in values.indices]
-        lines += [f"minima{p} = tl.zeros([{m}], tl.float32)" for p, g in enumerate(values.scales) if g.minimum]
+        lines += [
+            f"acc{i} = tl.zeros([{m}, {values.of.pieces[i].block}], tl.float32)" for i in values.indices
+        ]
+        lines += [
+            f"minima{p} = tl.zeros([{m}], tl.float32)" for p, g in enumerate(values.scales) if g.minimum
+        ]
         return [*lines, "largest = 1.0e-30"] if values.normalized else lines
 
     def stores(self, pointer: str, value: str) -> list[str]:
@@ -443,6 +544,8 @@ def generate(spec: KernelSpec) -> KernelSource:
             }
         )
     name = f"{spec.role}_attention"
+    own = attend.values.reader
+    values_scale = attend.fixed_scale(own) if own else []
     text = rendered(
         "attend.py.jinja",
         name=name,
@@ -450,7 +553,7 @@ def generate(spec: KernelSpec) -> KernelSource:
         spec=spec,
         many=attend.many,
         options=spec.options,
-        queries=attend.queries(),
+        queries=[*attend.constants(), *attend.queries(), *values_scale],
         accumulators=attend.accumulators(),
         loops=loops,
         finish=attend.finish(),
@@ -462,4 +565,3 @@ def generate(spec: KernelSpec) -> KernelSource:
         mixed=attend.mixed,
     )
     return KernelSource(name, params, helpers.module(text))
-

@@ -47,27 +47,25 @@ class InFull:
         return (*own, TensorParam(self.letter, dtype, 4)) if self.many else own
 
     def flags(self) -> list[str]:
-        """Lines that define `flag`, and which rows are loaded: `k_rows_full` [BLOCK_N]; needs key, inside, position."""
-        sinks, settled = in_full(self.spec, self.side)
-        name, lines = self.flag, []
-        parts, rows = [], []
-        if settled is not None:
-            at = "(tl.maximum(position, -1)[:, None] + 1)" if self.many else "length"
-            key = "key[None, :]" if self.many else "key"
-            parts.append(f"({key} >= {settled.replace('{}', at)})")
-            rows.append(f"(key >= {settled.replace('{}', 'tl.maximum(near + 1, 0)')})")
-        if sinks:
-            parts.append("(key[None, :] < {})".format(sinks) if self.many else f"(key < {sinks})")
-            rows.append(f"(key < {sinks})")
-        inside = "inside[None, :]" if self.many else "inside"
-        lines.append(f"{name} = ({' | '.join(parts)}) & {inside}")
-        if self.many:
-            lines.append(f"{self.letter}_rows_full = ({' | '.join(rows)}) & inside")
-        return lines
+        """The line that defines `flag`; needs key, inside, and position or length."""
+        key, inside = ("key[None, :]", "inside[None, :]") if self.many else ("key", "inside")
+        length = "(tl.maximum(position, -1)[:, None] + 1)" if self.many else "length"
+        return [f"{self.flag} = ({self._condition(key, length)}) & {inside}"]
+
+    def row_flags(self) -> list[str]:
+        """The line that defines `rows_flag`, the keys [BLOCK_N] that any query from `near` on reads in full."""
+        if not self.many:
+            return []
+        return [f"{self.rows_flag} = ({self._condition('key', 'tl.maximum(near + 1, 0)')}) & inside"]
 
     @property
     def rows_flag(self) -> str:
         return f"{self.letter}_rows_full" if self.many else self.flag
+
+    def _condition(self, key: str, length: str) -> str:
+        sinks, settled = in_full(self.spec, self.side)
+        parts = [] if settled is None else [f"({key} >= {settled.replace('{}', length)})"]
+        return " | ".join([*parts, *([f"({key} < {sinks})"] if sinks else [])])
 
     def settled_flag(self) -> str:
         """Which keys [BLOCK_N] any query reads in their settled form; the others' may not be written yet."""

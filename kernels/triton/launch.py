@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcompile.kernels.triton.available import interpreted
 from kvcompile.kernels.triton.params import TensorParam
-from kvcompile.kernels.triton.source import Kernel, interpreted
+from kvcompile.kernels.triton.source import Kernel
 
 # Kernels that convert fp8 numbers as bits take such tensors as bytes.
 _AS_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -33,7 +33,7 @@ def factor(spec: KernelSpec) -> float:
 
 
 def prologue(spec: KernelSpec, names: Mapping[str, str]) -> list[str]:
-    """Lines before the loops. names: of the query heads `heads` [BLOCK_M] and of the queries' places `query`."""
+    """Lines before the loops; names as for `after`."""
     bias = spec.site.score.bias
     if bias is None:
         return []
@@ -43,8 +43,8 @@ def prologue(spec: KernelSpec, names: Mapping[str, str]) -> list[str]:
             shape = " + tl.zeros([{}], tl.int32)".format(spec.block_m) if row == "0" else ""
             guard = f", mask={names['real']}, other=0.0" if row != "0" else ""
             return [f"slope = tl.load(bias_ptr + {row}{shape}{guard}) * {LOG2E}"]
-        case "columns":
-            at = f"({row}) * reach + tl.maximum({names['query']}, 0) + tl.zeros([{spec.block_m}], tl.int32)"
+        case "columns" if not spec.layout.retention.in_cache:
+            at = f"({row}) * reach + tl.maximum(position, 0) + tl.zeros([{spec.block_m}], tl.int32)"
             return [f"own_bias = tl.load(bias_ptr + {at}, mask={names['real']}, other=0.0)"]
         case _:
             return []
@@ -53,7 +53,8 @@ def prologue(spec: KernelSpec, names: Mapping[str, str]) -> list[str]:
 def after(spec: KernelSpec, names: Mapping[str, str], masked: bool) -> list[str]:
     """Lines that make scores `s` [BLOCK_M, BLOCK_N] of products, already times `factor`.
 
-    names: "query" [BLOCK_M] or a number, "key" [BLOCK_N]: where queries and keys are taken to be; "heads", "real"
+    names: "query" (broadcasts against [BLOCK_M, BLOCK_N]) and "key" [BLOCK_N]: where queries and keys are taken to be;
+        "heads" and "real" [BLOCK_M]
     """
     lines = []
     cap, bias = spec.site.score.softcap, spec.site.score.bias
@@ -61,8 +62,7 @@ def after(spec: KernelSpec, names: Mapping[str, str], masked: bool) -> list[str]
         lines.append(f"s = {cap * LOG2E} - {2 * cap * LOG2E} / (tl.exp2(s) + 1.0)")
     if bias is None:
         return lines
-    query = names["query"] if names["query_is_scalar"] else f"{names['query']}[:, None]"
-    key, heads = f"{names['key']}[None, :]", f"{names['heads']}[:, None]"
+    query, key, heads = names["query"], f"{names['key']}[None, :]", f"{names['heads']}[:, None]"
     row = "0" if "one_bias" in spec.options else heads
     real = f"{names['real']}[:, None]"
     guard = f"{real} & inside[None, :]" if masked else f"{real} & ({key} >= 0)"
@@ -74,7 +74,10 @@ def after(spec: KernelSpec, names: Mapping[str, str], masked: bool) -> list[str]
             lines.append(f"s = s + tl.load(bias_ptr + {at}, mask={guard}, other=0.0) * {LOG2E}")
         case "columns":
             at = f"{row} * reach + tl.maximum({key}, 0)"
-            lines.append(f"s = s + (tl.load(bias_ptr + {at}, mask={guard}, other=0.0) - own_bias[:, None]) * {LOG2E}")
+            own = "own_bias[:, None]"
+            if spec.layout.retention.in_cache:
+                own = f"tl.load(bias_ptr + {row} * reach + tl.maximum({query}, 0), mask={guard}, other=0.0)"
+            lines.append(f"s = s + (tl.load(bias_ptr + {at}, mask={guard}, other=0.0) - {own}) * {LOG2E}")
         case "table":
             at = f"({row} * reach + tl.maximum({query}, 0)).to(tl.int64) * reach + tl.maximum({key}, 0)"
             lines.append(f"s = s + tl.load(bias_ptr + {at}, mask={guard}, other=0.0) * {LOG2E}")

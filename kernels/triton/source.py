@@ -99,14 +99,6 @@ def function_of(source: KernelSource, path: Path, text: str) -> Callable[..., An
     return function
 
 
-def interpreted() -> bool:
-    """Whether Triton runs kernels in its interpreter (TRITON_INTERPRET=1 when it was imported)."""
-    _need_triton()
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
-
-
 def _reads(path: Path, text: str) -> bool:
     try:
         return path.read_text("utf-8") == text

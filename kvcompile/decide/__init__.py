@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kvcompile.decide.kernels import with_kernels
 from kvcompile.decide.limits import limits_of
 from kvcompile.decide.scales import foreign
 from kvcompile.decide.site import decide
@@ -34,6 +35,7 @@ def make_plan(
     position_limit: tuple[int, str] | None = None,
     states: Sequence[RecurrentState] = (),
     model: ModelId | None = None,
+    device: torch.device | None = None,
 ) -> Plan:
     """Decide a layout for every site.
 
@@ -45,6 +47,7 @@ def make_plan(
         position_limit: how many positions the model has, where they end, and what happens beyond.
         states: what recurrent modules carry; kept as it is under every recipe.
         model: whose sites they are, which calibrated scales must be of; None: unknown, only their sizes are compared.
+        device: the model's, which decides on kernels; None: not known.
 
     Raises:
         RecipeError: the file of the recipe's scales cannot be read.
@@ -59,7 +62,8 @@ def make_plan(
     decisions: list[Decision] = []
     for site in sites:
         try:
-            decisions.append(decide(site, sites, recipe, scales, model_max_tokens))
+            decided = decide(site, sites, recipe, scales, model_max_tokens)
+            decisions.append(with_kernels(decided, recipe, dtype, device))
         except ValueError as error:
             refused.setdefault(str(error), []).append(site)
     for site, reader in zip(sites, decisions if not refused else (), strict=False):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcompile.emit.cudagraph import StepGraphs
 from kvcompile.emit.inductor import Compiled, ShapeClass, Tracer, compile_region, describe
 from kvcompile.emit.regions import Regions
 
@@ -22,8 +23,12 @@ Progress = Callable[[str, int, int], None]
 class Executor:
     """Calls the regions in order. Values live in a dict by name and are dropped after their last use."""
 
-    def __init__(self, regions: Regions, mode: str):
-        """mode: Inductor's, or "none" to run the regions as they are."""
+    def __init__(self, regions: Regions, mode: str, graphs: StepGraphs | None = None):
+        """
+        mode:   the recipe's; "none" runs the regions as they are
+        graphs: captures steps; None: every step runs region by region
+        """
+        self.graphs = graphs
         self.regions = regions
         self.mode = mode
         self.compile_seconds: dict[str, float] = {}
@@ -98,6 +103,13 @@ class Executor:
                 for name in drops:
                     values.pop(name, None)
         return tuple(values[name] if name in values else weights[name] for name in self.regions.outputs)
+
+    def replay(
+        self, shapes: ShapeClass, moving: dict[str, Any], fixed: dict[str, Tensor], version: int
+    ) -> tuple[Tensor, ...]:
+        """As `run`, by a graph of the step; see `StepGraphs.run`."""
+        assert self.graphs is not None, "only a program that captures its steps replays them"
+        return self.graphs.run(shapes, lambda inputs: self.run(shapes, inputs), moving, fixed, version)
 
     def digest(self) -> str:
         """A hash of the code of all regions, for cache keys and dumps."""

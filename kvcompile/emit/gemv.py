@@ -8,12 +8,13 @@ the loop that Inductor generates reached 17-23 of about 31 GB/s (fp32, two AVX-5
 from __future__ import annotations
 
 import copy
-import os
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule
+
+from kvcompile.passes.base import disabled
 
 _LIB = torch.library.Library("kvcompile", "FRAGMENT")
 _LIB.define("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
@@ -41,7 +42,7 @@ def with_gemv(module: GraphModule) -> GraphModule:
 
     KVCOMPILE_DISABLE=cpu_gemv leaves it out, to bisect.
     """
-    if NAME in os.environ.get("KVCOMPILE_DISABLE", "").split(","):
+    if disabled(NAME):
         return module
     module = copy.deepcopy(module)
     for node in module.graph.nodes:

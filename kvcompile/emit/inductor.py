@@ -126,6 +126,7 @@ def compile_region(module: GraphModule, inputs: Sequence[Any], tracer: Tracer, m
 
 
 def _patches(mode: str) -> dict[str, Any]:
-    options = {} if mode == "default" else dict(torch._inductor.list_mode_options(mode))
+    options = dict(torch._inductor.list_mode_options(mode)) if mode == "max-autotune" else {}
+    options |= {"triton.cudagraphs": False}  # of one region; `emit/cudagraph.py` makes them of all
     # A scale is rounded to what is stored before it divides; without this, the rounding is optimized away.
     return options | {"emulate_precision_casts": True}

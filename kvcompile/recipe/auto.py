@@ -1,7 +1,9 @@
 """The section `auto`: a recipe that leaves the choice to the memory, the workload and how much may be lost.
 
-Candidates are shipped recipes, in the order in which they are tried: those that lose less come first (docs/quality.md
-has the figures). The first that can be planned for the model and fits into the memory is taken.
+Candidates are shipped recipes, in the order in which they are tried: first those that keep every token, rounded ever
+more coarsely, then those that forget. The first that can be planned for the model and fits into the memory is taken.
+It is an order of what kind of loss is allowed, not of how much was measured: `kivi2` loses more than some recipes that
+forget (docs/quality.md).
 
 | workload | after the recipes that keep every token |
 |---|---|
@@ -23,13 +25,13 @@ from kvcompile.recipe.retention import Strict
 Workload = Literal["chat", "document", "stream"]
 Loss = Literal["none", "rounding", "any"]
 
-# What keeps all, and what rounds all.
 _EXACT = ("baseline",)
-_ROUNDED = ("int8", "fp8", "kivi4", "int4", "kivi2")
-_FORGETS: dict[Workload, tuple[str, ...]] = {
-    "chat": ("sinks_h2o_fp8", "h2o_int8", "streaming_int8"),
-    "document": ("snapkv", "sinks_h2o_fp8", "h2o_int8", "streaming_int8"),
-    "stream": ("streaming", "streaming_int8"),
+# Each takes less than the one before; fp8 takes what int8 takes, and so could never be chosen.
+_KEEPS_ALL = (*_EXACT, "int8", "kivi4", "int4", "kivi2")
+_ANY: dict[Workload, tuple[str, ...]] = {
+    "chat": (*_KEEPS_ALL, "sinks_h2o_fp8", "h2o_int8", "streaming_int8"),
+    "document": (*_KEEPS_ALL, "snapkv", "sinks_h2o_fp8", "h2o_int8", "streaming_int8"),
+    "stream": ("streaming", "streaming_int8"),  # without end: what keeps every token is no choice
 }
 
 
@@ -67,8 +69,10 @@ class AutoConfig(Strict):
     @property
     def candidates(self) -> tuple[str, ...]:
         """Names of shipped recipes, in the order in which they are tried."""
-        rounded = () if self.loss == "none" else _ROUNDED
-        forgets = _FORGETS[self.workload] if self.loss == "any" else ()
-        if self.workload == "stream":  # without end: what keeps every token is no choice
-            return forgets if self.loss == "any" else (*_EXACT, *rounded)
-        return (*_EXACT, *rounded, *forgets)
+        match self.loss:
+            case "none":
+                return _EXACT
+            case "rounding":
+                return _KEEPS_ALL
+            case "any":
+                return _ANY[self.workload]

@@ -4,7 +4,7 @@ cache:     keys, values, placement, retention   the three axes, K and V apart
 layers:    [{where: ..., cache: ...}]           later entries win
 scales:    a file of calibrated scales
 runtime:   max_batch, max_tokens, prefill_chunk
-compile:   mode
+compile:   mode, kernels
 verify:    quick | thorough | off
 """
 
@@ -264,8 +264,14 @@ class RuntimeConfig(Strict):
 
 
 class CompileConfig(Strict):
-    mode: Literal["default", "max-autotune", "reduce-overhead", "none"] = Field(
-        "default", description="Inductor's modes; none runs the rewritten graph as it is"
+    mode: Literal["default", "cudagraphs", "max-autotune", "none"] = Field(
+        "default",
+        description="Inductor's default or max-autotune; cudagraphs: a decode step is one CUDA graph, as it is under "
+        "max-autotune on a GPU; none runs the rewritten graph as it is",
+    )
+    kernels: Literal["auto", "triton", "reference"] = Field(
+        "auto",
+        description="generated Triton kernels, or PyTorch; auto: Triton on an NVIDIA GPU where there are any",
     )
 
 

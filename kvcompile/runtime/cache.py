@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from kvcompile.errors import InputError, LimitError
+from kvcompile.kernels.page_copy import page_copy
+from kvcompile.kernels.spec import Kernels
 from kvcompile.layouts.pages import SPARE_PAGES
 from kvcompile.plan import Plan
 from kvcompile.runtime.pages import PagePool
@@ -38,6 +40,7 @@ class KVCache:
         self.columns = 0
         self.seq_lens = torch.zeros(0, dtype=torch.int64, device=device)
         self.buffers: dict[str, Tensor] = {}
+        self.version = 0  # of the buffers: another whenever some stand elsewhere in memory
         limit = plan.limits.max_tokens
         self._specs = {
             name: spec
@@ -114,9 +117,9 @@ class KVCache:
             pool.group.name: ((pool.group.pages_per_sequence,), torch.int32) for pool in self.pools
         }
 
-    def rows(self, pads: Tensor | None) -> Tensor:
-        """int64 [2, B] on the CPU: `pads` of the new tokens, and how many tokens each row has seen."""
-        return torch.tensor([[0] * self.batch if pads is None else pads.tolist(), self._seen])
+    def rows(self, pads: Tensor | None) -> list[list[int]]:
+        """[2, B]: `pads` of the new tokens, and how many tokens each row has seen. Without pads no device is asked."""
+        return [[0] * self.batch if pads is None else pads.tolist(), self._seen]
 
     def check_limits(self, batch: int, tokens: int) -> None:
         """Refuse `batch` sequences of `tokens` in all that could never fit.
@@ -203,6 +206,7 @@ class KVCache:
             return
         capacity = pool.capacity_for(lacking)
         size, before = capacity + SPARE_PAGES, pool.capacity + SPARE_PAGES
+        self.version += 1
         try:
             for name in names:
                 spec, old = self._paged[name], self.buffers.get(name)
@@ -223,12 +227,16 @@ class KVCache:
 
     def _write_table(self, pool: PagePool, row: int, start: int, pages: Sequence[int]) -> None:
         table = self.buffers[pool.group.name]
-        table[row, start : start + len(pages)] = torch.tensor(pages, dtype=torch.int32, device=self.device)
+        numbers = torch.tensor(pages, dtype=torch.int32)
+        if self.device.type == "cuda":  # from pinned memory no copy waits for the device
+            numbers = numbers.pin_memory()
+        table[row, start : start + len(pages)].copy_(numbers, non_blocking=True)
 
     def reserve(self, batch: int) -> None:
         """Allocate for `batch` sequences, unless the buffers already are of that size."""
         if batch == self.batch:
             return
+        self.version += 1
         # The old buffers go first: two caches never stand in memory together. Pools serve any sequences.
         self.buffers = {name: pool for name, pool in self.buffers.items() if name in self._paged}
         self.buffers |= {
@@ -244,12 +252,12 @@ class KVCache:
         self._seen = [0] * batch
         self.seq_lens = torch.zeros(batch, dtype=torch.int64, device=self.device)
 
-    def advance(self, new_lens: Tensor, columns: int, rows: Tensor | None = None) -> None:
+    def advance(self, new_lens: Tensor, columns: int, rows: list[list[int]] | None = None) -> None:
         """Note that `columns` more columns have been appended, and the rows' lengths now; rows: of this call."""
         self.seq_lens = new_lens
         self.columns += columns
         if rows is not None:
-            self._seen = [seen + columns - pad for pad, seen in zip(*rows.tolist(), strict=True)]
+            self._seen = [seen + columns - pad for pad, seen in zip(*rows, strict=True)]
 
     def reset(self) -> None:
         """Forget all sequences; the memory is kept for the next ones of the same number, that of pools for any."""
@@ -263,6 +271,7 @@ class KVCache:
 
     def release(self) -> None:
         """Forget all sequences and free the buffers."""
+        self.version += 1
         self.buffers = {}
         for pool in self.pools:
             pool.release()
@@ -291,6 +300,11 @@ class KVCache:
         if self._states or self.pools:
             self._seen = [self._seen[i] for i in index.tolist()]
 
+    def _kernels_of(self, pool: PagePool) -> Kernels:
+        """What runs the layers of a pool, and so copies its pages."""
+        used = {d.kernels for d in self.plan.decisions if d.layer in pool.group.layers}
+        return "triton" if used == {"triton"} else "reference"
+
     def _reorder_pages(self, index: list[int]) -> None:
         """Pages follow their sequences; only a sequence that is chosen again is copied."""
         lengths = [self._seen[i] for i in index]
@@ -302,15 +316,9 @@ class KVCache:
             changed = [row for row in range(self.batch) if moves.rows[row] != tuple(pool.rows[row])]
             if moves.copies:
                 sources, targets = torch.tensor(moves.copies, device=self.device).unbind(1)
+                copy = page_copy(self._kernels_of(pool))
                 for name in names:
-                    buffer = self.buffers[name]
-                    # torch gathers no fp8
-                    flat = (
-                        buffer.view(torch.uint8)
-                        if buffer.is_floating_point() and buffer.itemsize == 1
-                        else buffer
-                    )
-                    flat[targets] = flat[sources]
+                    copy(self.buffers[name], sources, targets)
             pool.move(moves)
             for row in changed:
                 self.buffers[pool.group.name][row] = 0

@@ -18,6 +18,7 @@ from kvcompile.runtime.cache import KVCache
 from kvcompile.runtime.program import Program
 
 _SPAN_STEP = 64  # slots are read in whole blocks, so that lengths next to each other read the same shapes
+_GRAPH_SPAN = 512  # the least span of a captured step
 
 
 class CachedModel(nn.Module):
@@ -69,6 +70,8 @@ class CachedModel(nn.Module):
     def release(self) -> None:
         """Forget all tokens and give the cache's memory back."""
         self.cache.release()
+        if self.executor.graphs is not None:
+            self.executor.graphs.clear()
 
     def warmup(self, batch: int = 1, progress: Progress | None = None) -> dict[str, float]:
         """Compile prompt and decode step for `batch` sequences now, instead of when they first come.
@@ -121,35 +124,40 @@ class CachedModel(nn.Module):
         steps = torch.arange(tokens, device=self.device)
         first = cache.seq_lens if pads is None else cache.seq_lens - pads
         positions = first[:, None] + steps
-        inputs: dict[str, Any] = {
-            "input_ids": input_ids,
-            "positions": positions,
-            "seq_lens": cache.seq_lens,
-            **program.constants,
-            **cache.buffers,
-        }
+        captured = self.executor.graphs is not None and tokens == 1
+        fixed = {**program.constants, **cache.buffers}
+        inputs: dict[str, Any] = {"input_ids": input_ids, "positions": positions, "seq_lens": cache.seq_lens}
         if program.takes_position_ids:
             inputs["position_ids"] = positions if pads is None else positions.clamp(min=0)
         if program.takes_past_length:
-            inputs["past_length"] = torch.tensor(cache.columns, device=self.device)
-        if cache.span:
-            inputs["span"] = min(cache.span, -(-(cache.columns + tokens) // _SPAN_STEP) * _SPAN_STEP)
-        else:
-            inputs["span"] = 0
+            # Filled there: a tensor made of a Python number would be copied, and a copy waits for the device.
+            inputs["past_length"] = torch.full((), cache.columns, dtype=torch.int64, device=self.device)
+        inputs["span"] = self._span(cache.columns + tokens, captured)
         rows = cache.rows(pads) if program.states or cache.pools else None
-        if program.states:
-            inputs["rows"] = rows
+        if program.states and not captured:  # what is captured has no modules that run as Python
+            inputs["rows"] = torch.tensor(rows)
         # A chunk in the middle of a prompt still computes one row of logits: the graph has no form without.
         if program.takes_logits_to_keep:
             inputs["logits_to_keep"] = steps[tokens - max(kept, 1) :]
         shapes = self._shapes(batch, tokens, max(kept, 1))
         self._prepare(shapes, None)
-        outputs = self.executor.run(shapes, inputs)
+        if captured:
+            outputs = self.executor.replay(shapes, inputs, fixed, cache.version)
+        else:
+            outputs = self.executor.run(shapes, inputs | fixed)
         cache.advance(positions[:, -1] + 1, tokens, rows)
         flat = list(outputs)
         if not program.takes_logits_to_keep and kept < tokens:
             flat = [value[:, tokens - max(kept, 1) :] for value in flat]
         return flat
+
+    def _span(self, tokens: int, captured: bool) -> int:
+        """Slots to read of contiguous layers that have so many tokens; 0 where there are none.
+
+        A captured step has its span in it, so there are few: powers of two, and the capacity.
+        """
+        step = max(_GRAPH_SPAN, 1 << (tokens - 1).bit_length()) if captured else _SPAN_STEP
+        return min(self.cache.span, -(-tokens // step) * step)
 
     def _shapes(self, batch: int, tokens: int, keep: int) -> ShapeClass:
         span = self.cache.span

@@ -22,8 +22,11 @@ from kvcompile.layouts.pages import offset, page_index
 _REAL = sympy.Symbol("pos", integer=True, nonnegative=True)
 
 
-def params(layout: CacheLayout) -> tuple[Param, ...]:
+def params(spec: KernelSpec) -> tuple[Param, ...]:
     found: list[Param] = []
+    layout = spec.layout
+    if "staged" in spec.options:
+        return ()
     if isinstance(layout.retention, Scored):
         found.append(TensorParam("slots", torch.int32, 3))
     if isinstance(layout.placement, Paged):
@@ -31,14 +34,17 @@ def params(layout: CacheLayout) -> tuple[Param, ...]:
     return tuple(found)
 
 
-def first(layout: CacheLayout) -> str:
+def first(spec: KernelSpec) -> str:
     """The entry of a part's first dimension that a token is in: its sequence, or its page."""
-    return "page" if isinstance(layout.placement, Paged) else "batch"
+    paged = isinstance(spec.layout.placement, Paged) and "staged" not in spec.options
+    return "page" if paged else "batch"
 
 
 def of_tokens(spec: KernelSpec, one: bool) -> list[str]:
     """Statements that define, of tokens at `pos`, the row `slot` int64 in `first`, and which are `kept`."""
     layout = spec.layout
+    if "staged" in spec.options:
+        return ["kept = real", "slot = token.to(tl.int64)"]
     lines = []
     if isinstance(layout.retention, Scored):
         score_head = " + head * slots_s1" if layout.retention.granularity == "kv_head" else ""
@@ -46,7 +52,7 @@ def of_tokens(spec: KernelSpec, one: bool) -> list[str]:
         lines += [f"slot = tl.load({at}, mask=real, other=-1)", "kept = slot >= 0"]
     else:
         lines.append(f"slot = {_bare(printed(layout.address.subs(sy.pos, _REAL), {_REAL: 'pos'}))}")
-        lines.append(f"kept = {kept(layout, one)}")
+        lines.append(f"kept = {_kept(layout, one)}")
     if isinstance(layout.placement, Paged):
         size = layout.placement.page_size
         entry, row = (printed(f(size).subs(sy.slot, _REAL), {_REAL: "slot"}) for f in (page_index, offset))

@@ -1,0 +1,177 @@
+"""What `kernels.py` measures: attention of one new token over caches of given lengths, and the goals it is held to.
+
+A case is a cache (the `cache` section of a recipe), heads and lengths. What figures must reach is a `Goal`, made of the
+figures of one run, so that none compares figures of different minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+INT8 = {"keys": {"dtype": "int8"}, "values": {"dtype": "int8"}}
+FP8 = {"keys": {"dtype": "fp8_e4m3"}, "values": {"dtype": "fp8_e4m3"}}
+INT4 = {"keys": {"dtype": "int4", "group": 32}, "values": {"dtype": "int4", "group": 32}}
+KIVI4 = {
+    "keys": {"dtype": "int4", "axis": "channel", "group": 32, "residual": 128},
+    "values": {"dtype": "int4", "group": 32, "residual": 128},
+}
+
+
+def pages(size: int) -> dict[str, Any]:
+    return {"placement": {"kind": "paged", "page_size": size}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attention of one new token a sequence.
+
+    batch, context: sequences, and tokens that each has seen with the new one
+    spread:   lengths rise evenly from the first of these to the second instead
+    heads:    of queries and of keys
+    cache:    as a recipe has it
+    score:    softcap, "alibi" or "sinks"
+    window:   of the model's own mask
+    peers:    whether other implementations are measured beside
+    append:   the new token's keys and values are written as well (else attention alone is measured)
+    """
+
+    name: str
+    batch: int
+    context: int
+    heads: tuple[int, int] = (32, 8)
+    dim: int = 128
+    cache: Mapping[str, Any] = field(default_factory=dict)
+    spread: tuple[int, int] | None = None
+    score: str = ""
+    window: int | None = None
+    peers: bool = False
+    append: bool = False
+
+    @property
+    def lengths(self) -> list[int]:
+        if self.spread is None:
+            return [self.context] * self.batch
+        first, last = self.spread
+        return [first + (last - first) * row // max(self.batch - 1, 1) for row in range(self.batch)]
+
+    def tiny(self) -> Case:
+        """The same with sizes for Triton's interpreter."""
+        group = self.heads[0] // self.heads[1]
+        cache: dict[str, dict[str, Any]] = {key: dict(value) for key, value in self.cache.items()}
+        for side in ("keys", "values"):
+            if "residual" in cache.get(side, {}):
+                cache[side] |= {"residual": 32}
+        if "heavy" in cache.get("retention", {}):
+            cache["retention"] |= {"sinks": 2, "heavy": 14, "recent": 16}
+        elif "window" in cache.get("retention", {}):
+            cache["retention"] |= {"sinks": 2, "window": 30}
+        return replace(
+            self,
+            batch=min(self.batch, 2),
+            context=72,
+            heads=(2 * min(group, 2), 2),
+            dim=32,
+            cache=cache,
+            spread=None if self.spread is None else (8, 72),
+            window=None if self.window is None else 24,
+        )
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What one run gave for a case. us: median microseconds of a call; share: of the measured copy bandwidth."""
+
+    us: float
+    bytes: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Goal:
+    """number: of the list in docs/benchmarks.md; value: of the figures by case; wanted: at least that, or `at_most`"""
+
+    number: int
+    text: str
+    wanted: float
+    value: Callable[[Mapping[str, Figure]], float]
+    at_most: bool = False
+
+    def met(self, value: float) -> bool:
+        return value <= self.wanted if self.at_most else value >= self.wanted
+
+
+PLAIN = Case("bf16 B32 4k", 32, 4096, peers=True)
+LONG = Case("bf16 B1 32k", 1, 32768, peers=True)
+PAGED = replace(PLAIN, name="bf16 B32 4k pages of 128", cache=pages(128), peers=False)
+BUDGET = 8192
+STREAM = {"retention": {"kind": "sink_window", "sinks": 4, "window": BUDGET - 4}}
+H2O = {"retention": {"kind": "h2o", "sinks": 4, "heavy": BUDGET // 2 - 4, "recent": BUDGET // 2}}
+CASES = (
+    PLAIN,
+    LONG,
+    Case("fp8 B1 256k 32/4", 1, 262144, (32, 4), cache=FP8),
+    replace(PLAIN, name="int8 B32 4k", cache=INT8, peers=False),
+    replace(PLAIN, name="fp8 B32 4k", cache=FP8, peers=False),
+    Case("bf16 B32 32k", 32, 32768, peers=True),
+    Case("int4 B32 32k", 32, 32768, cache=INT4),
+    Case("kivi4 B32 32k", 32, 32768, cache=KIVI4),
+    replace(PLAIN, name="bf16 B32 4k softcap", score="softcap", peers=False),
+    replace(PLAIN, name="bf16 B32 4k alibi", score="alibi", peers=False),
+    replace(PLAIN, name="bf16 B32 4k sinks", score="sinks", peers=False),
+    replace(PLAIN, name="bf16 B32 4k window", window=4096, peers=False),
+    PAGED,
+    replace(PLAIN, name="bf16 B32 4k pages of 16", cache=pages(16), peers=False),
+    Case("bf16 B16 8k slots", 16, 2 * BUDGET, cache=STREAM, append=True),
+    Case("bf16 B16 8k slots h2o", 16, 2 * BUDGET, cache=H2O, append=True),
+    Case("bf16 B64 1k-64k pages of 64", 64, 65536, cache=pages(64), spread=(1024, 65536)),
+)
+# RoPE, encoding and the write of one new token a sequence: the append kernel by itself.
+APPENDS = tuple(Case(f"append int8 B{batch}", batch, 4096, cache=INT8) for batch in (1, 32, 256))
+
+
+def _over(one: str, other: str) -> Callable[[Mapping[str, Figure]], float]:
+    return lambda figures: figures[one].us / figures[other].us
+
+
+def _worst(names: tuple[str, ...], other: str) -> Callable[[Mapping[str, Figure]], float]:
+    return lambda figures: max(figures[name].us for name in names) / figures[other].us
+
+
+def _share(name: str) -> Callable[[Mapping[str, Figure]], float]:
+    return lambda figures: figures[name].share
+
+
+GOALS = (
+    Goal(1, "bf16 B32 4k: share of copy bandwidth", 0.92, _share(PLAIN.name)),
+    Goal(2, "bf16 B1 32k: microseconds", 39.0, lambda figures: figures[LONG.name].us, at_most=True),
+    Goal(3, "fp8 B1 256k 32/4: share of copy bandwidth", 0.80, _share("fp8 B1 256k 32/4")),
+    Goal(4, "bf16 over int8, B32 4k", 1.75, _over(PLAIN.name, "int8 B32 4k")),
+    Goal(5, "bf16 over int4, B32 32k", 2.8, _over("bf16 B32 32k", "int4 B32 32k")),
+    Goal(
+        6,
+        "softcap, window, ALiBi, sinks over plain, the worst",
+        1.03,
+        _worst(tuple(f"{PLAIN.name} {what}" for what in ("softcap", "alibi", "sinks", "window")), PLAIN.name),
+        at_most=True,
+    ),
+    Goal(
+        6, "pages of 16 over pages of 128", 1.10, _over(f"{PLAIN.name} pages of 16", PAGED.name), at_most=True
+    ),
+    Goal(
+        7,
+        "scores tracked (H2O) over not",
+        1.08,
+        _over("bf16 B16 8k slots h2o", "bf16 B16 8k slots"),
+        at_most=True,
+    ),
+    Goal(8, "ragged 1k-64k B64: share of copy bandwidth", 0.85, _share("bf16 B64 1k-64k pages of 64")),
+    Goal(
+        9,
+        "RoPE, int8 and append, microseconds, the worst of B1 to B256",
+        5.0,
+        lambda figures: max(figures[case.name].us for case in APPENDS),
+        at_most=True,
+    ),
+)

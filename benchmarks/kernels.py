@@ -1,0 +1,257 @@
+"""Generated attention kernels on a GPU: microseconds, bytes and share of the copy bandwidth, beside other kernels.
+
+Everything stands in one process: the copy bandwidth, our kernels and the peers, each over several copies of its cache
+(`kernel_clock.py`) and in turns; figures are medians. Before it is measured, each case is compared with the reference.
+Attention alone is measured, without the write of the new token, unless a case says so.
+
+    make bench-kernels                        # all cases; a few minutes on an H200
+    python benchmarks/kernels.py --only int8 --rounds 50
+    python benchmarks/kernels.py --dry-run    # no GPU: tiny caches in Triton's interpreter, times mean nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+ROOM = 256 << 20  # bytes of caches that a turn reads at least, several times the L2 cache
+COPY = 2 << 30
+LARGEST_ERROR = {
+    "bf16": 0.01,
+    "other": 0.02,
+}  # kernels round what they multiply; see tests/test_gpu.py for budgets
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """All figures, as the file has them."""
+    import torch
+    from compile_time import machine
+    from kernel_cases import APPENDS, CASES, GOALS, Figure
+    from kernel_clock import copy_bandwidth
+
+    device = torch.device("cpu" if options.dry_run else "cuda")
+    dtype = torch.float32 if options.dry_run else torch.bfloat16
+    cases = [case.tiny() if options.dry_run else case for case in (*CASES, *APPENDS)]
+    chosen = [case for case in cases if options.only in case.name]
+    bandwidth = copy_bandwidth(device, (1 << 20) if options.dry_run else COPY, options.rounds)
+    rows, figures = [], {}
+    for case in chosen:
+        print(case.name, file=sys.stderr, flush=True)
+        row = measure(case, device, dtype, bandwidth, options)
+        rows.append(row)
+        if "us" in row:
+            figures[case.name] = Figure(row["us"], row["bytes"], row["share"])
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    goals = [judged(goal, figures) for goal in GOALS]
+    import triton
+
+    return {
+        "benchmark": "kernels",
+        "meaningless": options.dry_run,
+        "machine": machine() | {"triton": triton.__version__},
+        "copy_bandwidth": round(bandwidth / 1e9, 1),
+        "rounds": options.rounds,
+        "cases": rows,
+        "goals": [goal for goal in goals if goal["value"] is not None],
+    }
+
+
+def measure(
+    case: Any, device: Any, dtype: Any, bandwidth: float, options: argparse.Namespace
+) -> dict[str, Any]:
+    """One case: ours and the peers, in turns."""
+    from kernel_clock import Timed, medians
+    from kernel_peers import PEERS, attempt
+    from kernel_problem import Problem
+
+    if case.name.startswith("append"):
+        return measure_append(case, device, dtype, bandwidth, options)
+    room = 1 if options.dry_run else ROOM
+    problem = Problem(case, device, dtype, room)
+    row: dict[str, Any] = {"case": case.name, "batch": case.batch, "context": case.context}
+    row |= {"heads": list(case.heads), "layout": str(problem.layout), "bytes": problem.bytes}
+    error = problem.error()
+    limit = LARGEST_ERROR["bf16" if not case.cache else "other"]
+    if not error <= limit:
+        return row | {
+            "wrong": f"relative error {error:.4f} against the reference, at most {limit} is due to rounding"
+        }
+    copies = range(len(problem.copies))
+    timed = {"ours": Timed([problem.call(copy) for copy in copies], device)}
+    peers: dict[str, Any] = {}
+    if case.peers:
+        expected = problem.call(0)()
+        for name, make in PEERS.items():
+            first = attempt(make, problem.dense(0), expected)
+            if isinstance(first, str):
+                peers[name] = first
+                continue
+            calls = [first, *(make(problem.dense(copy)) for copy in copies[1:])]
+            timed[name] = Timed(calls, device)
+    found = medians(timed, options.rounds)
+    peers |= {
+        name: {"us": round(us, 2), **({"note": timed[name].note} if timed[name].note else {})}
+        for name, us in found.items()
+        if name != "ours"
+    }
+    return row | figures_of(found["ours"], problem.bytes, bandwidth) | {"error": error, "peers": peers}
+
+
+def measure_append(
+    case: Any, device: Any, dtype: Any, bandwidth: float, options: argparse.Namespace
+) -> dict[str, Any]:
+    """RoPE on queries and keys, encoding, and the write of one token a sequence: one launch."""
+    from dataclasses import replace
+
+    import torch
+    from kernel_clock import Timed, medians
+    from kernel_problem import Problem
+
+    from kvcompile.kernels.triton import append, ops_write
+    from kvcompile.kernels.triton.available import interpreted
+    from kvcompile.kernels.triton.spec import KernelSpec
+    from kvcompile.types import RotaryForm
+
+    problem = Problem(case, device, dtype, 1)
+    site = replace(problem.site, rotary=RotaryForm("half", 0, case.dim), share="none", kernels="reference")
+    flags = ("one", "rope", "q_out", *(("interpreted",) if interpreted() else ()))
+    spec = KernelSpec(
+        "append",
+        site,
+        *case.heads,
+        case.dim,
+        case.dim,
+        str(dtype).removeprefix("torch."),
+        block_n=append.block_n(case.dim, case.dim, one=True),
+        fp8="bits" if interpreted() else "native",
+        options=tuple(sorted(flags)),
+    ).to_json()
+    turns = torch.rand(max(case.lengths), case.dim, device=device)
+    rope = [turns.cos(), turns.sin()]
+    buffers = problem.copies[0]
+
+    def call() -> object:
+        return ops_write.append(
+            problem.q, problem.k, problem.v, buffers, problem.positions, rope, None, problem.table, spec
+        )
+
+    moved = 2 * problem.q.nbytes + problem.k.nbytes + problem.v.nbytes
+    moved += sum(buffer[:, :, :1].nbytes for buffer in buffers)
+    row = {"case": case.name, "batch": case.batch, "context": case.context, "heads": list(case.heads)}
+    row |= {"layout": str(problem.layout), "bytes": moved}
+    found = medians({"ours": Timed([call] * (1 if options.dry_run else 20), device)}, options.rounds)
+    return row | figures_of(found["ours"], moved, bandwidth)
+
+
+def figures_of(us: float, moved: int, bandwidth: float) -> dict[str, Any]:
+    rate = moved / (us * 1e-6)
+    return {"us": round(us, 2), "gb_per_s": round(rate / 1e9, 1), "share": round(rate / bandwidth, 4)}
+
+
+def judged(goal: Any, figures: Mapping[str, Any]) -> dict[str, Any]:
+    """A goal with its value; None where a case of it was not measured."""
+    try:
+        value = round(goal.value(figures), 3)
+    except KeyError:
+        value = None
+    met = None if value is None else goal.met(value)
+    sign = "at most" if goal.at_most else "at least"
+    return {
+        "goal": goal.number,
+        "text": goal.text,
+        "wanted": f"{sign} {goal.wanted}",
+        "value": value,
+        "met": met,
+    }
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The figures as Markdown."""
+    about, lines = result["machine"], []
+    said = f"{about['device']}, torch {about['torch']}, triton {about['triton']}, {about['date']}. "
+    lines += [f"{said}Copy bandwidth: {result['copy_bandwidth']:,} GB/s.", ""]
+    if result["meaningless"]:
+        lines += ["**A dry run in Triton's interpreter: the times mean nothing.**", ""]
+    names = list(dict.fromkeys(name for row in result["cases"] for name in row.get("peers", {})))
+    names = [name for name in names if any(isinstance(_peer(row, name), dict) for row in result["cases"])]
+    lines += [
+        f"| case | µs | GB/s | of copy bandwidth | {' | '.join([*names, ''])}".rstrip(" "),
+        "|---" * (4 + len(names)) + "|",
+    ]
+    for row in result["cases"]:
+        if "wrong" in row:
+            lines.append(f"| {row['case']} | {row['wrong']} |" + " |" * (2 + len(names)))
+            continue
+        peers = [_peer(row, name) for name in names]
+        cells = [f"{peer['us']:,.1f} µs" if isinstance(peer, dict) else "" for peer in peers]
+        shown = [
+            row["case"],
+            f"{row['us']:,.1f}",
+            f"{row['gb_per_s']:,.0f}",
+            f"{100 * row['share']:.0f} %",
+            *cells,
+        ]
+        lines.append(f"| {' | '.join(shown)} |")
+    lines += ["", "| goal | wanted | reached |", "|---|---|---|"]
+    for goal in result["goals"]:
+        missed = "" if goal["met"] else " (missed)"
+        lines.append(f"| {goal['goal']}: {goal['text']} | {goal['wanted']} | {goal['value']}{missed} |")
+    return "\n".join(lines)
+
+
+def _peer(row: Mapping[str, Any], name: str) -> Any:
+    return row.get("peers", {}).get(name)
+
+
+def update(docs: Path, text: str) -> None:
+    """The page with what stands between the marks replaced."""
+    place = re.compile(r"(<!-- results:kernels -->\n).*?(<!-- /results:kernels -->)", re.DOTALL)
+    docs.write_text(
+        place.sub(lambda found: f"{found[1]}{text}\n{found[2]}", docs.read_text("utf-8")), "utf-8"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="cases whose name has this")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--dry-run", action="store_true", help="tiny, in Triton's interpreter, on the CPU")
+    parser.add_argument("--out", help="the file, or its name in benchmarks/results (default: kernels-<GPU>)")
+    parser.add_argument("--docs", action="store_true", help="put the tables into docs/benchmarks.md")
+    options = parser.parse_args(arguments)
+    if options.dry_run:
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+        options.rounds = min(options.rounds, 1)
+    import torch
+    from compile_time import write
+
+    if not options.dry_run and not torch.cuda.is_available():
+        print("needs an NVIDIA GPU; --dry-run shows that the script works", file=sys.stderr)
+        return 1
+    result = run(options)
+    chip = re.sub(r"[^a-z0-9]+", "-", result["machine"]["device"].lower()).strip("-")
+    if not options.dry_run or options.out:
+        print(write(result, options.out or f"kernels-{chip}"), file=sys.stderr)
+    text = table(result)
+    print(text)
+    if options.docs and not options.dry_run:
+        update(DOCS, text)
+    wrong = [row["case"] for row in result["cases"] if "wrong" in row]
+    if wrong:
+        print(f"wrong results: {', '.join(wrong)}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Append and attend by generated kernels where scores say which tokens stay (`layouts/scored.py`).
+
+| new tokens | launches |
+|---|---|
+| one | evict, append to that slot, decode with logits, combine with the log-sum-exp, score |
+| many | append to an array of the new tokens, prefill over slots and array, columns, append of those that stay |
+
+Which tokens stay after many have come is one sort per head, by PyTorch: of the slots those that stay keep theirs, and
+new ones take what the others give up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvcompile.kernels.triton import evict as evict_role
+from kvcompile.kernels.triton import ops_attend, ops_write
+from kvcompile.kernels.triton.attend import Attend
+from kvcompile.kernels.triton.attention import Call, append, decode, prefill, staged, turned_back
+from kvcompile.kernels.triton.stay import ranks, staying
+from kvcompile.layouts import Scored
+
+
+def _state(call: Call) -> tuple[Call, Scored, Tensor, Tensor]:
+    """The call without the two buffers that say which token a slot holds, and its score; and those."""
+    retention = call.site.layout.retention
+    assert isinstance(retention, Scored)
+    return replace(call, buffers=call.buffers[:-2]), retention, call.buffers[-2], call.buffers[-1]
+
+
+def one(call: Call) -> Tensor:
+    """One new token a sequence: it takes a slot, attends to all, and leaves its probabilities there."""
+    call, retention, token, score = _state(call)
+    made = call.kernels
+    spec = made.spec("evict")
+    spec = replace(spec, block_n=evict_role.block_n(retention.tokens))
+    slots = ops_write.evict(token, score, call.positions, spec.to_json())
+    options = ["one", *made.transforms, *(["full"] if made.in_full else [])]
+    options += ["capped"] if "rope_q" in options and retention.in_cache else []
+    outs = append(call, made.appends(options), slots)
+    q = outs[0] if made.transforms else call.q
+    tracked = ("logits",) if retention.score != "vote" else ()
+    tokens, place = _held(call, "decode", tracked, token)
+    out, *rest = decode(call, q, retention.tokens, tracked, tokens, place)
+    if rest:
+        lse, logits = rest
+        own = made.spec("score")
+        own = replace(own, block_n=evict_role.block_n(retention.tokens))
+        ops_write.score(score, logits, lse, call.positions, own.to_json())
+    return out
+
+
+def many(call: Call) -> Tensor:
+    """Many new tokens a sequence: they attend to the slots and to themselves, and then some of all stay."""
+    call, retention, token, score = _state(call)
+    made = call.kernels
+    based = ("based",) if "rope_q" in made.transforms and retention.in_cache else ()
+    q, k, v, new = staged(call, based)
+    before = call.positions[:, :1].clamp(min=0)
+    tokens, place = _held(call, "prefill", ("new",), token)
+    out, lse = prefill(call, q, k, v, new, ("lse",), tokens, place)
+    own = made.config("columns")
+    gained = ops_attend.columns(
+        q,
+        k if made.in_full else None,
+        lse,
+        call.buffers,
+        new,
+        call.positions,
+        call.bias,
+        call.rope_read,
+        call.page_table,
+        tokens,
+        place,
+        own.num_warps,
+        own.num_stages,
+        made.spec("columns").to_json(),
+        made.spec("columns", ("new",)).to_json(),
+    )
+    slots, scores, held = staying(token, score, gained, call.positions, before, retention)
+    append(
+        replace(call, k=k, v=v),
+        made.appends(["in_basis", *(["full"] if made.in_full else [])]),
+        slots,
+    )
+    token.copy_(held)
+    score.copy_(scores)
+    return turned_back(call, out)
+
+
+def _held(
+    call: Call, role: str, options: Sequence[str], token: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Token and place of each slot, where the kernels of a role ask for them."""
+    attend = Attend(call.kernels.spec("decode" if role == "decode" else "prefill", options))
+    place: Tensor | None = None
+    if attend.needs_place:
+        length = call.positions[:, -1:] + 1 if role == "decode" else call.positions[:, :1].clamp(min=0)
+        place = ranks(token, length).to(torch.int32)
+    return (token if attend.needs_token else None), place

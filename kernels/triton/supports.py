@@ -1,0 +1,46 @@
+"""What generated kernels can do, known at plan time: nothing is refused at a launch.
+
+Each rule looks at one site, as its cache has it, and gives the reason or None. Roles that learn more take rules out.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.layouts import Rotated
+
+SMALLEST_DIM, LARGEST_DIM = (
+    16,
+    576,
+)  # of keys: from the least side of a product to MLA's latent and rotary rows
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def refusal(
+    site: SiteSpec,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    dynamic: bool = False,
+) -> str | None:
+    """Why there are no kernels for a site, or None.
+
+    Args:
+        heads: query heads and KV heads.
+        dims: channels of a key and of a value.
+        dtype: the model's.
+        dynamic: whether the site's mask is computed from activations.
+    """
+    if dynamic:
+        return "its mask is computed from activations, which kernels do not read"
+    if dtype not in DTYPES:
+        return f"the model is in {dtype}, and kernels are for {', '.join(map(str, DTYPES))}"
+    if not SMALLEST_DIM <= dims[0] <= LARGEST_DIM:
+        return f"its keys have {dims[0]} channels, and kernels are for {SMALLEST_DIM} to {LARGEST_DIM}"
+    if dims[1] > LARGEST_DIM:
+        return f"its values have {dims[1]} channels, and kernels are for at most {LARGEST_DIM}"
+    if site.rotary is not None and site.layout.rotates_on_read and isinstance(site.layout.keys, Rotated):
+        return "its keys are kept turned (rotate: hadamard) before RoPE, and kernels turn none back"
+    return None

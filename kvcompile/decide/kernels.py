@@ -1,0 +1,31 @@
+"""Deciding what runs a site: generated kernels, or PyTorch that Inductor compiles (kernels/choice.py)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from kvcompile.kernels.choice import choose
+from kvcompile.plan import Decision
+from kvcompile.recipe import Recipe
+
+
+def with_kernels(
+    decision: Decision, recipe: Recipe, dtype: torch.dtype, device: torch.device | None
+) -> Decision:
+    """The decision with the kernels that run it.
+
+    Raises:
+        ValueError: the recipe asks for Triton, and the site has no kernels.
+    """
+    made = choose(
+        recipe.compile.kernels,
+        decision.site_spec(),
+        (decision.num_qo_heads, decision.num_kv_heads),
+        (decision.head_dim, decision.v_head_dim),
+        dtype,
+        device,
+        dynamic=decision.dynamic,
+    )
+    return replace(decision, kernels=made.kernels, kernels_because=made.because)

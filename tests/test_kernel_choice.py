@@ -1,0 +1,258 @@
+"""Which kernels run a site: `compile.kernels`, the device and what kernels can do; where each reason is told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvcompile
+from kvcompile.api import build
+from kvcompile.errors import PlanError, RecipeError
+from kvcompile.explain import Explanation
+from kvcompile.kernels import ops, reference
+from kvcompile.kernels.choice import KernelChoice, choose
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton import available
+from kvcompile.kernels.triton.supports import refusal
+from kvcompile.layouts import CacheLayout, Int8, Rotated
+from kvcompile.pipeline import plan_for
+from kvcompile.recipe import Recipe
+from kvcompile.types import RotaryForm
+from tests.models import tiny_hf
+from tests.test_verify import fronts
+
+SITE = SiteSpec(CacheLayout(), 0.125)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+EAGER = {"compile": {"mode": "none"}, "verify": "off"}
+
+
+def chosen(wanted: Any, device: torch.device | None, site: SiteSpec = SITE, **more: Any) -> KernelChoice:
+    return choose(wanted, site, (8, 2), more.pop("dims", (64, 64)), torch.bfloat16, device, **more)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels can run on any device."""
+    monkeypatch.setattr(available, "problem", lambda device: None)
+
+
+@pytest.fixture
+def runs_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(available, "problem", lambda device: f"none on {device}")
+
+
+# ---- what a layout says
+
+
+def test_what_kernels_cannot_do_has_a_reason() -> None:
+    def reason(site: SiteSpec = SITE, dims: tuple[int, int] = (64, 64), **more: Any) -> str:
+        return refusal(site, (8, 2), dims, more.pop("dtype", torch.bfloat16), **more) or ""
+
+    turned = CacheLayout(Rotated(Int8()), Int8(), before_rope=True)
+    form = RotaryForm("half", 0, 64)
+    assert reason() == ""
+    assert "computed from activations" in reason(dynamic=True)
+    assert "torch.float64" in reason(dtype=torch.float64)
+    assert [bool(reason(dims=(dim, 64))) for dim in (15, 16, 576, 577)] == [True, False, False, True]
+    assert "its values have 577 channels" in reason(dims=(64, 577))
+    assert "before RoPE" in reason(replace(SITE, layout=turned, rotary=form))
+    assert reason(replace(SITE, layout=turned)) == ""  # a layer without positions
+    assert reason(replace(SITE, layout=replace(turned, before_rope=False), rotary=form)) == ""
+
+
+# ---- what the recipe says
+
+
+def test_auto_takes_triton_where_it_can(runs: None) -> None:
+    assert chosen("auto", CUDA) == KernelChoice("triton", "the model is on cuda:0")
+    assert chosen("auto", CPU) == KernelChoice("reference", "the model is on cpu")
+    dynamic = chosen("auto", CUDA, dynamic=True)
+    assert dynamic.kernels == "reference" and "computed from activations" in dynamic.because
+    assert chosen("auto", None).kernels == "reference"
+
+
+def test_auto_says_why_a_gpu_runs_the_reference(runs_nowhere: None) -> None:
+    assert chosen("auto", CUDA) == KernelChoice("reference", "none on cuda:0")
+
+
+def test_reference_is_the_reference(runs: None) -> None:
+    assert chosen("reference", CUDA).kernels == "reference"
+
+
+def test_triton_is_an_order(runs: None) -> None:
+    assert chosen("triton", CPU).kernels == chosen("triton", CUDA).kernels == "triton"
+    with pytest.raises(
+        ValueError,
+        match=r"compile.kernels: triton cannot run this layer: its keys have 8 .* use kernels: auto",
+    ):
+        chosen("triton", CUDA, dims=(8, 8))
+
+
+def test_an_order_that_no_device_can_carry_out(runs_nowhere: None) -> None:
+    with pytest.raises(ValueError, match="none on cpu; use kernels: auto or reference"):
+        chosen("triton", CPU)
+    assert chosen("triton", None).kernels == "triton"  # an estimate: the device is not known
+
+
+# ---- what the machine says
+
+
+def test_a_cpu_has_the_interpreter_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(available, "interpreted", lambda: True)
+    assert available.problem(CPU) is None
+    monkeypatch.setattr(available, "interpreted", lambda: False)
+    assert "TRITON_INTERPRET=1" in str(available.problem(CPU))
+    assert "this model is on meta" in str(available.problem(torch.device("meta")))
+
+
+def test_gpus_that_are_too_old_or_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(available, "interpreted", lambda: False)
+    for found, says in (((7, 5), "8.0 or later, and cuda:0 has 7.5"), ((8, 0), "None"), ((10, 0), "None")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=found: found)
+        assert says in str(available.problem(CUDA))
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert "AMD" in str(available.problem(CUDA))
+
+
+def test_a_machine_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "Triton cannot be imported" in str(available.problem(CUDA))
+
+
+@pytest.mark.parametrize("interpret", [False, True])
+def test_how_triton_was_imported_decides(interpret: bool) -> None:
+    """In processes of their own, as it is decided when Triton is imported, whatever the environment says later."""
+    script = (
+        "import os, triton, torch\n"
+        f"os.environ['TRITON_INTERPRET'] = {'0' if interpret else '1'!r}\n"
+        "from kvcompile.kernels.triton import available\n"
+        "print(available.interpreted(), available.problem(torch.device('cpu')) is None)"
+    )
+    environment = {"TRITON_INTERPRET": "1" if interpret else "0"}
+    assert python(script, environment) == f"{interpret} {interpret}"
+
+
+def python(script: str, environment: dict[str, str]) -> str:
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
+
+
+def test_the_reference_imports_no_kernels() -> None:
+    """What asks whether they can run, and nothing that Triton is needed for (torch imports it by itself)."""
+    script = (
+        "import sys, torch, kvcompile\n"
+        "from tests.models import TinyLlama, make\n"
+        "fast = kvcompile.optimize(make(TinyLlama), 'int8', max_tokens=32, compile={'mode': 'none'})\n"
+        "fast(torch.ones(1, 3, dtype=torch.int64))\n"
+        "print(sorted(n for n in sys.modules if n.startswith('kvcompile.kernels.triton')))"
+    )
+    assert python(script, {}) == (
+        "['kvcompile.kernels.triton', 'kvcompile.kernels.triton.available', 'kvcompile.kernels.triton.supports']"
+    )
+
+
+# ---- plans
+
+
+def test_an_unknown_choice_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"compile\.kernels: expected"):
+        Recipe.load({"compile": {"kernels": "cuda"}})
+
+
+def test_a_plan_names_the_layers_that_have_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(available, "interpreted", lambda: False)
+    _, front = fronts("llama", "float32")
+    with pytest.raises(PlanError) as caught:
+        plan_for(front, Recipe.load("int8", compile={"kernels": "triton"}))
+    text = str(caught.value)
+    assert "layers 0, 1, 2 (model.layers.0.self_attn" in text
+    assert (
+        "compile.kernels: triton cannot run this layer: " in text and "use kernels: auto or reference" in text
+    )
+
+
+def test_estimates_need_no_device() -> None:
+    model = tiny_hf("llama", head_dim=16)
+    for kernels in ("auto", "triton"):
+        assert kvcompile.estimate(model.config, "int8", compile={"kernels": kernels}).bytes > 0
+
+
+@pytest.fixture
+def triton_plan(runs: None) -> Any:
+    model = tiny_hf("llama", head_dim=16)
+    front = kvcompile.pipeline.understand(model)  # type: ignore[attr-defined]
+    recipe = Recipe.load("int8", compile={"mode": "none", "kernels": "triton"}, verify="off")
+    return model, front, recipe, plan_for(front, recipe)
+
+
+def test_the_choice_is_in_plan_text_digest_and_json(triton_plan: Any) -> None:
+    *_, plan = triton_plan
+    assert {d.kernels for d in plan.decisions} == {"triton"}
+    other = replace(plan, decisions=tuple(replace(d, kernels="reference") for d in plan.decisions))
+    assert plan.digest() != other.digest()
+    assert "triton kernels" in str(plan) and "reference kernels" in str(other)
+    assert plan.to_dict()["decisions"][0]["kernels"] == "triton"
+
+
+def test_explain_tells_kernels_and_reasons(triton_plan: Any) -> None:
+    *_, plan = triton_plan
+
+    def told(plan: Any) -> str:
+        return " ".join(Explanation(plan, (), "export", (), 0.0, 0.0).render().split())
+
+    assert "kernels triton: the recipe asks for Triton" in told(plan)
+    first, *others = plan.decisions
+    mixed = replace(
+        plan, decisions=(replace(first, kernels="reference", kernels_because="a reason"), *others)
+    )
+    assert "reference in 0: a reason" in told(mixed) and "triton in 1: the recipe" in told(mixed)
+
+
+# ---- the op
+
+
+def test_specs_of_the_reference_are_the_text_they_were() -> None:
+    assert "kernels" not in json.loads(SITE.to_json())
+    generated = replace(SITE, kernels="triton")
+    assert SiteSpec.from_json(generated.to_json()) == generated
+
+
+def test_the_op_goes_to_the_generated_kernels(monkeypatch: pytest.MonkeyPatch, triton_plan: Any) -> None:
+    """A stand-in for them computes what the reference does, and notes that it was asked."""
+    model, front, recipe, _ = triton_plan
+    asked: list[SiteSpec] = []
+
+    def cached_attention(q: Tensor, *args: Any) -> Tensor:
+        asked.append(args[7])
+        return reference.cached_attention(q, *args)
+
+    stand_in = ModuleType("kvcompile.kernels.triton.attention")
+    stand_in.cached_attention = cached_attention  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    ids = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    fast: Any = build(model, front, recipe)
+    plain: Any = build(model, front, Recipe.load("int8", **EAGER))
+    outs = [
+        torch.cat([m(ids[:, :7]).logits, m(ids[:, 7:8]).logits, m(ids[:, 8:]).logits], 1)
+        for m in (fast, plain)
+    ]
+    assert len(asked) == 2 * 3 and {spec.kernels for spec in asked} == {"triton"}
+    torch.testing.assert_close(*outs)
+    assert ops.cached_attention is torch.ops.kvcompile.cached_attention.default
