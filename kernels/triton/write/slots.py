@@ -63,7 +63,8 @@ def of_tokens(spec: KernelSpec, one: bool) -> list[str]:
     return [*lines, "slot = slot.to(tl.int64)"]
 
 
-def _kept(layout: CacheLayout, one: bool) -> str:
+def kept(layout: CacheLayout, one: bool) -> str:
+    """Which tokens at `pos` get their slot, of new ones up to position `last`."""
     if one or not isinstance(layout.logical, Ring):
         return "real"
     retention = layout.retention
