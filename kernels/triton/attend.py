@@ -25,12 +25,12 @@ from dataclasses import dataclass
 import torch
 
 from kvcompile.kernels.triton import dots, helpers, places, scores, seen
-from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.combine import weighed
 from kvcompile.kernels.triton.full import InFull
 from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, TensorParam
 from kvcompile.kernels.triton.pieces import between, in_pairs, paired
 from kvcompile.kernels.triton.read import Reader, _edges, reader, settled
+from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.rows import Source
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.symbolic import printed
@@ -202,7 +202,9 @@ class Attend:
             loaded.append(f"q{index} = tl.load(q_ptr + {at} + kc{index}, mask={guard}, other=0.0)")
             if self.two_queries:
                 own = at.replace("q_s", "q_sinks_s")
-                loaded.append(f"q{index}_sinks = tl.load(q_sinks_ptr + {own} + kc{index}, mask={guard}, other=0.0)")
+                loaded.append(
+                    f"q{index}_sinks = tl.load(q_sinks_ptr + {own} + kc{index}, mask={guard}, other=0.0)"
+                )
         lines += loaded
         kind = f"tl.{dots.of_model(spec)}"
         if self.two_queries:
@@ -225,7 +227,9 @@ class Attend:
         if keys.folded:
             lines += [f"q{index} = q{index}.to(tl.float32)" for index in every]
         else:
-            lines += [f"q{index} = q{index}.to({code})" for index in every if normal or keys.dot != spec.dtype]
+            lines += [
+                f"q{index} = q{index}.to({code})" for index in every if normal or keys.dot != spec.dtype
+            ]
         lines += self.fixed_scale(keys)
         lines += scores.prologue(spec, self.names)
         return lines
@@ -234,7 +238,9 @@ class Attend:
         """The line that loads the calibrated scale of a head's vectors, where there is one."""
         if not part.fixed_scale:
             return []
-        return [f"{part.side}_scale = tl.load({part.side}_scale_ptr + batch * {self.spec.num_kv_heads} + head)"]
+        return [
+            f"{part.side}_scale = tl.load({part.side}_scale_ptr + batch * {self.spec.num_kv_heads} + head)"
+        ]
 
     @property
     def normalized(self) -> bool:
@@ -255,7 +261,9 @@ class Attend:
             return seen.ordered(spec, "0", "", self.mixed)
         slots = spec.layout.slots(None)
         before = "tl.maximum(first, 0)" if self.many else "tl.maximum(length, 0)"
-        return seen.unordered(spec, f"tl.minimum({before}, {slots})", not self._position_masks(source) and not self.mixed)
+        return seen.unordered(
+            spec, f"tl.minimum({before}, {slots})", not self._position_masks(source) and not self.mixed
+        )
 
     def _position_masks(self, source: Source) -> list[str]:
         query = "position[:, None]" if self.many else "position"
@@ -288,7 +296,9 @@ class Attend:
             lines.append(f's = tl.where({self.visible(source)}, s, float("-inf"))')
         if "logits" in self.has:
             at = f"((batch * {self.spec.num_kv_heads} + head) * {self.spec.group} + m[:, None]) * {source.slots}"
-            lines.append(f"tl.store(logits_ptr + {at} + (start + n)[None, :], s, mask=real[:, None] & ((start + n) < {source.slots})[None, :])")
+            lines.append(
+                f"tl.store(logits_ptr + {at} + (start + n)[None, :], s, mask=real[:, None] & ((start + n) < {source.slots})[None, :])"
+            )
         if self.values.reader is not None:
             lines += self.load(source, "values", masked)
         lines += self._softmax(masked)
@@ -391,7 +401,11 @@ class Attend:
         factor = f"{scores.factor(spec)!r}"
         if keys.fixed_scale:
             factor = f"({factor} * keys_scale)"
-        lines.append(f"s = s * row_scale[:, None]{' * keys_scale' if keys.fixed_scale else ''}" if self.normalized else f"s = s * {factor}")
+        lines.append(
+            f"s = s * row_scale[:, None]{' * keys_scale' if keys.fixed_scale else ''}"
+            if self.normalized
+            else f"s = s * {factor}"
+        )
         if rows:
             kind = dots.of_model(spec)
             ieee = ', input_precision="ieee"' if kind == "float32" else ""
@@ -494,8 +508,12 @@ class Attend:
     def accumulators(self) -> list[str]:
         values, m = self.values, self.spec.block_m
         lines = [f"top = tl.full([{m}], -1.0e30, tl.float32)", f"total = tl.zeros([{m}], tl.float32)"]
-        lines += [f"acc{i} = tl.zeros([{m}, {values.of.pieces[i].block}], tl.float32)" for i in values.indices]
-        lines += [f"minima{p} = tl.zeros([{m}], tl.float32)" for p, g in enumerate(values.scales) if g.minimum]
+        lines += [
+            f"acc{i} = tl.zeros([{m}, {values.of.pieces[i].block}], tl.float32)" for i in values.indices
+        ]
+        lines += [
+            f"minima{p} = tl.zeros([{m}], tl.float32)" for p, g in enumerate(values.scales) if g.minimum
+        ]
         return [*lines, "largest = 1.0e-30"] if values.normalized else lines
 
     def stores(self, pointer: str, value: str) -> list[str]:
@@ -547,4 +565,3 @@ def generate(spec: KernelSpec) -> KernelSource:
         mixed=attend.mixed,
     )
     return KernelSource(name, params, helpers.module(text))
-

@@ -171,13 +171,13 @@ def cached_attention(
         is made (`supports.py`).
     """
     if dynamic is not None:
-        raise TypeError("a mask that is computed from activations has no kernels: the plan should have refused it")
+        raise TypeError(
+            "a mask that is computed from activations has no kernels: the plan should have refused it"
+        )
     site = replace(site, kernels="triton")
     v_dim = site.layout.values.channels if isinstance(site.layout.values, InKeys) else v.shape[3]
     one_bias = bias is not None and bias.shape[0] == 1
-    made = kernels_of(
-        site, (q.shape[1], k.shape[1]), (q.shape[3], v_dim), q.dtype, q.device, one_bias
-    )
+    made = kernels_of(site, (q.shape[1], k.shape[1]), (q.shape[3], v_dim), q.dtype, q.device, one_bias)
     q, k, v = (_dense(x) for x in (q, k, v))
     rope = [table.float().contiguous() for table in rope]
     sinks = None if sinks is None else sinks.float()
@@ -268,7 +268,9 @@ def _many(call: Call) -> Tensor:
     return turned_back(call, out)
 
 
-def appended(call: Call, options: Sequence[str], buffers: list[Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+def appended(
+    call: Call, options: Sequence[str], buffers: list[Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v as they meet and are kept, after an append of them to `buffers`, or to an array that is dropped."""
     made = call.kernels
     if buffers is None:

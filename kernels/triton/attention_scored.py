@@ -19,7 +19,6 @@ from torch import Tensor
 
 from kvcompile.kernels.triton import evict as evict_role
 from kvcompile.kernels.triton import ops_attend, ops_write
-from kvcompile.kernels.triton import score as score_role
 from kvcompile.kernels.triton.attend import Attend
 from kvcompile.kernels.triton.attention import Call, append, decode, prefill, staged, turned_back
 from kvcompile.kernels.triton.stay import ranks, staying
@@ -38,7 +37,7 @@ def one(call: Call) -> Tensor:
     call, retention, token, score = _state(call)
     made = call.kernels
     spec = made.spec("evict")
-    spec = replace(spec, block_n=evict_role.block_n(spec))
+    spec = replace(spec, block_n=evict_role.block_n(retention.tokens))
     slots = ops_write.evict(token, score, call.positions, spec.to_json())
     options = ["one", *made.transforms, *(["full"] if made.in_full else [])]
     options += ["capped"] if "rope_q" in options and retention.in_cache else []
@@ -50,7 +49,7 @@ def one(call: Call) -> Tensor:
     if rest:
         lse, logits = rest
         own = made.spec("score")
-        own = replace(own, block_n=score_role.block_n(own))
+        own = replace(own, block_n=evict_role.block_n(retention.tokens))
         ops_write.score(score, logits, lse, call.positions, own.to_json())
     return out
 
@@ -93,7 +92,9 @@ def many(call: Call) -> Tensor:
     return turned_back(call, out)
 
 
-def _held(call: Call, role: str, options: Sequence[str], token: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _held(
+    call: Call, role: str, options: Sequence[str], token: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
     """Token and place of each slot, where the kernels of a role ask for them."""
     attend = Attend(call.kernels.spec("decode" if role == "decode" else "prefill", options))
     place: Tensor | None = None

@@ -100,6 +100,10 @@ def _params(attend: Attend, source: Source) -> tuple[Param, ...]:
     if attend.needs_place and not source.prefix:
         found.append(TensorParam("slots_place", torch.int32))
     if attend.rotary:
-        found += [TensorParam("cos", torch.float32), TensorParam("sin", torch.float32), ScalarParam("table_rows")]
+        found += [
+            TensorParam("cos", torch.float32),
+            TensorParam("sin", torch.float32),
+            ScalarParam("table_rows"),
+        ]
     found += [TensorParam("columns", torch.float32), ScalarParam("tokens"), ScalarParam("counted")]
     return tuple({param.names[0]: param for param in found}.values())

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 
 from kvcompile.kernels.triton import helpers
-from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, TensorParam
+from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.scores import LOG2E
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.layouts import InKeys, Rotated

@@ -221,4 +221,3 @@ def _sizes(kernel: Kernel, buffers: list[Tensor], bias: Tensor | None, rope: lis
     if rope:
         sizes["table_rows"] = rope[0].shape[0]
     return sizes
-

@@ -145,7 +145,9 @@ class Reader:
         lines = []
         for index, piece in enumerate(self.pieces):
             for part in ("scale", "minimum"):
-                at = source.shared(f"{self.side}_{part}", self.group, self.dim, self._channels(index), alike=True)
+                at = source.shared(
+                    f"{self.side}_{part}", self.group, self.dim, self._channels(index), alike=True
+                )
                 guard = f", mask={self._real(index)}, other=0.0" if not piece.whole else ""
                 lines.append(f"{self.letter}_{part}{index} = tl.load({at}{guard}).to(tl.float32)")
         return lines
@@ -179,7 +181,9 @@ class Reader:
         bits = getattr(self.storage, "bits", 8)
         if not isinstance(self.storage, (Affine, PerChannel)) or bits == 8:
             guard = self._guard(index, masked, "0" if self._integers else "0.0")
-            return [f"{name} = tl.load({source.rows(data, self.dim, self._channels(index), self.group)}{guard})"]
+            return [
+                f"{name} = tl.load({source.rows(data, self.dim, self._channels(index), self.group)}{guard})"
+            ]
         lines, terms = [], []
         row, before, low = self.dim * bits // 8, 0, 0
         for width in _PLANES[bits]:
@@ -187,7 +191,11 @@ class Reader:
             if piece.step == 1 and piece.start // size == (piece.stop - 1) // size:
                 # All channels of the piece have the same shift; another piece may have loaded the bytes already.
                 first, shift = before + piece.start % size, str(piece.start // size * width)
-                own = f"{self._channels(index)} - {piece.start - first}" if first != piece.start else self._channels(index)
+                own = (
+                    f"{self._channels(index)} - {piece.start - first}"
+                    if first != piece.start
+                    else self._channels(index)
+                )
                 known = f"{piece.width} bytes from {first}"
             else:
                 own = f"{self._channels(index)} % {size}" + (f" + {before}" if before else "")
@@ -232,7 +240,9 @@ class Reader:
         match kept:
             case PerChannel():
                 for part in ("scale", "minimum"):
-                    at = source.shared(f"{self.side}_{part}", self.group, self.dim, self._channels(index), alike=False)
+                    at = source.shared(
+                        f"{self.side}_{part}", self.group, self.dim, self._channels(index), alike=False
+                    )
                     lines.append(f"{self.letter}_{part} = tl.load({at}{guard}).to(tl.float32)")
                 wide = f"({wide} * {self.letter}_scale + {self.letter}_minimum)"
             case Affine():
@@ -251,7 +261,9 @@ class Reader:
         return [*lines, f"{name} = {wide}.to(tl.{self.dot})"]
 
 
-def reader(spec: KernelSpec, side: str, pieces: tuple[Piece, ...] | None = None, *, elementwise: bool = False) -> Reader:
+def reader(
+    spec: KernelSpec, side: str, pieces: tuple[Piece, ...] | None = None, *, elementwise: bool = False
+) -> Reader:
     """The reader of the site's keys or values; pieces: instead of those that suit the storage best."""
     stored = spec.layout.keys if side == "keys" else spec.layout.values
     dim = spec.head_dim if side == "keys" else spec.v_head_dim

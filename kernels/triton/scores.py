@@ -40,7 +40,7 @@ def prologue(spec: KernelSpec, names: Mapping[str, str]) -> list[str]:
     row = "0" if "one_bias" in spec.options else names["heads"]
     match bias.kind:
         case "alibi":
-            shape = " + tl.zeros([{}], tl.int32)".format(spec.block_m) if row == "0" else ""
+            shape = f" + tl.zeros([{spec.block_m}], tl.int32)" if row == "0" else ""
             guard = f", mask={names['real']}, other=0.0" if row != "0" else ""
             return [f"slope = tl.load(bias_ptr + {row}{shape}{guard}) * {LOG2E}"]
         case "columns" if not spec.layout.retention.in_cache:

@@ -97,11 +97,15 @@ def ordered(spec: KernelSpec, origin: str, limit: str, full: bool) -> Bounds:
     if full:
         first = max(_in_full(spec, side)[0] for side in ("keys", "values"))
         if first:
-            lines.append(f"plain_from = tl.maximum(plain_from, tl.maximum({first}{back} + {n - 1}, 0) // {n} - shift)")
+            lines.append(
+                f"plain_from = tl.maximum(plain_from, tl.maximum({first}{back} + {n - 1}, 0) // {n} - shift)"
+            )
         for side in ("keys", "values"):
             settled = _in_full(spec, side)[1]
             if settled is not None:
-                lines.append(f"plain_end = tl.minimum(plain_end, {settled.replace('{}', 'tl.maximum(near + 1, 0)')}{back})")
+                lines.append(
+                    f"plain_end = tl.minimum(plain_end, {settled.replace('{}', 'tl.maximum(near + 1, 0)')}{back})"
+                )
     lines.append(f"plain_to = tl.maximum(plain_end, 0) // {n} - shift")
     return Bounds(tuple(lines), has_sinks, True)
 
