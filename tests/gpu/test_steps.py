@@ -17,6 +17,14 @@ from tests.gpu.sites import SITES
 from tests.models import tiny_hf
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+MODEL = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+}
 LAYOUTS = ("model", "int8, pages of 64", "fp8", "int4", "kivi", "model, ring", "h2o")
 
 
@@ -98,7 +106,7 @@ def test_a_thousand_steps_of_kernels(name: str, device: torch.device) -> None:
 @pytest.mark.parametrize("recipe", ["baseline", "paged_int8", "kivi4", "h2o", "streaming_int8"])
 def test_a_thousand_steps_of_a_model(recipe: str, mode: str, device: torch.device, tmp_path: Path) -> None:
     """Verified with its kernels, then run: no graph, no kernel and no memory comes while it decodes."""
-    model = tiny_hf("llama", layers=3).to(device, torch.bfloat16)
+    model = tiny_hf("llama", layers=3, **MODEL).to(device, torch.bfloat16)
     bounded = recipe in ("h2o", "streaming_int8")
     limit = {} if bounded else {"max_tokens": 1152}
     fast = kvcompile.optimize(model, recipe, compile={"mode": mode, "kernels": "triton"}, **limit)
@@ -119,7 +127,7 @@ def test_a_thousand_steps_of_a_model(recipe: str, mode: str, device: torch.devic
 
 
 def test_graphs_give_what_plain_steps_give(device: torch.device) -> None:
-    model = tiny_hf("llama", layers=2).to(device, torch.bfloat16)
+    model = tiny_hf("llama", layers=2, **MODEL).to(device, torch.bfloat16)
     answers = []
     for mode in ("none", "default", "cudagraphs"):
         fast = kvcompile.optimize(
