@@ -52,7 +52,7 @@ def of_tokens(spec: KernelSpec, one: bool) -> list[str]:
         lines += [f"slot = tl.load({at}, mask=real, other=-1)", "kept = slot >= 0"]
     else:
         lines.append(f"slot = {_bare(printed(layout.address.subs(sy.pos, _REAL), {_REAL: 'pos'}))}")
-        lines.append(f"kept = {_kept(layout, one)}")
+        lines.append(f"kept = {kept(layout, one)}")
     if isinstance(layout.placement, Paged):
         size = layout.placement.page_size
         entry, row = (printed(f(size).subs(sy.slot, _REAL), {_REAL: "slot"}) for f in (page_index, offset))
