@@ -307,6 +307,7 @@ def make_plan(
             decisions.append(_with_kernels(decided, recipe, dtype, device))
         except ValueError as error:
             refused.setdefault(str(error), []).append(site)
+    decisions = _same_kernels(decisions)
     for site, reader in zip(sites, decisions if not refused else (), strict=False):
         if not reader.owns and (problem := _differs(reader, decisions[reader.kv_source])):
             refused.setdefault(problem, []).append(site)
@@ -378,6 +379,21 @@ def _with_kernels(
         dynamic=decision.dynamic,
     )
     return replace(decision, kernels=made.kernels, kernels_because=made.because)
+
+
+def _same_kernels(decisions: list[Decision]) -> list[Decision]:
+    """Sites that read one cache are run by the same kernels: it is theirs in all."""
+    without = {d.kv_source: d for d in decisions if d.kernels == "reference"}
+    return [
+        replace(
+            d,
+            kernels="reference",
+            kernels_because=f"layer {other.layer} reads the same cache: {other.kernels_because}",
+        )
+        if d.kernels == "triton" and (other := without.get(d.kv_source)) is not None
+        else d
+        for d in decisions
+    ]
 
 
 def _differs(reader: Decision, owner: Decision) -> str | None:
