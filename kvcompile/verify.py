@@ -36,6 +36,7 @@ from kvcompile.kernels import opaque, ops
 from kvcompile.kernels.policy import policy_attention
 from kvcompile.kernels.policy_scored import Choice, scored_attention
 from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton.supports import refusal
 from kvcompile.layouts import (
     CacheLayout,
     InKeys,
@@ -619,11 +620,21 @@ def _shrink(plan: Plan) -> Plan:
         if isinstance(placement, Paged):
             placement = Paged(_SMALL_PAGE)  # several for a sequence
         layout = replace(decision.layout, keys=keys, values=values, placement=placement, retention=retention)
-        return replace(decision, layout=layout)
+        return _with_kernels(decision, layout, replace(layout, placement=decision.layout.placement))
 
     limit = plan.limits.max_tokens
     limits = replace(plan.limits, max_tokens=None if limit is None else min(limit, _SMALL_TOKENS))
     return replace(plan, limits=limits, decisions=tuple(small(d) for d in plan.decisions))
+
+
+def _with_kernels(decision: Decision, *smaller: CacheLayout) -> Decision:
+    """The decision with the first of smaller layouts that its kernels have, or as it is: they are what is verified."""
+    for layout in smaller:
+        made = replace(decision, layout=layout)
+        heads, dims = (made.num_qo_heads, made.num_kv_heads), (made.head_dim, made.v_head_dim)
+        if made.kernels == "reference" or not refusal(made.site_spec(), heads, dims, torch.float32):
+            return made
+    return decision
 
 
 def _settling(storage: Storage) -> Storage:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import kvcompile
-from kvcompile import pipeline
+from kvcompile import pipeline, verify
 from kvcompile.api import build
 from kvcompile.errors import PlanError, RecipeError
 from kvcompile.explain import Explanation
@@ -23,7 +23,7 @@ from kvcompile.kernels.choice import KernelChoice, choose
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import available
 from kvcompile.kernels.triton.supports import refusal
-from kvcompile.layouts import CacheLayout, Int8, Rotated
+from kvcompile.layouts import CacheLayout, Int8, Paged, Rotated
 from kvcompile.pipeline import plan_for, understand
 from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe
@@ -319,3 +319,19 @@ def test_which_gpus_convert_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=found: found)
         assert available.fp8_form(CUDA) == form
     assert available.fp8_form(CPU) == "bits"
+
+
+def test_verification_runs_the_kernels_that_were_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its small budgets are those that the kernels of a site have."""
+    front = understand(tiny_hf("llama", head_dim=16))
+    plan = plan_for(front, Recipe.load("paged", max_tokens=256))
+    generated = replace(plan, decisions=tuple(replace(d, kernels="triton") for d in plan.decisions))
+    asked = []
+
+    def refuses(site: SiteSpec, *args: Any) -> str | None:
+        asked.append(site.layout.placement)
+        return "too small" if site.layout.placement == Paged(4) else None
+
+    monkeypatch.setattr(verify, "refusal", refuses)
+    small = [verify._shrink(of).decisions[0].layout.placement for of in (plan, generated)]
+    assert small == [Paged(4), Paged(16)] and asked[:2] == [Paged(4), Paged(16)]
