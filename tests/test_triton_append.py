@@ -334,6 +334,25 @@ def test_new_tokens_that_are_kept_already_are_not_turned_again() -> None:
     assert all(torch.equal(as_bits(a), as_bits(b)) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("placed", PLACED, ids=lambda placed: f"{placed[0]}-{placed[1]}")
+def test_staged_tokens_stand_at_their_place_in_the_call(placed: tuple[Placement, Retention]) -> None:
+    """Whatever the layout's own slots: an array of the call's tokens, all of them, without pages."""
+    layout = CacheLayout(Recent(Int8(), 2), Rotated(Affine(4, 8)), *placed)
+    site, count = Site(layout, (16, 8)), 9
+    k, v = (vectors(i, (2, HKV, count, d), torch.float32) for i, d in enumerate(site.dims))
+    positions = new_positions(torch.tensor([20, 0]), count, torch.tensor([0, 2]))
+    as_staged = CacheLayout(Int8(), Rotated(Affine(4, 8)))
+    buffers, _ = Site(as_staged, (16, 8), limit=count).buffers(2)
+    rows = [torch.empty(2, HKV, 2, 16)]
+    spec = site.spec("append", "staged")
+    append(None, k, v, [*buffers[:2], *rows, *buffers[2:]], positions, [], None, None, spec.to_json())
+    wanted = [*codec.encode(Int8(), k), *codec.encode(as_staged.values, v)]
+    real = positions >= 0
+    for mine, other in zip(buffers, wanted, strict=True):
+        shown = real[:, None, :].expand(-1, HKV, -1)
+        assert torch.equal(mine[shown], other[shown])
+
+
 # ---- slots that scores choose
 
 
