@@ -181,6 +181,18 @@ def test_every_storage_is_written_as_the_reference_does(number: int) -> None:
     )
 
 
+def test_what_only_the_rotation_makes_too_large_saturates() -> None:
+    """Of a model in float16 all elements fit float16: a sum of them need not."""
+    layout = CacheLayout(Rotated(Float("float16")), Rotated(Float("float16")))
+    site = Site(layout, (16, 24), torch.float16)
+    k, v = (torch.full((1, HKV, 3, d), 60000.0, dtype=torch.float16) for d in site.dims)
+    (ours, _), (theirs, _) = site.buffers(1), site.buffers(1)
+    positions = torch.arange(3)[None]
+    append(None, k, v, ours, positions, [], None, None, site.spec("append").to_json())
+    reference.append(k, v, theirs, positions, torch.zeros(1, dtype=torch.long), layout)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)) and ours[0].max() == 65504.0
+
+
 @pytest.mark.parametrize("placed", PLACED, ids=lambda placed: f"{placed[0]}-{placed[1]}")
 def test_every_placement_is_written_as_the_reference_does(placed: tuple[Placement, Retention]) -> None:
     """Tokens in several tiles, of which some are all padding, and rings that go round within one call."""

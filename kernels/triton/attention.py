@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -84,15 +84,16 @@ class Kernels:
     def fp8(self) -> Fp8Form:
         return "native" if device_of(self.device).arch >= _NATIVE_FP8 else "bits"
 
-    @cached_property
-    def transforms(self) -> tuple[str, ...]:
-        """Options of append that say what happens to queries before they meet keys."""
-        found = []
-        if self.site.rotates_on_append:
+    def transforms(self, one: bool) -> tuple[str, ...]:
+        """Options of append that say what happens to queries, `one` a sequence or many, before they meet keys."""
+        site, found = self.site, []
+        if site.rotates_on_append:
             found.append("rope")
-        if self.site.layout.rotates_on_read and self.site.rotary:
+        if site.layout.rotates_on_read and site.rotary:
             found.append("rope_q")
-        if found or isinstance(self.site.layout.keys, Rotated):
+            if site.layout.retention.in_cache:
+                found.append("capped" if one else "based")
+        if found or isinstance(site.layout.keys, Rotated):
             found.append("q_out")
         return tuple(found)
 
@@ -192,13 +193,11 @@ def cached_attention(
 
 def _one(call: Call, span: int) -> Tensor:
     """One new token a sequence: it is appended, and attends to all slots."""
-    made, layout = call.kernels, call.site.layout
-    q = call.q
+    made, q = call.kernels, call.q
     if call.site.share in ("none", "first"):
-        options = ["one", *made.transforms, *(["full"] if made.in_full else [])]
-        options += ["capped"] if "rope_q" in options and layout.retention.in_cache else []
+        options = ["one", *made.transforms(one=True), *(["full"] if made.in_full else [])]
         outs = append(call, made.appends(options))
-        q = outs[0] if made.transforms else q
+        q = outs[0] if outs else q
         groups(call, None, None, ("one",))
     else:
         q = transformed(call)
@@ -250,7 +249,7 @@ def _many(call: Call) -> Tensor:
     if layout.in_order:
         q, k, v = (call.q, call.k, call.v)
         if first or made.in_full:
-            options = [*made.transforms, *(made.outs() if made.in_full else [])]
+            options = [*made.transforms(one=False), *(made.outs() if made.in_full else [])]
             # Sites that share the cache do what comes before attention once, and each its own queries.
             q, k, v = appended(call, options, call.buffers if first else None)
         else:
@@ -281,7 +280,7 @@ def appended(
     return q, k, v
 
 
-def staged(call: Call, options: Sequence[str] = ()) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+def staged(call: Call) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """The new tokens as an array of the same storage, dense: q, k, v as they meet and are kept, and its parts.
 
     Calibrated scales are the cache's own.
@@ -302,7 +301,7 @@ def staged(call: Call, options: Sequence[str] = ()) -> tuple[Tensor, Tensor, Ten
             fresh = call.k.new_empty((batch, heads, part.rows(1) * tokens, *part.shape), dtype=part.dtype)
             buffers.append(fresh)
             new.append(fresh)
-    wanted = ["staged", *made.transforms, *options, *made.outs()]
+    wanted = ["staged", *made.transforms(one=False), *made.outs()]
     outs = iter(append(replace(call, buffers=buffers, page_table=None), made.appends(wanted)))
     named = ((call.q, "q_out"), (call.k, "k_out"), (call.v, "v_out"))
     q, k, v = (next(outs) if name in wanted else x for x, name in named)

@@ -39,10 +39,9 @@ def one(call: Call) -> Tensor:
     spec = made.spec("evict")
     spec = replace(spec, block_n=evict_role.block_n(retention.tokens))
     slots = ops_write.evict(token, score, call.positions, spec.to_json())
-    options = ["one", *made.transforms, *(["full"] if made.in_full else [])]
-    options += ["capped"] if "rope_q" in options and retention.in_cache else []
+    options = ["one", *made.transforms(one=True), *(["full"] if made.in_full else [])]
     outs = append(call, made.appends(options), slots)
-    q = outs[0] if made.transforms else call.q
+    q = outs[0] if outs else call.q
     tracked = ("logits",) if retention.score != "vote" else ()
     tokens, place = _held(call, "decode", tracked, token)
     out, *rest = decode(call, q, retention.tokens, tracked, tokens, place)
@@ -58,8 +57,7 @@ def many(call: Call) -> Tensor:
     """Many new tokens a sequence: they attend to the slots and to themselves, and then some of all stay."""
     call, retention, token, score = _state(call)
     made = call.kernels
-    based = ("based",) if "rope_q" in made.transforms and retention.in_cache else ()
-    q, k, v, new = staged(call, based)
+    q, k, v, new = staged(call)
     before = call.positions[:, :1].clamp(min=0)
     tokens, place = _held(call, "prefill", ("new",), token)
     out, lse = prefill(call, q, k, v, new, ("lse",), tokens, place)

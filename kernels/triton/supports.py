@@ -10,10 +10,7 @@ import torch
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import Rotated
 
-SMALLEST_DIM, LARGEST_DIM = (
-    16,
-    576,
-)  # of keys: from the least side of a product to MLA's latent and rotary rows
+SMALLEST_DIM, LARGEST_DIM = 4, 576  # of keys: what a Hadamard rotation turns; MLA's latent and rotary rows
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
