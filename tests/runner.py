@@ -1,7 +1,7 @@
 """The op fed as the runtime feeds it, chunk by chunk from an empty cache: the one driver of the tests of kernels.
 
-What no token was written to must not matter: it is 77, not zero. Pages stand in no order, among some of nobody, and a
-sequence has those of its own tokens only.
+What no token was written to must not matter: it is 77, not zero, or where it must not even be multiplied, NaN. Pages
+stand in no order, among some of nobody, and a sequence has those of its own tokens only.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def run(
     every: int = 1,
     seed: int = 0,
     scales: Mapping[str, Tensor] | None = None,
+    unwritten: float = 77.0,
     **extra: Tensor,
 ) -> Ran:
     """`cached_attention` over the chunks; q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], padding on the left.
@@ -51,6 +52,7 @@ def run(
         every: the span that is read is a multiple of it.
         seed: of the order of pages.
         scales: calibrated ones, by the name of their buffer, a number per KV head.
+        unwritten: what floats hold that no token was written to; integers hold 77.
         extra: as the op has them (sinks, bias, dynamic), for all T.
     """
     (batch, _, total, _), layout = qkv[0].shape, spec.layout
@@ -60,7 +62,8 @@ def run(
     for b in layout.buffers(qkv[1].shape[1], qkv[1].shape[3], qkv[2].shape[3], qkv[0].dtype, limit):
         own = replace(b, fill=tuple(scales[b.name].tolist())) if scales and b.name in scales else b
         rows = 1 + table.numel() + _SPARE if b.paged else batch
-        buffers.append(own.written(torch.full((rows, *b.shape), 77, dtype=b.dtype)))
+        fill = unwritten if b.dtype.is_floating_point else 77
+        buffers.append(own.written(torch.full((rows, *b.shape), fill, dtype=b.dtype)))
     seq_lens, start = torch.zeros(batch, dtype=torch.int64), 0
     outs, held = [], []
     for count in chunks:
