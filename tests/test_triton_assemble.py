@@ -22,6 +22,8 @@ from tests.kernel_specs import DEVICES, SHAPES, cache, of_recipes, spec
 
 BUDGETS = Path(__file__).parent / "budgets.json"
 TOLERANCE = 1.05  # what another minor version of the compiler may add
+# Outside of the main loop: so many the assembler trades for one more program on a multiprocessor.
+SPILLS = 16
 LAYOUTS = dict(of_recipes())
 MANY = 64  # new tokens of a prompt
 
@@ -67,8 +69,8 @@ def check(cases: Mapping[str, Request], budgeted: bool) -> Iterator[str]:
     accepts = budgeted and bool(os.environ.get("KVCOMPILE_ACCEPT"))
     for name, made in zip(cases, assemble(cases.values()), strict=True):
         wrong = []
-        if made.spills or made.stack:
-            wrong.append(f"spills: {made.spills} instructions, {made.stack} bytes of stack")
+        if made.loop_spills or made.spills > SPILLS:
+            wrong.append(f"spills: {made.spills} instructions, {made.loop_spills} of them in the main loop")
         if made.shared > DEVICES[made.arch].shared:
             wrong.append(
                 f"{made.shared:,} bytes of shared memory, a program has {DEVICES[made.arch].shared:,}"

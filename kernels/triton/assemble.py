@@ -57,6 +57,7 @@ class Assembled:
     registers:    of a thread
     stack:        bytes of a thread's stack: what is spilled, and arrays that are indexed
     spills:       loads and stores of it
+    loop_spills:  those of them in the main loop
     shared:       bytes of shared memory of a program
     instructions: of one thread, in one turn of the main loop; None: it has none
     per_element:  thread-instructions of the main loop per element of the cache that it reads; None where a role's loop
@@ -71,6 +72,7 @@ class Assembled:
     registers: int
     stack: int
     spills: int
+    loop_spills: int
     shared: int
     instructions: int | None
     per_element: float | None
@@ -156,6 +158,7 @@ def _assembled(request: Request, listing: bool) -> Assembled:
         registers=used["REG"],
         stack=used["STACK"] + used["LOCAL"],
         spills=sass.spills(code),
+        loop_spills=0 if loop is None else sass.spills(loop.body),
         shared=compiled.metadata.shared,
         instructions=None if loop is None else loop.instructions,
         per_element=per_element,
