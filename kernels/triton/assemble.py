@@ -20,13 +20,16 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcompile.errors import KernelError
 from kvcompile.kernels.triton import sass
 from kvcompile.kernels.triton.params import KernelSource, TensorParam
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.layouts import InKeys
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 ARCHES = (80, 90, 100)
 _ALIGNED = [["tt.divisibility", 16]]  # addresses of tensors, and their strides, as launches find them
@@ -192,7 +195,7 @@ def _batch() -> None:
     print(json.dumps(made))
 
 
-def table(made: Sequence[Assembled]) -> Any:
+def table(made: Sequence[Assembled]) -> Table:
     """A rich table of them."""
     from kvcompile.console import table as plain
 

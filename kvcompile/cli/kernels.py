@@ -11,6 +11,8 @@ from kvcompile.cli.common import Debug, RecipeName, Settings, command, overrides
 from kvcompile.errors import InputError, PlanError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from kvcompile.kernels.triton.launches import Launch
 
 ARCHES = {80: ("sm_80", 108), 90: ("sm_90", 132), 100: ("sm_100", 148)}  # with multiprocessors of the largest
@@ -112,7 +114,7 @@ def _written(found: list[tuple[str, Launch]], folder: Path) -> None:
     stderr().print(f"{folder}: {count} kernels", style="dim", highlight=False, soft_wrap=True)
 
 
-def _listed(found: list[tuple[str, Launch]]) -> object:
+def _listed(found: list[tuple[str, Launch]]) -> Table:
     from kvcompile.console import table
 
     shown = table("for", "role", "key", "tile", "warps", "stages", "options", right=("warps", "stages"))
@@ -124,7 +126,7 @@ def _listed(found: list[tuple[str, Launch]]) -> object:
     return shown
 
 
-def _assembled(found: list[tuple[str, Launch]], arch: int) -> object:
+def _assembled(found: list[tuple[str, Launch]], arch: int) -> Table:
     from kvcompile.kernels.triton.assemble import Request, assemble, table
 
     distinct = list(dict.fromkeys(launch for _, launch in found))

@@ -77,7 +77,7 @@ def decode_attention(
         tile = begin + edge
         tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
         start = (tile + shift) * 64
-        inside = (start + n) < end
+        inside = start + n < end
         key = start + n
         base = (batch * 8 + head) * slots + start
         k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0, mask=inside[:, None], other=0.0)

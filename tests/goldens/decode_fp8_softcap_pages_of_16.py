@@ -96,7 +96,7 @@ def decode_attention(
         tile = begin + edge
         tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
         start = (tile + shift) * 32
-        inside = (start + n) < end
+        inside = start + n < end
         key = start + n
         page = tl.load(page_table_ptr + batch * page_table_s0 + ((start + n) // 16), mask=inside, other=0).to(tl.int64)
         base = (page * 4 + head) * 16 + ((start + n) % 16)

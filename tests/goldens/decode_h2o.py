@@ -75,7 +75,7 @@ def decode_attention(
         tile = begin + edge
         tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
         start = tile * 64
-        inside = (start + n) < end
+        inside = start + n < end
         base = (batch * 3 + head) * 1024 + start
         k0 = tl.load(keys_data_ptr + base * 64 + n[:, None] * 64 + kc0, mask=inside[:, None], other=0.0)
         k0 = k0

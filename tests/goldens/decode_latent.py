@@ -78,7 +78,7 @@ def decode_attention(
         tile = begin + edge
         tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
         start = (tile + shift) * 32
-        inside = (start + n) < end
+        inside = start + n < end
         key = start + n
         base = (batch * 1 + head) * slots + start
         k0 = tl.load(keys_data_ptr + base * 576 + n[:, None] * 576 + kc0, mask=inside[:, None], other=0.0)

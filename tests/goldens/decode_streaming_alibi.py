@@ -77,7 +77,7 @@ def decode_attention(
         tile = begin + edge
         tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
         start = tile * 64
-        inside = (start + n) < end
+        inside = start + n < end
         key = tl.where(((start + n) < 4), (start + n), ((-1) + length + ((-1) * (((1019 + length + ((-1) * (start + n))) % 1020 + 1020) % 1020))))
         base = (batch * 32 + head) * 1024 + start
         k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0, mask=inside[:, None], other=0.0)
