@@ -1,7 +1,7 @@
 """The op fed as the runtime feeds it, chunk by chunk from an empty cache: the one driver of the tests of kernels.
 
-What no token was written to must not matter: it is 77, not zero. Pages stand in no order, among some of nobody, and a
-sequence has those of its own tokens only.
+What no token was written to must not matter: it is 77, not zero, or where it must not even be multiplied, NaN. Pages
+stand in no order, among some of nobody, and a sequence has those of its own tokens only.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def run(
     every: int = 1,
     seed: int = 0,
     scales: Mapping[str, Tensor] | None = None,
+    unwritten: float = 77.0,
     **extra: Tensor,
 ) -> Ran:
     """`cached_attention` over the chunks, on q's device.
@@ -53,6 +54,7 @@ def run(
         every: the span that is read is a multiple of it.
         seed: of the order of pages.
         scales: calibrated ones, by the name of their buffer, a number per KV head.
+        unwritten: what floats hold that no token was written to; integers hold 77.
         extra: as the op has them (sinks, bias, dynamic), for all T.
     """
     (batch, _, total, _), layout, device = qkv[0].shape, spec.layout, qkv[0].device
@@ -62,7 +64,8 @@ def run(
     for b in layout.buffers(qkv[1].shape[1], qkv[1].shape[3], qkv[2].shape[3], qkv[0].dtype, limit):
         own = replace(b, fill=tuple(scales[b.name].tolist())) if scales and b.name in scales else b
         rows = 1 + table.numel() + _SPARE if b.paged else batch
-        buffers.append(own.written(torch.full((rows, *b.shape), 77.0, device=device).to(b.dtype)))
+        fill = unwritten if b.dtype.is_floating_point else 77
+        buffers.append(own.written(torch.full((rows, *b.shape), fill, dtype=b.dtype, device=device)))
     seq_lens, start = torch.zeros(batch, dtype=torch.int64, device=device), 0
     outs, held = [], []
     for count in chunks:

@@ -227,10 +227,8 @@ class Attend:
         if keys.folded:
             lines += [f"q{index} = q{index}.to(tl.float32)" for index in every]
         else:
-            lines += [
-                f"q{index} = q{index}.to({code})" for index in every if normal or keys.dot != spec.dtype
-            ]
-        lines += self.fixed_scale(keys)
+            alike = str(self.q_dtype) == f"torch.{keys.dot}"
+            lines += [f"q{index} = q{index}.to({code})" for index in every if normal or not alike]
         lines += scores.prologue(spec, self.names)
         return lines
 
@@ -245,7 +243,7 @@ class Attend:
     @property
     def normalized(self) -> bool:
         """Whether queries are divided by their largest channel, since float16 may not hold them."""
-        return self.keys.dot == "float16" and self.spec.dtype != "float16"
+        return self.keys.dot == "float16" and self.q_dtype != torch.float16
 
     @property
     def names(self) -> dict[str, str]:
@@ -399,10 +397,10 @@ class Attend:
             zero = " + ".join(f"tl.sum(q{i} * k_minimum{i}, 1)" for i in range(len(keys.pieces)))
             lines.append(f"s = s + ({zero})[:, None]")
         factor = f"{scores.factor(spec)!r}"
-        if keys.fixed_scale:
+        if keys.late_scale:
             factor = f"({factor} * keys_scale)"
         lines.append(
-            f"s = s * row_scale[:, None]{' * keys_scale' if keys.fixed_scale else ''}"
+            f"s = s * row_scale[:, None]{' * keys_scale' if keys.late_scale else ''}"
             if self.normalized
             else f"s = s * {factor}"
         )
@@ -483,7 +481,7 @@ class Attend:
             for i in values.indices:
                 unit = " * unit" if values.normalized else ""
                 # What is scaled at the end must not scale these.
-                unit += f" / {values.of.side}_scale" if values.of.fixed_scale else ""
+                unit += f" / {values.of.side}_scale" if values.of.late_scale else ""
                 lines.append(f"acc{i} = acc{i} + tl.dot(w, {values.of.letter}{i}_full{ieee}){unit}")
         return lines
 
@@ -499,7 +497,7 @@ class Attend:
                     own = f"{own} * largest"
                 if group.minimum:
                     own = f"{own} + minima{place}[:, None]"
-                if values.of.fixed_scale:
+                if values.of.late_scale:
                     own = f"{own} * {values.of.side}_scale"
                 if own != f"acc{i}":
                     lines.append(f"acc{i} = {own}")
@@ -544,8 +542,7 @@ def generate(spec: KernelSpec) -> KernelSource:
             }
         )
     name = f"{spec.role}_attention"
-    own = attend.values.reader
-    values_scale = attend.fixed_scale(own) if own else []
+    scale = [line for part in attend.readers for line in attend.fixed_scale(part)]
     text = rendered(
         "attend.py.jinja",
         name=name,
@@ -553,7 +550,7 @@ def generate(spec: KernelSpec) -> KernelSource:
         spec=spec,
         many=attend.many,
         options=spec.options,
-        queries=[*attend.constants(), *attend.queries(), *values_scale],
+        queries=[*attend.constants(), *scale, *attend.queries()],
         accumulators=attend.accumulators(),
         loops=loops,
         finish=attend.finish(),

@@ -58,7 +58,7 @@ def generate(spec: KernelSpec) -> KernelSource:
     params = _params(attend, source)
     keys, rows = attend.keys, attend.full("keys")
     constants = attend.keys.constants() + places.prologue(spec, True)
-    before = [attend.inside(source)]
+    before = [*attend.fixed_scale(keys), attend.inside(source)]
     if attend.mixed or attend.needs_key or source.prefix:
         before += attend.key(source, True)
     if attend.needs_place:

@@ -71,6 +71,11 @@ class Reader:
         return isinstance(self.storage, Fp8) and self.storage.calibration is not None
 
     @property
+    def late_scale(self) -> bool:
+        """Whether that number multiplies after the product, as it does unless elements have it already."""
+        return self.fixed_scale and not self.elementwise
+
+    @property
     def folded(self) -> bool:
         """Whether a scale per channel multiplies the other factor of the product, once per tile."""
         per_channel = isinstance(self.storage, PerChannel)
