@@ -5,9 +5,9 @@ while it runs.
     the shipped table, `tuned.json`                               reasoned defaults, or what was measured on a GPU
 
 A graph serves any batch and any length, so neither is a condition: into how many shares a decode step is cut follows
-from both where it is launched (`Config.splits`). The first entry of which all conditions hold is taken. Then the tile is
-made to fit: the rows that share a scale, the heads of a group, and the shared memory of the device, for which stages go
-first, then half of the slots.
+from both where it is launched (`Config.splits`). The first entry of which all conditions hold is taken. Then the tile
+is made to fit: the rows that share a scale, the heads of a group, and the shared memory of the device, for which
+stages go first, then half of the slots.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ _SHARED = {
 _SMALLEST = 16  # what a product takes at least
 _ONE_PAGE = 64  # a page that is smaller makes tiles too small: then slots are gathered
 _USED: ContextVar[Mapping[str, Config]] = ContextVar("configurations that are measured", default={})  # noqa: B039
+_ACTS_AS: ContextVar[Device | None] = ContextVar("the device that all are", default=None)
 INTERPRETER = 0  # the arch that stands for Triton's interpreter
 
 
@@ -183,9 +184,23 @@ def bits_of(storage: Storage, dim: int, dtype: torch.dtype) -> int:
     return 8 * data.dtype.itemsize * math.prod(data.shape) // (data.every * dim)
 
 
-@cache
 def device_of(device: torch.device) -> Device:
     """A device as kernels see it; a CPU runs them in the interpreter, one program at a time."""
+    return _ACTS_AS.get() or _device_of(device)
+
+
+@contextmanager
+def acting_as(device: Device) -> Iterator[None]:
+    """Within it every device is that one: to see what would be launched on it."""
+    token = _ACTS_AS.set(device)
+    try:
+        yield
+    finally:
+        _ACTS_AS.reset(token)
+
+
+@cache
+def _device_of(device: torch.device) -> Device:
     if device.type != "cuda":
         return Device("Triton's interpreter", INTERPRETER, 1)
     found = torch.cuda.get_device_properties(device)
