@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--recipe", default="baseline")
     parser.add_argument("--max-new-tokens", type=int, default=24)
-    parser.add_argument("--compile", default="none", help="none, default, max-autotune: Inductor's modes")
+    parser.add_argument("--compile", default="none", help="none, default, cudagraphs, max-autotune")
     options = parser.parse_args(argv)
     torch.manual_seed(0)
     model = Decoder().eval()

@@ -86,7 +86,6 @@ def spec(
         own.dtype,
         used.block_m,
         used.block_n,
-        "bfloat16",
         fp8,
         tuple(sorted(options)),
     )

@@ -44,7 +44,9 @@ def run(
     unwritten: float = 77.0,
     **extra: Tensor,
 ) -> Ran:
-    """`cached_attention` over the chunks; q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], padding on the left.
+    """`cached_attention` over the chunks, on q's device.
+
+    q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], padding on the left.
 
     Args:
         pads: padding of each sequence, int64 [B].
@@ -55,32 +57,34 @@ def run(
         unwritten: what floats hold that no token was written to; integers hold 77.
         extra: as the op has them (sinks, bias, dynamic), for all T.
     """
-    (batch, _, total, _), layout = qkv[0].shape, spec.layout
+    (batch, _, total, _), layout, device = qkv[0].shape, spec.layout, qkv[0].device
     limit, size = total + 2, layout.placement.page_size if isinstance(layout.placement, Paged) else 0
-    table = shuffled(layout, batch, limit, seed) if size else torch.zeros(0)
+    table = shuffled(layout, batch, limit, seed).to(device) if size else torch.zeros(0)
     buffers = []
     for b in layout.buffers(qkv[1].shape[1], qkv[1].shape[3], qkv[2].shape[3], qkv[0].dtype, limit):
         own = replace(b, fill=tuple(scales[b.name].tolist())) if scales and b.name in scales else b
         rows = 1 + table.numel() + _SPARE if b.paged else batch
         fill = unwritten if b.dtype.is_floating_point else 77
-        buffers.append(own.written(torch.full((rows, *b.shape), fill, dtype=b.dtype)))
-    seq_lens, start = torch.zeros(batch, dtype=torch.int64), 0
+        buffers.append(own.written(torch.full((rows, *b.shape), fill, dtype=b.dtype, device=device)))
+    seq_lens, start = torch.zeros(batch, dtype=torch.int64, device=device), 0
     outs, held = [], []
     for count in chunks:
         part, end = slice(start, start + count), start + count
-        positions = (seq_lens - (pads - start).clamp(0, count))[:, None] + torch.arange(count)
+        positions = (seq_lens - (pads - start).clamp(0, count))[:, None] + torch.arange(count, device=device)
         span = min(limit, -(-end // every) * every)
         step = {name: x[:, :, part, :span] if name == "dynamic" else x for name, x in extra.items()}
         if size:
             lengths = (positions[:, -1] + 1).clamp(0, layout.slots(limit))
-            step["page_table"] = table.where(torch.arange(table.shape[1]) * size < lengths[:, None], 0)
+            step["page_table"] = table.where(
+                torch.arange(table.shape[1], device=device) * size < lengths[:, None], 0
+            )
         new = [x[:, :, part] for x in qkv]
         outs.append(
             ops.cached_attention(*new, buffers, positions, seq_lens, list(rope), span, spec.to_json(), **step)
         )
         seq_lens, start = positions[:, -1] + 1, end
         if isinstance(layout.retention, Scored):
-            slot = torch.arange(buffers[-2].shape[2])
+            slot = torch.arange(buffers[-2].shape[2], device=device)
             held.append(torch.where(slot < seq_lens[:, None, None], buffers[-2].long(), -1))
     return Ran(torch.cat(outs, 2), buffers, held)
 

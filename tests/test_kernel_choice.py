@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import kvcompile
+from kvcompile import pipeline, verify
 from kvcompile.api import build
 from kvcompile.errors import PlanError, RecipeError
 from kvcompile.explain import Explanation
@@ -22,11 +23,14 @@ from kvcompile.kernels.choice import KernelChoice, choose
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import available
 from kvcompile.kernels.triton.supports import refusal
-from kvcompile.layouts import CacheLayout, Int8, Rotated
-from kvcompile.pipeline import plan_for
+from kvcompile.layouts import CacheLayout, Int8, Paged, Rotated
+from kvcompile.pipeline import plan_for, understand
+from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe
+from kvcompile.runtime.cache import KVCache
 from kvcompile.types import RotaryForm
 from tests.models import tiny_hf
+from tests.test_shared_kv import CrossLayer
 from tests.test_verify import fronts
 
 SITE = SiteSpec(CacheLayout(), 0.125)
@@ -197,7 +201,7 @@ def test_estimates_need_no_device() -> None:
 @pytest.fixture
 def triton_plan(runs: None) -> Any:
     model = tiny_hf("llama", head_dim=16)
-    front = kvcompile.pipeline.understand(model)  # type: ignore[attr-defined]
+    front = understand(model)
     recipe = Recipe.load("int8", compile={"mode": "none", "kernels": "triton"}, verify="off")
     return model, front, recipe, plan_for(front, recipe)
 
@@ -256,3 +260,78 @@ def test_the_op_goes_to_the_generated_kernels(monkeypatch: pytest.MonkeyPatch, t
     assert len(asked) == 2 * 3 and {spec.kernels for spec in asked} == {"triton"}
     torch.testing.assert_close(*outs)
     assert ops.cached_attention is torch.ops.kvcompile.cached_attention.default
+
+
+# ---- caches
+
+
+def test_layers_of_one_cache_have_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = CrossLayer().eval()
+    front = understand(model)
+
+    def plan_without(*refused: int) -> Plan:
+        counter = iter(range(5))
+
+        def made(*args: Any, **more: Any) -> KernelChoice:
+            refuses = next(counter) in refused
+            return KernelChoice("reference", "a reason") if refuses else KernelChoice("triton", "")
+
+        monkeypatch.setattr("kvcompile.plan.choose", made)
+        return plan_for(front, Recipe.load("int8", max_tokens=32))
+
+    # Layer 2 reads the cache of layer 0, and so does layer 4.
+    plans = [plan_without(), plan_without(2)]
+    assert [d.kernels for d in plans[0].decisions] == ["triton"] * 5
+    assert [d.kernels for d in plans[1].decisions] == [
+        "reference" if layer % 2 == 0 else "triton" for layer in range(5)
+    ]
+    assert plans[1].decisions[0].kernels_because == "layer 2 reads the same cache: a reason"
+
+
+def test_fp8_comes_as_bytes_to_kernels_that_take_it_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of compiled regions; the cache itself is of the type that it says."""
+    model = tiny_hf("llama", head_dim=16)
+    front = understand(model)
+    plan = plan_for(front, Recipe.load("fp8", max_tokens=32))
+    generated = replace(plan, decisions=tuple(replace(d, kernels="triton") for d in plan.decisions))
+    names = pipeline.rewrite(front, plan)[0].caches
+    for form, of, kinds in (
+        ("bits", generated, {torch.uint8, torch.float16}),
+        ("native", generated, {torch.float8_e4m3fn, torch.float16}),
+        ("bits", plan, {torch.float8_e4m3fn, torch.float16}),
+    ):
+        monkeypatch.setattr("kvcompile.runtime.cache.fp8_form", lambda device, form=form: form)
+        cache = KVCache(of, names, CPU)
+        cache.reserve(2)
+        assert (
+            {x.dtype for x in cache.inputs().values()}
+            == {dtype for _, dtype in cache.shapes().values()}
+            == kinds
+        )
+        for name, x in cache.inputs().items():
+            assert x.data_ptr() == cache.buffers[name].data_ptr()
+        assert {x.dtype for x in cache.buffers.values()} == {torch.float8_e4m3fn, torch.float16}
+
+
+def test_which_gpus_convert_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(available, "interpreted", lambda: False)
+    for found, form in (((8, 0), "bits"), ((8, 9), "native"), ((9, 0), "native")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=found: found)
+        assert available.fp8_form(CUDA) == form
+    assert available.fp8_form(CPU) == "bits"
+
+
+def test_verification_runs_the_kernels_that_were_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its small budgets are those that the kernels of a site have."""
+    front = understand(tiny_hf("llama", head_dim=16))
+    plan = plan_for(front, Recipe.load("paged", max_tokens=256))
+    generated = replace(plan, decisions=tuple(replace(d, kernels="triton") for d in plan.decisions))
+    asked = []
+
+    def refuses(site: SiteSpec, *args: Any) -> str | None:
+        asked.append(site.layout.placement)
+        return "too small" if site.layout.placement == Paged(4) else None
+
+    monkeypatch.setattr(verify, "refusal", refuses)
+    small = [verify._shrink(of).decisions[0].layout.placement for of in (plan, generated)]
+    assert small == [Paged(4), Paged(16)] and asked[:2] == [Paged(4), Paged(16)]

@@ -181,6 +181,18 @@ def test_every_storage_is_written_as_the_reference_does(number: int) -> None:
     )
 
 
+def test_what_only_the_rotation_makes_too_large_saturates() -> None:
+    """Of a model in float16 all elements fit float16: a sum of them need not."""
+    layout = CacheLayout(Rotated(Float("float16")), Rotated(Float("float16")))
+    site = Site(layout, (16, 24), torch.float16)
+    k, v = (torch.full((1, HKV, 3, d), 60000.0, dtype=torch.float16) for d in site.dims)
+    (ours, _), (theirs, _) = site.buffers(1), site.buffers(1)
+    positions = torch.arange(3)[None]
+    append(None, k, v, ours, positions, [], None, None, site.spec("append").to_json())
+    reference.append(k, v, theirs, positions, torch.zeros(1, dtype=torch.long), layout)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)) and ours[0].max() == 65504.0
+
+
 @pytest.mark.parametrize("placed", PLACED, ids=lambda placed: f"{placed[0]}-{placed[1]}")
 def test_every_placement_is_written_as_the_reference_does(placed: tuple[Placement, Retention]) -> None:
     """Tokens in several tiles, of which some are all padding, and rings that go round within one call."""
@@ -332,6 +344,25 @@ def test_new_tokens_that_are_kept_already_are_not_turned_again() -> None:
     reference.append(k, v, theirs, positions, seen, layout)
     reference._append_recent(k, v, theirs, positions, seen, layout)
     assert all(torch.equal(as_bits(a), as_bits(b)) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("placed", PLACED, ids=lambda placed: f"{placed[0]}-{placed[1]}")
+def test_staged_tokens_stand_at_their_place_in_the_call(placed: tuple[Placement, Retention]) -> None:
+    """Whatever the layout's own slots: an array of the call's tokens, all of them, without pages."""
+    layout = CacheLayout(Recent(Int8(), 2), Rotated(Affine(4, 8)), *placed)
+    site, count = Site(layout, (16, 8)), 9
+    k, v = (vectors(i, (2, HKV, count, d), torch.float32) for i, d in enumerate(site.dims))
+    positions = new_positions(torch.tensor([20, 0]), count, torch.tensor([0, 2]))
+    as_staged = CacheLayout(Int8(), Rotated(Affine(4, 8)))
+    buffers, _ = Site(as_staged, (16, 8), limit=count).buffers(2)
+    rows = [torch.empty(2, HKV, 2, 16)]
+    spec = site.spec("append", "staged")
+    append(None, k, v, [*buffers[:2], *rows, *buffers[2:]], positions, [], None, None, spec.to_json())
+    wanted = [*codec.encode(Int8(), k), *codec.encode(as_staged.values, v)]
+    real = positions >= 0
+    for mine, other in zip(buffers, wanted, strict=True):
+        shown = real[:, None, :].expand(-1, HKV, -1)
+        assert torch.equal(mine[shown], other[shown])
 
 
 # ---- slots that scores choose

@@ -68,7 +68,8 @@ def vectors(seed: int, shape: tuple[int, ...], dtype: torch.dtype, size: float =
     x = torch.randn(shape, generator=g) * (1 + 9 * (torch.rand(shape[-1], generator=g) > 0.8)) * size
     kind = torch.rand(shape[:-1], generator=g)
     x[kind < 0.08] = 0.0
-    x[(kind > 0.08) & (kind < 0.14)] = 0.37
+    # The minimum of one value is rounded, and what is left over has a scale of 0.
+    x[(kind > 0.08) & (kind < 0.14)] = 10003.37
     if dtype != torch.float16:
         x[(kind > 0.14) & (kind < 0.18)] *= 1e7
     return x.to(dtype)

@@ -9,10 +9,12 @@
 from __future__ import annotations
 
 import importlib
+from typing import Literal
 
 import torch
 
 OLDEST = (8, 0)  # the first with bfloat16 products and asynchronous copies
+NATIVE_FP8 = (8, 9)  # the first that converts fp8 itself
 
 
 def problem(device: torch.device) -> str | None:
@@ -41,6 +43,13 @@ def problem(device: torch.device) -> str | None:
         wanted, has = (".".join(map(str, version)) for version in (OLDEST, found))
         return f"Triton kernels need compute capability {wanted} or later, and {device} has {has}"
     return None
+
+
+def fp8_form(device: torch.device) -> Literal["native", "bits"]:
+    """Whether kernels on `device` convert fp8 by its own instructions, or take the bytes apart themselves."""
+    if device.type != "cuda" or interpreted():
+        return "bits"
+    return "native" if torch.cuda.get_device_capability(device) >= NATIVE_FP8 else "bits"
 
 
 def interpreted() -> bool:

@@ -4,8 +4,10 @@ while it runs.
     the user's table, measured on this GPU by `kvcompile tune`   (<cache>/tuned/<GPU>.json)
     the shipped table, `tuned.json`                               reasoned defaults, or what was measured on a GPU
 
-The first entry of which all conditions hold is taken. Then the tile is made to fit: the rows that share a scale, the
-heads of a group, and the shared memory of the device, for which stages go first, then half of the slots.
+A graph serves any batch and any length, so neither is a condition: into how many shares a decode step is cut follows
+from both where it is launched (`Config.splits`). The first entry of which all conditions hold is taken. Then the tile is
+made to fit: the rows that share a scale, the heads of a group, and the shared memory of the device, for which stages go
+first, then half of the slots.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -41,6 +45,7 @@ _SHARED = {
 }  # KiB of a program
 _SMALLEST = 16  # what a product takes at least
 _ONE_PAGE = 64  # a page that is smaller makes tiles too small: then slots are gathered
+_USED: ContextVar[Mapping[str, Config]] = ContextVar("configurations that are measured", default={})  # noqa: B039
 INTERPRETER = 0  # the arch that stands for Triton's interpreter
 
 
@@ -70,7 +75,6 @@ class Case:
     dim:   the larger of the channels of keys and values
     rows:  queries of a group of heads: query heads per KV head
     page:  tokens of a page, 0 where slots are not in pages
-    slots: of all sequences and KV heads together, at the plan's limits: how much there is to share out
     """
 
     role: Role
@@ -78,7 +82,6 @@ class Case:
     dim: int
     rows: int
     page: int = 0
-    slots: int = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -113,9 +116,8 @@ def case_of(
     head_dim: int,
     v_head_dim: int,
     dtype: torch.dtype,
-    slots: int = 1 << 20,
 ) -> Case:
-    """The case of a site. slots: see `Case`"""
+    """The case of a site."""
     placement = site.layout.placement
     return Case(
         role,
@@ -123,13 +125,23 @@ def case_of(
         max(head_dim, v_head_dim),
         num_qo_heads // num_kv_heads,
         placement.page_size if isinstance(placement, Paged) else 0,
-        slots,
     )
 
 
 def config(case: Case, site: SiteSpec, device: Device) -> Config:
     """The configuration for a case on a device, made to fit the site."""
-    return fitted(found(case, device), case, site, device)
+    own = _USED.get().get(case.role) or found(case, device)
+    return fitted(own, case, site, device)
+
+
+@contextmanager
+def using(role: Role, own: Config) -> Iterator[None]:
+    """Within it, kernels of `role` have this configuration instead of the tables': to measure it."""
+    token = _USED.set({**_USED.get(), role: own})
+    try:
+        yield
+    finally:
+        _USED.reset(token)
 
 
 @cache

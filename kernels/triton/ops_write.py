@@ -78,9 +78,10 @@ def append(
         if param.name.endswith("_out"):
             like = news[param.name.removesuffix("_out")]
             assert like is not None
-            given[param.name] = like.new_empty(like.shape, dtype=param.dtype)
-            outs.append(given[param.name])
-    tensors = {param.name: given[param.name] for param in wanted if given.get(param.name) is not None}
+            outs.append(like.new_empty(like.shape, dtype=param.dtype))
+            given[param.name] = outs[-1]
+    found = ((param.name, given.get(param.name)) for param in wanted)
+    tensors = {name: tensor for name, tensor in found if tensor is not None}
     sizes = {"tokens": tokens, **({"table_rows": rope[0].shape[0]} if "cos" in tensors else {})}
     width = power_of_two(max(own.head_dim, own.v_head_dim))
     launch(kernel, append_role.grid(own, batch, tokens), tensors, sizes, num_warps=warps(own.block_n * width))

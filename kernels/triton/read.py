@@ -42,6 +42,7 @@ class Reader:
     dim:      channels of a vector
     pieces:   how they are read
     elementwise: every element is dequantized, to `dot`
+    assembly: whether integers become float16 by inline assembly; what is interpreted has a plain form
     """
 
     side: str
@@ -53,6 +54,7 @@ class Reader:
     fp8: str
     block_n: int
     elementwise: bool
+    assembly: bool
 
     @property
     def letter(self) -> str:
@@ -79,6 +81,11 @@ class Reader:
         per_channel = isinstance(self.storage, PerChannel)
         own = per_channel and self.side == "keys" and not self.elementwise
         return own and self.group % self.block_n == 0
+
+    @property
+    def _by_element(self) -> bool:
+        """Whether scales multiply elements."""
+        return self.elementwise or (isinstance(self.storage, PerChannel) and not self.folded)
 
     def params(self, source: Source) -> tuple[Param, ...]:
         """The parts in memory, as tensors [array, KV head, row, ...]."""
@@ -139,9 +146,9 @@ class Reader:
         for index, piece in enumerate(self.pieces):
             name = f"{self.letter}{index}"
             lines += self._codes(source, piece, index, masked, loaded)
-            if self.elementwise or (isinstance(self.storage, PerChannel) and not self.folded):
+            if self._by_element:
                 lines += self._dequantized(source, piece, index, masked)
-            else:
+            elif "halves(" not in lines[-1]:
                 lines.append(f"{name} = {self._to_dot(name)}")
         return lines
 
@@ -189,6 +196,8 @@ class Reader:
             return [
                 f"{name} = tl.load({source.rows(data, self.dim, self._channels(index), self.group)}{guard})"
             ]
+        if self.assembly and not self._by_element and bits in (2, 4) and self._together(piece):
+            return self._halves(source, piece, index, masked, loaded)
         lines, terms = [], []
         row, before, low = self.dim * bits // 8, 0, 0
         for width in _PLANES[bits]:
@@ -216,6 +225,29 @@ class Reader:
         lines.append(f"{name} = {' | '.join(terms)}")
         return lines
 
+    def _together(self, piece: Piece) -> bool:
+        """Whether all channels of a piece have the same shift, in every plane."""
+        sizes = [self.dim * width // 8 for width in _PLANES[getattr(self.storage, "bits", 8)]]
+        return piece.step == 1 and all(piece.start // size == (piece.stop - 1) // size for size in sizes)
+
+    def _halves(
+        self, source: Source, piece: Piece, index: int, masked: bool, loaded: dict[str, str]
+    ) -> list[str]:
+        """Lines that define a piece of 2 or 4 bits as float16: pieces that share bytes share what spreads them."""
+        bits: int = getattr(self.storage, "bits", 8)
+        row = self.dim * bits // 8
+        first, shift = piece.start % row, piece.start // row * bits
+        known, lines = f"{piece.width} bytes from {first}", []
+        if known not in loaded:
+            loaded[known] = f"{self.letter}_bytes{len(loaded)}"
+            own = self._channels(index)
+            own = f"({own} - {piece.start - first})" if first != piece.start else own
+            at = source.rows(f"{self.side}_data", row, own, self.group)
+            guard = self._guard(index, masked, "0")
+            lines.append(f"{loaded[known]} = halfwords(tl.load({at}{guard}))")
+        name = f"{self.letter}{index}"
+        return [*lines, f"{name} = bits{bits}_at{shift}_halves({loaded[known]})"]
+
     @property
     def _integers(self) -> bool:
         if isinstance(self.storage, Fp8):
@@ -225,6 +257,10 @@ class Reader:
     def _to_dot(self, name: str) -> str:
         """The stored block `name` as numbers in `dot`."""
         kind = f"tl.{self.dot}"
+        if self.assembly and isinstance(self.storage, Int8):
+            return f"int8_halves({name})"
+        if self.assembly and isinstance(self.storage, (Affine, PerChannel)) and self.storage.bits == 8:
+            return f"uint8_halves({name})"
         if isinstance(self.storage, Fp8) and self.fp8 == "bits":
             return f"fp8_{self.storage.format}_bits({name}).to({kind})"
         if isinstance(self.storage, ModelDtype) and self.dot == self.model:
@@ -277,7 +313,8 @@ def reader(
     if isinstance(kept, PerChannel) and side == "keys" and not elementwise and kept.group % spec.block_n == 0:
         dot = dots.of_codes(kept, spec)
     own = pieces or between(dim, _edges(kept, dim))
-    return Reader(side, kept, dim, own, dot, spec.dtype, spec.fp8, spec.block_n, elementwise)
+    assembly = "interpreted" not in spec.options and dot == "float16"
+    return Reader(side, kept, dim, own, dot, spec.dtype, spec.fp8, spec.block_n, elementwise, assembly)
 
 
 def settled(storage: Storage) -> Storage:

@@ -21,10 +21,10 @@ _BETWEEN = {"scale": (0.005, 0.02), "minimum": (-0.2, -0.1), "score": (0.0, 1.0)
 
 @dataclass(frozen=True)
 class Sample:
-    """One new token of each of `lengths` sequences (which count it) at a site, and caches that it can be asked of.
+    """The newest tokens of each of `lengths` sequences (which count them) at a site, and caches to ask.
 
     heads, dims: of queries and keys; of keys and values
-    q [B, Hq, 1, D], k [B, Hkv, 1, D], v [B, Hkv, 1, Dv], positions int64 [B, 1], table int32 [B, pages] or None
+    q [B, Hq, S, D], k [B, Hkv, S, D], v [B, Hkv, S, Dv], positions int64 [B, S], table int32 [B, pages] or None
     """
 
     site: SiteSpec
@@ -43,7 +43,8 @@ class Sample:
     @property
     def bytes(self) -> int:
         """Bytes that attention must read or write: the slots that are seen, the queries, the results."""
-        return seen_bytes(self.site, self.heads[1], self.dims, self.lengths, self.q.dtype) + 2 * self.q.nbytes
+        slots = seen_bytes(self.site, self.heads[1], self.dims, self.lengths, self.q.dtype)
+        return slots + self.q.nbytes + self.q.nbytes // self.dims[0] * self.dims[1]
 
     def arguments(self, cache: int, site: SiteSpec | None = None) -> tuple[object, ...]:
         """What `cached_attention` takes, for one of the caches."""
@@ -60,6 +61,7 @@ def sample(
     dtype: torch.dtype,
     device: torch.device,
     room: int = 0,
+    tokens: int = 1,
 ) -> Sample:
     """A sample with as many caches as read `room` bytes together, so that an L2 cache does not hold what comes next.
 
@@ -87,10 +89,10 @@ def sample(
         heads,
         dims,
         tuple(lengths),
-        normal(batch, queries, 1, dims[0]),
-        normal(batch, kv_heads, 1, dims[0]),
-        normal(batch, kv_heads, 1, dims[1]),
-        torch.tensor(lengths, device=device)[:, None] - 1,
+        normal(batch, queries, tokens, dims[0]),
+        normal(batch, kv_heads, tokens, dims[0]),
+        normal(batch, kv_heads, tokens, dims[1]),
+        torch.tensor(lengths, device=device)[:, None] + torch.arange(-tokens, 0, device=device),
         table,
         caches,
         normal(queries).float() if site.score.sinks else None,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvcompile.decide.kernels import with_kernels
+from kvcompile.decide.kernels import same_kernels, with_kernels
 from kvcompile.decide.limits import limits_of
 from kvcompile.decide.scales import foreign
 from kvcompile.decide.site import decide
@@ -66,6 +66,7 @@ def make_plan(
             decisions.append(with_kernels(decided, recipe, dtype, device))
         except ValueError as error:
             refused.setdefault(str(error), []).append(site)
+    decisions = same_kernels(decisions)
     for site, reader in zip(sites, decisions if not refused else (), strict=False):
         if not reader.owns and (problem := _differs(reader, decisions[reader.kv_source])):
             refused.setdefault(problem, []).append(site)

@@ -29,3 +29,18 @@ def with_kernels(
         dynamic=decision.dynamic,
     )
     return replace(decision, kernels=made.kernels, kernels_because=made.because)
+
+
+def same_kernels(decisions: list[Decision]) -> list[Decision]:
+    """Sites that read one cache are run by the same kernels: it is theirs in all."""
+    without = {d.kv_source: d for d in decisions if d.kernels == "reference"}
+    return [
+        replace(
+            d,
+            kernels="reference",
+            kernels_because=f"layer {other.layer} reads the same cache: {other.kernels_because}",
+        )
+        if d.kernels == "triton" and (other := without.get(d.kv_source)) is not None
+        else d
+        for d in decisions
+    ]

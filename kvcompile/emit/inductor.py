@@ -128,5 +128,8 @@ def compile_region(module: GraphModule, inputs: Sequence[Any], tracer: Tracer, m
 def _patches(mode: str) -> dict[str, Any]:
     options = dict(torch._inductor.list_mode_options(mode)) if mode == "max-autotune" else {}
     options |= {"triton.cudagraphs": False}  # of one region; `emit/cudagraph.py` makes them of all
+    # standalone_compile would run each kernel once, on made-up inputs of the hinted sizes: a kernel that writes to
+    # the slots of made-up positions writes anywhere. Nothing needs it: kernels are compiled all the same.
+    options |= {"triton.autotune_at_compile_time": False}
     # A scale is rounded to what is stored before it divides; without this, the rounding is optimized away.
     return options | {"emulate_precision_casts": True}

@@ -11,9 +11,12 @@ from torch import Tensor
 from kvcompile.errors import InputError, LimitError
 from kvcompile.kernels.page_copy import page_copy
 from kvcompile.kernels.spec import Kernels
+from kvcompile.kernels.triton.available import fp8_form
 from kvcompile.layouts.pages import SPARE_PAGES
 from kvcompile.plan import Plan
 from kvcompile.runtime.pages import PagePool
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class KVCache:
@@ -54,6 +57,15 @@ class KVCache:
             for decision, layer in zip(plan.decisions, names, strict=True)
             for name in layer
             if not decision.layout.bounded and not self._specs[name].fixed
+        }
+        # What kernels read as bytes comes to them as bytes: taken as such within a compiled region, it would be copied
+        # there, all of it, and back.
+        bits = any(d.kernels == "triton" for d in plan.decisions) and fp8_form(device) == "bits"
+        self._as_bytes = {
+            name
+            for decision, layer in zip(plan.decisions, names, strict=True)
+            for name in layer
+            if bits and decision.kernels == "triton" and self._specs[name].dtype in _FP8
         }
         self._states = {
             name: slot
@@ -99,15 +111,27 @@ class KVCache:
             ],
         }
 
+    def inputs(self) -> dict[str, Tensor]:
+        """The buffers as the graph takes them."""
+        if not self._as_bytes:
+            return self.buffers
+        return {
+            name: buffer.view(torch.uint8) if name in self._as_bytes else buffer
+            for name, buffer in self.buffers.items()
+        }
+
     def shapes(self) -> dict[str, tuple[tuple[int | str, ...], torch.dtype]]:
-        """Shape and dtype of each buffer: the first size is "batch", or the name of a pool's number of pages."""
+        """Shape and dtype of each of `inputs`: the first size is "batch", or the name of a pool's number of pages."""
         shapes: dict[str, tuple[tuple[int | str, ...], torch.dtype]] = {
             name: (("batch", *shape), dtype) for name, (shape, dtype) in self._rows_of().items()
         }
         for number, names in enumerate(self._in_pool):
             for name in names:
                 shapes[name] = ((f"pages_{number}", *self._paged[name].shape), self._paged[name].dtype)
-        return shapes
+        return {
+            name: (shape, torch.uint8 if name in self._as_bytes else dtype)
+            for name, (shape, dtype) in shapes.items()
+        }
 
     def _rows_of(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape without batch, and dtype, of what every sequence has a row of."""

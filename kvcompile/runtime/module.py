@@ -125,7 +125,7 @@ class CachedModel(nn.Module):
         first = cache.seq_lens if pads is None else cache.seq_lens - pads
         positions = first[:, None] + steps
         captured = self.executor.graphs is not None and tokens == 1
-        fixed = {**program.constants, **cache.buffers}
+        fixed = {**program.constants, **cache.inputs()}
         inputs: dict[str, Any] = {"input_ids": input_ids, "positions": positions, "seq_lens": cache.seq_lens}
         if program.takes_position_ids:
             inputs["position_ids"] = positions if pads is None else positions.clamp(min=0)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
+from kvcompile.kernels.triton.supports import refusal
 from kvcompile.layouts import (
     CacheLayout,
     InKeys,
@@ -58,11 +61,21 @@ def shrink(plan: Plan) -> Plan:
         if isinstance(placement, Paged):
             placement = Paged(_SMALL_PAGE)  # several for a sequence
         layout = replace(decision.layout, keys=keys, values=values, placement=placement, retention=retention)
-        return replace(decision, layout=layout)
+        return _with_kernels(decision, layout, replace(layout, placement=decision.layout.placement))
 
     limit = plan.limits.max_tokens
     limits = replace(plan.limits, max_tokens=None if limit is None else min(limit, SMALL_TOKENS))
     return replace(plan, limits=limits, decisions=tuple(small(d) for d in plan.decisions))
+
+
+def _with_kernels(decision: Decision, *smaller: CacheLayout) -> Decision:
+    """The decision with the first of smaller layouts that its kernels have, or as it is: they are what is verified."""
+    for layout in smaller:
+        made = replace(decision, layout=layout)
+        heads, dims = (made.num_qo_heads, made.num_kv_heads), (made.head_dim, made.v_head_dim)
+        if made.kernels == "reference" or not refusal(made.site_spec(), heads, dims, torch.float32):
+            return made
+    return decision
 
 
 def _settling(storage: Storage) -> Storage:

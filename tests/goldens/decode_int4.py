@@ -4,12 +4,70 @@
 # cache     int4/g32 · contiguous · full
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
-# tile      16 x 128, products in bfloat16, fp8 native
-# key       9e43634fa427a138
-# spec      {"block": [16, 128], "dims": [128, 128], "dot": "bfloat16", "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"bits": 4, "group": 32, "kind": "affine", "scale_dtype": "float16"}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"bits": 4, "group": 32, "kind": "affine", "scale_dtype": "float16"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
+# tile      16 x 128, fp8 native
+# key       f7a2c535449cea3d
+# spec      {"block": [16, 128], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"bits": 4, "group": 32, "kind": "affine", "scale_dtype": "float16"}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"bits": 4, "group": 32, "kind": "affine", "scale_dtype": "float16"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def halfwords(x):
+    """uint8 -> uint16, four in two instructions; pieces that share bytes unpack from it."""
+    return tl.inline_asm_elementwise(
+        """
+        prmt.b32 $0, $2, 0, 0x4140;
+        prmt.b32 $1, $2, 0, 0x4342;
+        """,
+        "=r,=r,r",
+        [x],
+        dtype=tl.uint16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def bits4_at0_halves(x):
+    """4 bits from bit 0 on of uint16 -> float16, exactly: in the mantissa of 1024, two numbers in two instructions."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 magic;
+            mov.b32 magic, 0x64006400;
+            lop3.b32 $0, $1, 0x000F000F, magic, 0xEA;
+            sub.f16x2 $0, $0, magic;
+        }
+        """,
+        "=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def bits4_at4_halves(x):
+    """4 bits from bit 4 on of uint16 -> float16, exactly: in the mantissa of 1024, two numbers in two instructions."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 magic, factor, bias;
+            mov.b32 magic, 0x64006400;
+            mov.b32 factor, 0x2C002C00;
+            mov.b32 bias, 0xD400D400;
+            lop3.b32 $0, $1, 0x00F000F0, magic, 0xEA;
+            fma.rn.f16x2 $0, $0, factor, bias;
+        }
+        """,
+        "=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -104,16 +162,12 @@ def decode_attention(
         k_minimum2 = tl.load(keys_minimum_ptr + (base + n) * 4 + 2).to(tl.float32)
         k_scale3 = tl.load(keys_scale_ptr + (base + n) * 4 + 3).to(tl.float32)
         k_minimum3 = tl.load(keys_minimum_ptr + (base + n) * 4 + 3).to(tl.float32)
-        k_bytes0 = tl.load(keys_data_ptr + base * 64 + n[:, None] * 64 + kc0)
-        k0 = (k_bytes0 & 15)
-        k0 = (((k0).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
-        k_bytes1 = tl.load(keys_data_ptr + base * 64 + n[:, None] * 64 + kc1)
-        k1 = (k_bytes1 & 15)
-        k1 = (((k1).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
-        k2 = ((k_bytes0 >> 4) & 15)
-        k2 = (((k2).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
-        k3 = ((k_bytes1 >> 4) & 15)
-        k3 = (((k3).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
+        k_bytes0 = halfwords(tl.load(keys_data_ptr + base * 64 + n[:, None] * 64 + kc0))
+        k0 = bits4_at0_halves(k_bytes0)
+        k_bytes1 = halfwords(tl.load(keys_data_ptr + base * 64 + n[:, None] * 64 + kc1))
+        k1 = bits4_at0_halves(k_bytes1)
+        k2 = bits4_at4_halves(k_bytes0)
+        k3 = bits4_at4_halves(k_bytes1)
         s = tl.dot(q0, tl.trans(k0))
         s = s * k_scale0[None, :]
         s = s + q_sum0[:, None] * k_minimum0[None, :]
@@ -138,16 +192,12 @@ def decode_attention(
         v_minimum2 = tl.load(values_minimum_ptr + (base + n) * 4 + 2).to(tl.float32)
         v_scale3 = tl.load(values_scale_ptr + (base + n) * 4 + 3).to(tl.float32)
         v_minimum3 = tl.load(values_minimum_ptr + (base + n) * 4 + 3).to(tl.float32)
-        v_bytes0 = tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0)
-        v0 = (v_bytes0 & 15)
-        v0 = (((v0).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
-        v_bytes1 = tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc1)
-        v1 = (v_bytes1 & 15)
-        v1 = (((v1).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
-        v2 = ((v_bytes0 >> 4) & 15)
-        v2 = (((v2).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
-        v3 = ((v_bytes1 >> 4) & 15)
-        v3 = (((v3).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
+        v_bytes0 = halfwords(tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0))
+        v0 = bits4_at0_halves(v_bytes0)
+        v_bytes1 = halfwords(tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc1))
+        v1 = bits4_at0_halves(v_bytes1)
+        v2 = bits4_at4_halves(v_bytes0)
+        v3 = bits4_at4_halves(v_bytes1)
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
@@ -183,7 +233,7 @@ def decode_attention(
         tile = begin + edge
         tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
         start = (tile + shift) * 128
-        inside = (start + n) < end
+        inside = start + n < end
         key = start + n
         base = (batch * 8 + head) * slots + start
         k_scale0 = tl.load(keys_scale_ptr + (base + n) * 4 + 0, mask=inside, other=0.0).to(tl.float32)
@@ -194,16 +244,12 @@ def decode_attention(
         k_minimum2 = tl.load(keys_minimum_ptr + (base + n) * 4 + 2, mask=inside, other=0.0).to(tl.float32)
         k_scale3 = tl.load(keys_scale_ptr + (base + n) * 4 + 3, mask=inside, other=0.0).to(tl.float32)
         k_minimum3 = tl.load(keys_minimum_ptr + (base + n) * 4 + 3, mask=inside, other=0.0).to(tl.float32)
-        k_bytes0 = tl.load(keys_data_ptr + base * 64 + n[:, None] * 64 + kc0, mask=inside[:, None], other=0)
-        k0 = (k_bytes0 & 15)
-        k0 = (((k0).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
-        k_bytes1 = tl.load(keys_data_ptr + base * 64 + n[:, None] * 64 + kc1, mask=inside[:, None], other=0)
-        k1 = (k_bytes1 & 15)
-        k1 = (((k1).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
-        k2 = ((k_bytes0 >> 4) & 15)
-        k2 = (((k2).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
-        k3 = ((k_bytes1 >> 4) & 15)
-        k3 = (((k3).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
+        k_bytes0 = halfwords(tl.load(keys_data_ptr + base * 64 + n[:, None] * 64 + kc0, mask=inside[:, None], other=0))
+        k0 = bits4_at0_halves(k_bytes0)
+        k_bytes1 = halfwords(tl.load(keys_data_ptr + base * 64 + n[:, None] * 64 + kc1, mask=inside[:, None], other=0))
+        k1 = bits4_at0_halves(k_bytes1)
+        k2 = bits4_at4_halves(k_bytes0)
+        k3 = bits4_at4_halves(k_bytes1)
         s = tl.dot(q0, tl.trans(k0))
         s = s * k_scale0[None, :]
         s = s + q_sum0[:, None] * k_minimum0[None, :]
@@ -229,16 +275,12 @@ def decode_attention(
         v_minimum2 = tl.load(values_minimum_ptr + (base + n) * 4 + 2, mask=inside, other=0.0).to(tl.float32)
         v_scale3 = tl.load(values_scale_ptr + (base + n) * 4 + 3, mask=inside, other=0.0).to(tl.float32)
         v_minimum3 = tl.load(values_minimum_ptr + (base + n) * 4 + 3, mask=inside, other=0.0).to(tl.float32)
-        v_bytes0 = tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0, mask=inside[:, None], other=0)
-        v0 = (v_bytes0 & 15)
-        v0 = (((v0).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
-        v_bytes1 = tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc1, mask=inside[:, None], other=0)
-        v1 = (v_bytes1 & 15)
-        v1 = (((v1).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
-        v2 = ((v_bytes0 >> 4) & 15)
-        v2 = (((v2).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
-        v3 = ((v_bytes1 >> 4) & 15)
-        v3 = (((v3).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
+        v_bytes0 = halfwords(tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0, mask=inside[:, None], other=0))
+        v0 = bits4_at0_halves(v_bytes0)
+        v_bytes1 = halfwords(tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc1, mask=inside[:, None], other=0))
+        v1 = bits4_at0_halves(v_bytes1)
+        v2 = bits4_at4_halves(v_bytes0)
+        v3 = bits4_at4_halves(v_bytes1)
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])

@@ -4,12 +4,70 @@
 # cache     K int4 per channel/32 tokens, last 128 in full, V int4/g32, last 128 in full · contiguous · full
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
-# tile      16 x 32, products in bfloat16, fp8 native
-# key       b835fe9bc7579638
-# spec      {"block": [16, 32], "dims": [128, 128], "dot": "bfloat16", "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"bits": 4, "group": 32, "kind": "per_channel", "residual": 128, "scale_dtype": "float16", "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"inner": {"bits": 4, "group": 32, "kind": "affine", "scale_dtype": "float16"}, "kind": "recent", "residual": 128, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
+# tile      16 x 32, fp8 native
+# key       5b28a5d49562b014
+# spec      {"block": [16, 32], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"bits": 4, "group": 32, "kind": "per_channel", "residual": 128, "scale_dtype": "float16", "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"inner": {"bits": 4, "group": 32, "kind": "affine", "scale_dtype": "float16"}, "kind": "recent", "residual": 128, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def halfwords(x):
+    """uint8 -> uint16, four in two instructions; pieces that share bytes unpack from it."""
+    return tl.inline_asm_elementwise(
+        """
+        prmt.b32 $0, $2, 0, 0x4140;
+        prmt.b32 $1, $2, 0, 0x4342;
+        """,
+        "=r,=r,r",
+        [x],
+        dtype=tl.uint16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def bits4_at0_halves(x):
+    """4 bits from bit 0 on of uint16 -> float16, exactly: in the mantissa of 1024, two numbers in two instructions."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 magic;
+            mov.b32 magic, 0x64006400;
+            lop3.b32 $0, $1, 0x000F000F, magic, 0xEA;
+            sub.f16x2 $0, $0, magic;
+        }
+        """,
+        "=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def bits4_at4_halves(x):
+    """4 bits from bit 4 on of uint16 -> float16, exactly: in the mantissa of 1024, two numbers in two instructions."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 magic, factor, bias;
+            mov.b32 magic, 0x64006400;
+            mov.b32 factor, 0x2C002C00;
+            mov.b32 bias, 0xD400D400;
+            lop3.b32 $0, $1, 0x00F000F0, magic, 0xEA;
+            fma.rn.f16x2 $0, $0, factor, bias;
+        }
+        """,
+        "=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -93,11 +151,9 @@ def decode_attention(
         k_minimum0 = tl.load(keys_minimum_ptr + base_32 // 32 * 128 + kc0).to(tl.float32)
         k_scale1 = tl.load(keys_scale_ptr + base_32 // 32 * 128 + kc1).to(tl.float32)
         k_minimum1 = tl.load(keys_minimum_ptr + base_32 // 32 * 128 + kc1).to(tl.float32)
-        k_bytes0 = tl.load(keys_data_ptr + base_32 * 64 + n[:, None] * 64 + kc0)
-        k0 = (k_bytes0 & 15)
-        k0 = (((k0).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
-        k1 = ((k_bytes0 >> 4) & 15)
-        k1 = (((k1).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
+        k_bytes0 = halfwords(tl.load(keys_data_ptr + base_32 * 64 + n[:, None] * 64 + kc0))
+        k0 = bits4_at0_halves(k_bytes0)
+        k1 = bits4_at4_halves(k_bytes0)
         s = tl.dot((q0 * k_scale0).to(tl.float16), tl.trans(k0))
         s = tl.dot((q1 * k_scale1).to(tl.float16), tl.trans(k1), s)
         s = s + (tl.sum(q0 * k_minimum0, 1) + tl.sum(q1 * k_minimum1, 1))[:, None]
@@ -110,16 +166,12 @@ def decode_attention(
         v_minimum2 = tl.load(values_minimum_ptr + (base + n) * 4 + 2).to(tl.float32)
         v_scale3 = tl.load(values_scale_ptr + (base + n) * 4 + 3).to(tl.float32)
         v_minimum3 = tl.load(values_minimum_ptr + (base + n) * 4 + 3).to(tl.float32)
-        v_bytes0 = tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0)
-        v0 = (v_bytes0 & 15)
-        v0 = (((v0).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
-        v_bytes1 = tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc1)
-        v1 = (v_bytes1 & 15)
-        v1 = (((v1).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
-        v2 = ((v_bytes0 >> 4) & 15)
-        v2 = (((v2).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
-        v3 = ((v_bytes1 >> 4) & 15)
-        v3 = (((v3).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
+        v_bytes0 = halfwords(tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0))
+        v0 = bits4_at0_halves(v_bytes0)
+        v_bytes1 = halfwords(tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc1))
+        v1 = bits4_at0_halves(v_bytes1)
+        v2 = bits4_at4_halves(v_bytes0)
+        v3 = bits4_at4_halves(v_bytes1)
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
@@ -155,7 +207,7 @@ def decode_attention(
         tile = begin + edge
         tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
         start = (tile + shift) * 32
-        inside = (start + n) < end
+        inside = start + n < end
         key = start + n
         base = (batch * 8 + head) * slots + start
         base_32 = (batch * 8 + head) * ((slots + 31) // 32 * 32) + start
@@ -167,11 +219,9 @@ def decode_attention(
         k_minimum0 = tl.load(keys_minimum_ptr + base_32 // 32 * 128 + kc0).to(tl.float32)
         k_scale1 = tl.load(keys_scale_ptr + base_32 // 32 * 128 + kc1).to(tl.float32)
         k_minimum1 = tl.load(keys_minimum_ptr + base_32 // 32 * 128 + kc1).to(tl.float32)
-        k_bytes0 = tl.load(keys_data_ptr + base_32 * 64 + n[:, None] * 64 + kc0, mask=inside[:, None], other=0)
-        k0 = (k_bytes0 & 15)
-        k0 = (((k0).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
-        k1 = ((k_bytes0 >> 4) & 15)
-        k1 = (((k1).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
+        k_bytes0 = halfwords(tl.load(keys_data_ptr + base_32 * 64 + n[:, None] * 64 + kc0, mask=inside[:, None], other=0))
+        k0 = bits4_at0_halves(k_bytes0)
+        k1 = bits4_at4_halves(k_bytes0)
         inside = every
         k_row = (batch * 8 + head) * 128 + tl.where(k_in_full, 0 + key % 128, 0)
         k0_full = tl.load(keys_full_ptr + k_row[:, None] * 128 + kc0, mask=k_in_full[:, None], other=0.0).to(tl.bfloat16)
@@ -194,16 +244,12 @@ def decode_attention(
         v_minimum2 = tl.load(values_minimum_ptr + (base + n) * 4 + 2, mask=inside, other=0.0).to(tl.float32)
         v_scale3 = tl.load(values_scale_ptr + (base + n) * 4 + 3, mask=inside, other=0.0).to(tl.float32)
         v_minimum3 = tl.load(values_minimum_ptr + (base + n) * 4 + 3, mask=inside, other=0.0).to(tl.float32)
-        v_bytes0 = tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0, mask=inside[:, None], other=0)
-        v0 = (v_bytes0 & 15)
-        v0 = (((v0).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
-        v_bytes1 = tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc1, mask=inside[:, None], other=0)
-        v1 = (v_bytes1 & 15)
-        v1 = (((v1).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
-        v2 = ((v_bytes0 >> 4) & 15)
-        v2 = (((v2).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
-        v3 = ((v_bytes1 >> 4) & 15)
-        v3 = (((v3).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)
+        v_bytes0 = halfwords(tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0, mask=inside[:, None], other=0))
+        v0 = bits4_at0_halves(v_bytes0)
+        v_bytes1 = halfwords(tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc1, mask=inside[:, None], other=0))
+        v1 = bits4_at0_halves(v_bytes1)
+        v2 = bits4_at4_halves(v_bytes0)
+        v3 = bits4_at4_halves(v_bytes1)
         inside = every
         v_row = (batch * 8 + head) * 128 + tl.where(v_in_full, 0 + key % 128, 0)
         v0_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc0, mask=v_in_full[:, None], other=0.0).to(tl.bfloat16)

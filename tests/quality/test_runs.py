@@ -167,7 +167,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[KVCompileError], str]] = {
     "no depths": ({"depths": ()}, QualityError, "got none"),
     "hay": ({"needle_tokens": (32,)}, QualityError, "needle_tokens: expected different whole numbers of at"),
     "ask": ({"ask": ("after", "after")}, QualityError, "ask: expected one or more of after, before, once"),
-    "compile": ({"compile": "fast"}, QualityError, "compile: expected one of auto, default, max-autotune"),
+    "compile": (
+        {"compile": "fast"},
+        QualityError,
+        "compile: expected one of auto, default, cudagraphs, max-autotune",
+    ),
 }
 
 

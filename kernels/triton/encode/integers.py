@@ -39,8 +39,7 @@ def affine(storage: Affine, tile: Tile) -> Encoded:
     if groups == 1:
         real = f"tl.arange(0, {tile.width})[None, :] < {tile.dim}" if tile.padded else None
         lines, codes = affine_codes("x", 1, "[:, None]", storage.bits, storage.scale_dtype, real)
-        own = (Store("scale", "scale"), Store("minimum", "minimum"))
-        own = tuple(Store(store.part, f"{store.value}[:, None]", 1) for store in own)
+        own = (Store("scale", "scale[:, None]", 1), Store("minimum", "minimum[:, None]", 1))
         lines.append(f"codes = {codes}")
     else:
         size = tile.dim // groups

@@ -1,0 +1,104 @@
+"""The inline assembly of kernels, run instruction by instruction: what a GPU would do, without one.
+
+The interpreter runs the plain form of the same conversions, so these are all that no other test reaches. A few lines of
+Python know the PTX instructions that occur (PTX ISA, "prmt", "lop3", "sub", "fma.rn").
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from importlib import resources
+from itertools import product
+
+import numpy as np
+import pytest
+
+HALF = np.float16
+
+
+@cache
+def assembly() -> dict[str, str]:
+    """Function -> its assembly text."""
+    text = resources.files("kvcompile.kernels.triton").joinpath("templates", "helpers.py.jinja").read_text()
+    found = {}
+    for node in ast.parse(text).body:
+        for call in ast.walk(node):
+            if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "inline_asm_elementwise":
+                assert isinstance(node, ast.FunctionDef) and isinstance(call.args[0], ast.Constant)
+                found[node.name] = str(call.args[0].value)
+    return found
+
+
+def halves(word: int) -> np.ndarray:
+    return np.array([word & 0xFFFF, word >> 16], dtype=np.uint16).view(HALF)
+
+
+def word(pair: np.ndarray) -> int:
+    low, high = pair.astype(HALF).view(np.uint16)
+    return int(low) | int(high) << 16
+
+
+def run(text: str, inputs: dict[str, int]) -> dict[str, int]:
+    """Registers after the instructions of `text`, each of 32 bits."""
+    registers = dict(inputs)
+
+    def value(name: str) -> int:
+        return int(name, 0) if name[0].isdigit() else registers[name]
+
+    for line in re.split(r"[;{}]", re.sub(r"\.reg[^;]*;", "", text)):
+        if not line.strip():
+            continue
+        operation, rest = line.split(maxsplit=1)
+        target, *names = (name.strip() for name in rest.split(","))
+        a = [value(name) for name in names]
+        match operation:
+            case "mov.b32":
+                registers[target] = a[0]
+            case "xor.b32":
+                registers[target] = a[0] ^ a[1]
+            case "prmt.b32":
+                source = [(x >> 8 * i) & 0xFF for x in a[:2] for i in range(4)]
+                chosen = [(a[2] >> 4 * i) & 0xF for i in range(4)]
+                assert max(chosen) < 8, "no signs are replicated here"
+                registers[target] = sum(source[c] << 8 * i for i, c in enumerate(chosen))
+            case "lop3.b32":
+                bits = zip(*(f"{x:032b}" for x in a[:3]), strict=True)
+                table = a[3]
+                registers[target] = int("".join(str(table >> int("".join(b), 2) & 1) for b in bits), 2)
+            case "sub.f16x2":
+                registers[target] = word(halves(a[0]) - halves(a[1]))
+            case "fma.rn.f16x2":
+                exact = halves(a[0]).astype(np.float64) * halves(a[1]) + halves(a[2])
+                registers[target] = word(exact)
+            case _:
+                raise ValueError(f"no such instruction here: {line.strip()}")
+    return registers
+
+
+def test_all_assembly_is_run_here() -> None:
+    bits = {f"bits{w}_at{s}_halves" for w in (2, 4) for s in range(0, 8, w)}
+    assert set(assembly()) == {"int8_halves", "uint8_halves", "halfwords", *bits}
+
+
+@pytest.mark.parametrize(("name", "offset"), [("int8_halves", 256), ("uint8_halves", 0)])
+def test_bytes_become_float16(name: str, offset: int) -> None:
+    for first in range(0, 256, 4):
+        numbers = [first, first + 3, 255 - first, first + 1]
+        packed = sum(n << 8 * i for i, n in enumerate(numbers))
+        out = run(assembly()[name], {"$2": packed})
+        got = [*halves(out["$0"]), *halves(out["$1"])]
+        assert got == [n - offset if n >= 128 else n for n in numbers]
+
+
+def test_bytes_are_spread() -> None:
+    out = run(assembly()["halfwords"], {"$2": 0xFF804001})
+    assert (out["$0"], out["$1"]) == (0x00400001, 0x00FF0080)
+
+
+@pytest.mark.parametrize(("width", "shift"), [(w, s) for w in (2, 4) for s in range(0, 8, w)])
+def test_bits_become_float16(width: int, shift: int) -> None:
+    for a, b in product(range(256), (0, 0x5A, 0xA5, 255)):
+        out = run(assembly()[f"bits{width}_at{shift}_halves"], {"$1": a | b << 16})
+        assert list(halves(out["$0"])) == [(x >> shift) & (2**width - 1) for x in (a, b)]
