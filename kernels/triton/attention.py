@@ -263,8 +263,19 @@ def _many(call: Call) -> Tensor:
     q, k, v, new = staged(call)
     out = prefill(call, q, k, v, new)[0]
     if last:
-        append(replace(call, k=k, v=v), made.appends(["in_basis", *(["full"] if made.in_full else [])]))
+        settle(call)
     return turned_back(call, out)
+
+
+def settle(call: Call, slots: Tensor | None = None) -> None:
+    """Of many new tokens those that stay to their slots, where a layout reuses slots.
+
+    They are encoded once more from the vectors that came, and not from those that `staged` gives out: these are rounded
+    to the model's dtype, and a rotated vector may round to another code from there.
+    """
+    made = call.kernels
+    options = [*(["rope"] if call.site.rotates_on_append else []), *(["full"] if made.in_full else [])]
+    append(call, made.appends(options), slots)
 
 
 def appended(
@@ -281,9 +292,9 @@ def appended(
 
 
 def staged(call: Call) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """The new tokens as an array of the same storage, dense: q, k, v as they meet and are kept, and its parts.
+    """The new tokens as an array of the same storage, dense: q, k, v, and its parts.
 
-    Calibrated scales are the cache's own.
+    q is as it meets keys; k and v are as they are kept, where any stand in full. Calibrated scales are the cache's own.
     """
     made, layout = call.kernels, call.site.layout
     batch, heads, tokens, _ = call.k.shape
@@ -301,7 +312,7 @@ def staged(call: Call) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
             fresh = call.k.new_empty((batch, heads, part.rows(1) * tokens, *part.shape), dtype=part.dtype)
             buffers.append(fresh)
             new.append(fresh)
-    wanted = ["staged", *made.transforms(one=False), *made.outs()]
+    wanted = ["staged", *made.transforms(one=False), *(made.outs() if made.in_full else [])]
     outs = iter(append(replace(call, buffers=buffers, page_table=None), made.appends(wanted)))
     named = ((call.q, "q_out"), (call.k, "k_out"), (call.v, "v_out"))
     q, k, v = (next(outs) if name in wanted else x for x, name in named)
