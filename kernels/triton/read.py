@@ -149,7 +149,7 @@ class Reader:
         # The name of a block tells the groups in it: every `step`-th from `first` on.
         blocks, step = {0: f"{self.letter}_{part}"}, 1
         while step < count:
-            halves = {}
+            halves: dict[int, str] = {}
             for first, block in blocks.items():
                 pair = [names[g] if 2 * step == count else f"{block}_{g}" for g in (first, first + step)]
                 left = count // step // 2
