@@ -104,7 +104,9 @@ def test_kernels_of_a_layout_are_launched_and_nothing_else_is_done_to_a_cache(na
         call = program["code"][program["code"].index("def call(") :].partition("runner =")[0]
         launches = re.findall(r"(\w+?)_\d+\.run\((.*)\)", call)
         assert [kernel for kernel, _ in launches] == wanted
-        cache = {f"arg{2 + index}_1" for index in range(program["buffers"])}
+        # After a prompt, which tokens stay is sorted by PyTorch: it writes what the slots hold.
+        state = 2 if name == "H2O" and program is prompt else 0
+        cache = {f"arg{2 + index}_1" for index in range(program["buffers"] - state)}
         given = {argument for _, arguments in launches for argument in arguments.split(", ")}
         assert cache <= given, "a kernel was given something else than the cache itself"
         if program is not prompt:
