@@ -159,9 +159,10 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
     keys = as_kept(site.layout.keys)
     block_n = config.block_n
     if isinstance(keys, PerChannel) and keys.group >= _SMALLEST:
-        block_n = min(
-            block_n, _power_below(keys.group)
-        )  # one group a tile: its scales are folded into the queries
+        # One group a tile: its scales are folded into the queries. Of 2 bits, so small a tile is the work of two warps.
+        block_n = min(block_n, _power_below(keys.group))
+        if case.role == "decode" and block_n <= 32 and case.dim <= 128 and case.bits <= 2:
+            config = replace(config, num_warps=min(config.num_warps, 2))
     if _ONE_PAGE <= case.page < block_n and case.page & (case.page - 1) == 0:
         block_n = case.page  # one address for all slots of a tile
     rows = _power_above(case.rows) if case.role == "decode" else config.block_m

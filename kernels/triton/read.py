@@ -284,7 +284,8 @@ class Reader:
         if self.assembly and isinstance(self.storage, (Affine, PerChannel)) and self.storage.bits == 8:
             return f"uint8_halves({name})"
         if isinstance(self.storage, Fp8) and self.fp8 == "bits":
-            return f"fp8_{self.storage.format}_bits({name}).to({kind})"
+            form = f"fp8_{self.storage.format}"
+            return f"{form}_halves({name})" if self.assembly else f"{form}_bits({name}).to({kind})"
         if isinstance(self.storage, ModelDtype) and self.dot == self.model:
             return name
         if self._integers and not isinstance(self.storage, Int8) and self.dot == "float16":
