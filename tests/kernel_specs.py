@@ -96,7 +96,6 @@ def spec(
         own.dtype,
         used.block_m,
         used.block_n,
-        "bfloat16",
         fp8,
         tuple(sorted(options)),
     )

@@ -7,9 +7,9 @@ one of the result, as its products take them in the model's dtype.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -19,7 +19,6 @@ from kvcompile.kernels import reference
 from kvcompile.kernels.policy_scored import Choice, scored_attention
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.kernels.triton.supports import refusal
 from kvcompile.layouts import (
     Affine,
     CacheLayout,
@@ -163,61 +162,60 @@ class Case:
         return {name: torch.linspace(0.004, 0.009, self.heads[1]) for name in calibrated}
 
 
+Pick = Callable[[Sequence[Any]], Any]
+
+
 @st.composite
-def cases(draw: Callable[..., object], scored: bool = False) -> Case:
-    """Any site that can be; what does not go together is drawn again."""
-    rng = draw(st.randoms(use_true_random=False, note_method_calls=False))
-    while True:
-        found = _case(rng, scored)
-        if found is not None:
-            return found
+def cases(draw: st.DrawFn, scored: bool = False) -> Case:
+    """Any site that kernels are for."""
+    return case_of(lambda options: draw(st.sampled_from(options)), scored)
 
 
-def _case(rng: random.Random, scored: bool) -> Case | None:
-    keys, values = rng.choice(STORAGES), rng.choice(STORAGES)
-    dim = rng.choice((4, 16, 24, 32, 48, 64, 80, 96))
-    dims = (dim, rng.choice((dim, 16, 32, 40)))
-    retention = rng.choice([r for r in RETENTIONS if isinstance(r, Scored) == scored])
-    before = retention.in_cache or rng.random() < 0.2
+def case_of(pick: Pick, scored: bool) -> Case:
+    """Any site that kernels are for; each choice is among what goes with those before it."""
+    retention = pick([r for r in RETENTIONS if isinstance(r, Scored) == scored])
+    dim = pick((16, 4, 24, 32, 48, 64, 80, 96))
+    dims = (dim, pick((dim, 16, 32, 40)))
+    before = retention.in_cache or pick((False, False, False, False, True))
+    own = [Slots()] if scored else [Contiguous(), *([Ring()] if retention.window else [])]
+    own += [*own, Paged(8), Paged(16), Paged(24), Paged(32)]
+
+    def placed(keys: Storage, values: Storage) -> list[CacheLayout]:
+        layouts = [CacheLayout(keys, values, placement, retention, before) for placement in own]
+        return [layout for layout in layouts if layout.check() is None]
+
+    stored = [s for s in STORAGES if placed(s, ModelDtype())]
+    keys = pick([s for s in stored if not s.check(dims[0]) and not (before and isinstance(s, Rotated))])
     rotary = None
-    if before or rng.random() < 0.3:
-        turned = rng.choice([d for d in (dim, dim // 2) if d % 2 == 0])
-        rotary = RotaryForm(rng.choice(("half", "interleaved")), rng.choice((0, dim - turned)), turned)
-    if rng.random() < 0.15:
-        values, dims = InKeys(16), (dim, 16)
+    if before or pick((False, False, True)):
+        turned = pick([d for d in (dim, dim // 2) if d % 2 == 0])
+        rotary = RotaryForm(pick(("half", "interleaved")), pick((0, dim - turned)), turned)
+    values: Storage = InKeys(16)
+    if dim >= 32 and pick((False, False, False, False, True)):
+        dims = (dim, 16)
         if before:  # a latent does not turn, what stands behind it does
             rotary = RotaryForm("half", 16, dim - 16)
-        if dim < 32:
-            return None
-    own = [Slots()] if scored else [Contiguous(), *([Ring()] if retention.window else [])]
-    placement = rng.choice([*own, *own, Paged(8), Paged(16), Paged(24), Paged(32)])
-    layout = CacheLayout(keys, values, placement, retention, before)
-    group = rng.choice((1, 2, 3, 4, 5, 16))
-    heads = rng.choice((1, 1, 2)) if group < 5 else 1
-    bias = rng.choice((None, None, None, "alibi", "relative", "columns", "table"))
-    if retention.in_cache and bias in ("columns", "table"):
-        return None  # positions in the sequence, which a plan refuses where they are counted in the cache
-    score = ScoreSpec(
-        rng.choice((None, None, 4.0)), None if bias is None else BiasSpec(bias), rng.random() < 0.25
-    )
-    mask = MASKS[0] if scored or retention.in_cache else rng.choice(MASKS)
-    dtype = rng.choice((torch.float32, torch.float32, torch.float16, torch.bfloat16))
-    if layout.check() or keys.check(dims[0]) or (dims[1] and values.check(dims[1])):
-        return None
-    case = Case(
-        layout,
+    else:
+        values = pick([s for s in stored if not s.check(dims[1]) and placed(keys, s)])
+    group = pick((2, 1, 3, 4, 5, 16))
+    heads = pick((1, 1, 2)) if group < 5 else 1
+    # A bias by positions in the sequence is refused by a plan where they are counted in the cache.
+    kinds = ("alibi", "relative") if retention.in_cache else ("alibi", "relative", "columns", "table")
+    bias = pick((None, *kinds, None, None))
+    score = ScoreSpec(pick((None, None, 4.0)), bias and BiasSpec(bias), pick((False, False, False, True)))
+    return Case(
+        pick(placed(keys, values)),
         (group * heads, heads),
         dims,
-        dtype,
-        mask,
+        pick((torch.float32, torch.float32, torch.float16, torch.bfloat16)),
+        MASKS[0] if scored or retention.in_cache else pick(MASKS),
         score,
         rotary,
-        rng.random() < 0.5,
-        rng.choice(CHUNKS),
-        rng.choice(((0,), (0, 3), (2, 0), (0, 12, 1))),
-        rng.randrange(1000),
+        pick((False, True)),
+        pick(CHUNKS),
+        pick(((0,), (0, 3), (2, 0), (0, 12, 1))),
+        pick(range(1000)),
     )
-    return None if refusal(case.site, case.heads, dims, dtype) else case
 
 
 def ran(case: Case, kernels: str) -> Ran:

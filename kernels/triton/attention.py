@@ -263,8 +263,19 @@ def _many(call: Call) -> Tensor:
     q, k, v, new = staged(call)
     out = prefill(call, q, k, v, new)[0]
     if last:
-        append(replace(call, k=k, v=v), made.appends(["in_basis", *(["full"] if made.in_full else [])]))
+        settle(call)
     return turned_back(call, out)
+
+
+def settle(call: Call, slots: Tensor | None = None) -> None:
+    """Of many new tokens those that stay to their slots, where a layout reuses slots.
+
+    They are encoded once more from the vectors that came, and not from those that `staged` gives out: these are rounded
+    to the model's dtype, and a rotated vector may round to another code from there.
+    """
+    made = call.kernels
+    options = [*(["rope"] if call.site.rotates_on_append else []), *(["full"] if made.in_full else [])]
+    append(call, made.appends(options), slots)
 
 
 def appended(
@@ -281,9 +292,9 @@ def appended(
 
 
 def staged(call: Call) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """The new tokens as an array of the same storage, dense: q, k, v as they meet and are kept, and its parts.
+    """The new tokens as an array of the same storage, dense: q, k, v, and its parts.
 
-    Calibrated scales are the cache's own.
+    q is as it meets keys; k and v are as they are kept, where any stand in full. Calibrated scales are the cache's own.
     """
     made, layout = call.kernels, call.site.layout
     batch, heads, tokens, _ = call.k.shape
@@ -298,10 +309,12 @@ def staged(call: Call) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
             if part.fixed:
                 buffers.append(kept)
                 continue
-            fresh = call.k.new_empty((batch, heads, part.rows(1) * tokens, *part.shape), dtype=part.dtype)
+            fp8 = part.dtype.is_floating_point and part.dtype.itemsize == 1
+            own_dtype = torch.uint8 if fp8 and made.fp8 == "bits" else part.dtype
+            fresh = call.k.new_empty((batch, heads, tokens, *part.shape), dtype=own_dtype)
             buffers.append(fresh)
             new.append(fresh)
-    wanted = ["staged", *made.transforms(one=False), *made.outs()]
+    wanted = ["staged", *made.transforms(one=False), *(made.outs() if made.in_full else [])]
     outs = iter(append(replace(call, buffers=buffers, page_table=None), made.appends(wanted)))
     named = ((call.q, "q_out"), (call.k, "k_out"), (call.v, "v_out"))
     q, k, v = (next(outs) if name in wanted else x for x, name in named)
@@ -313,7 +326,7 @@ def append(call: Call, spec: str, slots: Tensor | None = None) -> list[Tensor]:
     options = KernelSpec.from_json(spec).options
     in_keys = isinstance(call.site.layout.values, InKeys)
     turns_now = "rope" in options or "rope_q" in options
-    return ops_write.append(
+    outs: list[Tensor] = ops_write.append(
         call.q if "q_out" in options else None,
         call.k,
         None if in_keys else call.v,
@@ -324,6 +337,7 @@ def append(call: Call, spec: str, slots: Tensor | None = None) -> list[Tensor]:
         None if "only_full" in options else call.page_table,
         spec,
     )
+    return outs
 
 
 def groups(call: Call, k: Tensor | None, v: Tensor | None, options: Sequence[str]) -> None:
@@ -352,7 +366,7 @@ def prefill(
     if call.rope_read and places.two_queries(spec, many=True):
         budget = int(site.layout.retention.budget())
         q_sinks = rotate(call.q, call.positions.clamp(max=budget - 1), *call.rope, form=site.rotary)
-    return ops_attend.prefill(
+    outs: list[Tensor] = ops_attend.prefill(
         q,
         q_sinks,
         k if in_full else None,
@@ -370,6 +384,7 @@ def prefill(
         own.num_stages,
         spec.to_json(),
     )
+    return outs
 
 
 def transformed(call: Call) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvcompile.kernels.triton import evict as evict_role
 from kvcompile.kernels.triton import ops_attend, ops_write
 from kvcompile.kernels.triton.attend import Attend
-from kvcompile.kernels.triton.attention import Call, append, decode, prefill, staged, turned_back
+from kvcompile.kernels.triton.attention import Call, append, decode, prefill, settle, staged, turned_back
 from kvcompile.kernels.triton.stay import ranks, staying
 from kvcompile.layouts import Scored
 
@@ -80,11 +80,7 @@ def many(call: Call) -> Tensor:
         made.spec("columns", ("new",)).to_json(),
     )
     slots, scores, held = staying(token, score, gained, call.positions, before, retention)
-    append(
-        replace(call, k=k, v=v),
-        made.appends(["in_basis", *(["full"] if made.in_full else [])]),
-        slots,
-    )
+    settle(call, slots)
     token.copy_(held)
     score.copy_(scores)
     return turned_back(call, out)

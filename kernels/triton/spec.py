@@ -47,7 +47,7 @@ class KernelSpec:
     dtype:    the model's, by name ("bfloat16"); that of q, k, v, the output and rows in full
     block_m:  rows of a tile of queries (query heads of a group x tokens)
     block_n:  slots of a tile, or tokens
-    dot, fp8: how products and fp8 numbers are computed
+    fp8:      how fp8 numbers are converted
     options:  what else a role is specialised for, sorted names; each role's module says which it knows
     """
 
@@ -60,7 +60,6 @@ class KernelSpec:
     dtype: str
     block_m: int = 16
     block_n: int = 64
-    dot: DotType = "float32"
     fp8: Fp8Form = "native"
     options: tuple[str, ...] = ()
 
@@ -88,7 +87,6 @@ class KernelSpec:
             "dims": [self.head_dim, self.v_head_dim],
             "dtype": self.dtype,
             "block": [self.block_m, self.block_n],
-            "dot": self.dot,
             "fp8": self.fp8,
             "options": list(self.options),
         }
@@ -108,7 +106,6 @@ class KernelSpec:
             data["dtype"],
             block_m,
             block_n,
-            data["dot"],
             data["fp8"],
             tuple(data["options"]),
         )

@@ -4,9 +4,9 @@
 # cache     model · slots · h2o 4 sinks + 508 heavy + 512 recent, sum
 # heads     9 of queries, 3 of keys; dims 64 and 64; bfloat16
 # scores    causal, scale 0.125
-# tile      16 x 1, products in bfloat16, fp8 native, one
-# key       45a7adf961b9cb5d
-# spec      {"block": [16, 1], "dims": [64, 64], "dot": "bfloat16", "dtype": "bfloat16", "fp8": "native", "heads": [9, 3], "options": ["one"], "role": "append", "site": {"layout": {"before_rope": false, "keys": {"kind": "model"}, "placement": {"kind": "slots"}, "retention": {"granularity": "kv_head", "heavy": 508, "kind": "scored", "method": "h2o", "pooling": "mean", "positions": "original", "prefill": "full", "recent": 512, "rows": 0, "score": "sum", "sinks": 4, "smooth": 1}, "values": {"kind": "model"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.125}}
+# tile      16 x 1, fp8 native, one
+# key       fc05cbf9e360e967
+# spec      {"block": [16, 1], "dims": [64, 64], "dtype": "bfloat16", "fp8": "native", "heads": [9, 3], "options": ["one"], "role": "append", "site": {"layout": {"before_rope": false, "keys": {"kind": "model"}, "placement": {"kind": "slots"}, "retention": {"granularity": "kv_head", "heavy": 508, "kind": "scored", "method": "h2o", "pooling": "mean", "positions": "original", "prefill": "full", "recent": 512, "rows": 0, "score": "sum", "sinks": 4, "smooth": 1}, "values": {"kind": "model"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.125}}
 
 import triton
 import triton.language as tl

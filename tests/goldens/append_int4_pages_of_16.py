@@ -4,9 +4,9 @@
 # cache     int4/g32 · paged 16 · full
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
-# tile      16 x 16, products in bfloat16, fp8 native
-# key       93fdf128488168fc
-# spec      {"block": [16, 16], "dims": [128, 128], "dot": "bfloat16", "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "append", "site": {"layout": {"before_rope": false, "keys": {"bits": 4, "group": 32, "kind": "affine", "scale_dtype": "float16"}, "placement": {"kind": "paged", "page_size": 16, "pages": null}, "retention": {"kind": "full"}, "values": {"bits": 4, "group": 32, "kind": "affine", "scale_dtype": "float16"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
+# tile      16 x 16, fp8 native
+# key       f8672f5d029d0ba7
+# spec      {"block": [16, 16], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "append", "site": {"layout": {"before_rope": false, "keys": {"bits": 4, "group": 32, "kind": "affine", "scale_dtype": "float16"}, "placement": {"kind": "paged", "page_size": 16, "pages": null}, "retention": {"kind": "full"}, "values": {"bits": 4, "group": 32, "kind": "affine", "scale_dtype": "float16"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl

@@ -4,9 +4,9 @@
 # cache     K model, V hadamard int8 · contiguous · full
 # heads     64 of queries, 8 of keys; dims 64 and 64; bfloat16
 # scores    sliding(128), scale 0.125, sink logits
-# tile      16 x 64, products in bfloat16, fp8 native, lse
-# key       d04e116735390957
-# spec      {"block": [16, 64], "dims": [64, 64], "dot": "bfloat16", "dtype": "bfloat16", "fp8": "native", "heads": [64, 8], "options": ["lse"], "role": "combine", "site": {"layout": {"before_rope": false, "keys": {"kind": "model"}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"inner": {"kind": "int8", "scale_dtype": "float16"}, "kind": "rotated"}}, "mask": {"kind": "sliding", "window": 128}, "score": {"bias": null, "sinks": true, "softcap": null}, "sm_scale": 0.125}}
+# tile      16 x 64, fp8 native, lse
+# key       b4094ef14e93fdc4
+# spec      {"block": [16, 64], "dims": [64, 64], "dtype": "bfloat16", "fp8": "native", "heads": [64, 8], "options": ["lse"], "role": "combine", "site": {"layout": {"before_rope": false, "keys": {"kind": "model"}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"inner": {"kind": "int8", "scale_dtype": "float16"}, "kind": "rotated"}}, "mask": {"kind": "sliding", "window": 128}, "score": {"bias": null, "sinks": true, "softcap": null}, "sm_scale": 0.125}}
 
 import triton
 import triton.language as tl

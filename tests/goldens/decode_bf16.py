@@ -4,9 +4,9 @@
 # cache     model · contiguous · full
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
-# tile      16 x 64, products in bfloat16, fp8 native
-# key       7e730769bb8ecbcb
-# spec      {"block": [16, 64], "dims": [128, 128], "dot": "bfloat16", "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"kind": "model"}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"kind": "model"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
+# tile      16 x 64, fp8 native
+# key       fece9f0fb06d9f7f
+# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"kind": "model"}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"kind": "model"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl

@@ -4,9 +4,9 @@
 # cache     model · slots · h2o 4 sinks + 508 heavy + 512 recent, sum
 # heads     9 of queries, 3 of keys; dims 64 and 64; bfloat16
 # scores    causal, scale 0.125
-# tile      16 x 64, products in bfloat16, fp8 native, logits
-# key       ec87fc24ade0c28b
-# spec      {"block": [16, 64], "dims": [64, 64], "dot": "bfloat16", "dtype": "bfloat16", "fp8": "native", "heads": [9, 3], "options": ["logits"], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"kind": "model"}, "placement": {"kind": "slots"}, "retention": {"granularity": "kv_head", "heavy": 508, "kind": "scored", "method": "h2o", "pooling": "mean", "positions": "original", "prefill": "full", "recent": 512, "rows": 0, "score": "sum", "sinks": 4, "smooth": 1}, "values": {"kind": "model"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.125}}
+# tile      16 x 64, fp8 native, logits
+# key       ca5c1272b1d4abdc
+# spec      {"block": [16, 64], "dims": [64, 64], "dtype": "bfloat16", "fp8": "native", "heads": [9, 3], "options": ["logits"], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"kind": "model"}, "placement": {"kind": "slots"}, "retention": {"granularity": "kv_head", "heavy": 508, "kind": "scored", "method": "h2o", "pooling": "mean", "positions": "original", "prefill": "full", "recent": 512, "rows": 0, "score": "sum", "sinks": 4, "smooth": 1}, "values": {"kind": "model"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.125}}
 
 import triton
 import triton.language as tl

@@ -4,9 +4,9 @@
 # cache     int4/g32 · contiguous · full
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
-# tile      16 x 128, products in bfloat16, fp8 native
-# key       9e43634fa427a138
-# spec      {"block": [16, 128], "dims": [128, 128], "dot": "bfloat16", "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"bits": 4, "group": 32, "kind": "affine", "scale_dtype": "float16"}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"bits": 4, "group": 32, "kind": "affine", "scale_dtype": "float16"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
+# tile      16 x 128, fp8 native
+# key       f7a2c535449cea3d
+# spec      {"block": [16, 128], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"bits": 4, "group": 32, "kind": "affine", "scale_dtype": "float16"}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"bits": 4, "group": 32, "kind": "affine", "scale_dtype": "float16"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl

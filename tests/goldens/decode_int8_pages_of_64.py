@@ -4,9 +4,9 @@
 # cache     int8 · paged 64 · full
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
-# tile      16 x 64, products in bfloat16, fp8 native
-# key       32c0d99440e343be
-# spec      {"block": [16, 64], "dims": [128, 128], "dot": "bfloat16", "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"kind": "int8", "scale_dtype": "float16"}, "placement": {"kind": "paged", "page_size": 64, "pages": null}, "retention": {"kind": "full"}, "values": {"kind": "int8", "scale_dtype": "float16"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
+# tile      16 x 64, fp8 native
+# key       7083a64b895e7579
+# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"kind": "int8", "scale_dtype": "float16"}, "placement": {"kind": "paged", "page_size": 64, "pages": null}, "retention": {"kind": "full"}, "values": {"kind": "int8", "scale_dtype": "float16"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl

@@ -4,9 +4,9 @@
 # cache     int8 · ring · sinks 4 + window 1020
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
-# tile      64 x 64, products in bfloat16, fp8 native, new
-# key       77820eca02d39a30
-# spec      {"block": [64, 64], "dims": [128, 128], "dot": "bfloat16", "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["new"], "role": "prefill", "site": {"layout": {"before_rope": false, "keys": {"kind": "int8", "scale_dtype": "float16"}, "placement": {"kind": "ring"}, "retention": {"kind": "sink_window", "positions": "original", "sinks": 4, "window": 1020}, "values": {"kind": "int8", "scale_dtype": "float16"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
+# tile      64 x 64, fp8 native, new
+# key       88bb2c1d8f3aca51
+# spec      {"block": [64, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["new"], "role": "prefill", "site": {"layout": {"before_rope": false, "keys": {"kind": "int8", "scale_dtype": "float16"}, "placement": {"kind": "ring"}, "retention": {"kind": "sink_window", "positions": "original", "sinks": 4, "window": 1020}, "values": {"kind": "int8", "scale_dtype": "float16"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl
