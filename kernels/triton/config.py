@@ -76,6 +76,7 @@ class Case:
     dim:   the larger of the channels of keys and values
     rows:  queries of a group of heads: query heads per KV head
     page:  tokens of a page, 0 where slots are not in pages
+    mixed: whether some tokens are in full beside the slots
     """
 
     role: Role
@@ -83,6 +84,7 @@ class Case:
     dim: int
     rows: int
     page: int = 0
+    mixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ def case_of(
         max(head_dim, v_head_dim),
         num_qo_heads // num_kv_heads,
         placement.page_size if isinstance(placement, Paged) else 0,
+        any(storage.residual or storage.sinks for storage in (site.layout.keys, site.layout.values)),
     )
 
 
