@@ -11,6 +11,7 @@ import torch
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import append
 from kvcompile.kernels.triton.config import Config, Device, case_of, config
+from kvcompile.kernels.triton.launches import Launch, launches
 from kvcompile.kernels.triton.spec import KernelSpec, Role
 from kvcompile.layouts import CacheLayout, InKeys, Scored
 from kvcompile.recipe import load_recipe, shipped_recipes
@@ -29,17 +30,26 @@ class Shape:
     score: ScoreSpec = ScoreSpec()
     mask: MaskSpec = MaskSpec("causal")
     latent: bool = False
+    rotates: bool = False
     dtype: str = "bfloat16"
 
     def site(self, layout: CacheLayout) -> SiteSpec:
         if self.latent:
             layout = replace(layout, values=InKeys(self.dims[1]))
-        return SiteSpec(layout, self.dims[0] ** -0.5, self.mask, self.score)
+        # Layers with a window of their own have no retention by scores: recipes give them rings.
+        mask = MaskSpec("causal") if isinstance(layout.retention, Scored) else self.mask
+        rotary = None if self.latent else RotaryForm("half", 0, self.dims[0])
+        return SiteSpec(layout, self.dims[0] ** -0.5, mask, self.score, rotary if self.rotates else None)
+
+    def kernels(self, layout: CacheLayout, device: Device, tokens: int) -> tuple[Launch, ...]:
+        """What is launched for `tokens` new tokens a sequence."""
+        dtype = getattr(torch, self.dtype)
+        return launches(self.site(layout), self.heads, self.dims, dtype, device, tokens)
 
 
 SHAPES = {
-    "llama": Shape((32, 8), (128, 128)),
-    "smollm2": Shape((9, 3), (64, 64)),
+    "llama": Shape((32, 8), (128, 128), rotates=True),
+    "smollm2": Shape((9, 3), (64, 64), rotates=True),
     "mqa": Shape((16, 1), (128, 128)),
     "gemma": Shape((8, 4), (256, 256), ScoreSpec(softcap=50.0), MaskSpec("sliding", 4096)),
     "mla": Shape((16, 1), (576, 512), latent=True),
@@ -72,7 +82,7 @@ def spec(
 ) -> tuple[KernelSpec, Config]:
     """The spec of a role at a site, and its configuration on a device."""
     own = SHAPES[shape]
-    site = replace(own.site(layout), **more)
+    site = replace(own.site(layout), **{"rotary": None, **more})
     dtype = getattr(torch, own.dtype)
     used = config(case_of(role, site, *own.heads, *own.dims, dtype), site, device)
     if role == "append":
@@ -90,11 +100,6 @@ def spec(
         tuple(sorted(options)),
     )
     return made, used
-
-
-def decode_options(layout: CacheLayout) -> tuple[str, ...]:
-    scored = isinstance(layout.retention, Scored) and layout.retention.score != "vote"
-    return ("logits",) if scored else ()
 
 
 def of_recipes() -> Iterator[tuple[str, CacheLayout]]:

@@ -14,6 +14,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 
 HALF = np.float16
 
@@ -67,6 +68,12 @@ def run(text: str, inputs: dict[str, int]) -> dict[str, int]:
                 bits = zip(*(f"{x:032b}" for x in a[:3]), strict=True)
                 table = a[3]
                 registers[target] = int("".join(str(table >> int("".join(b), 2) & 1) for b in bits), 2)
+            case "and.b32":
+                registers[target] = a[0] & a[1]
+            case "shr.b32":
+                registers[target] = a[0] >> a[1]
+            case "mul.f16x2":
+                registers[target] = word(halves(a[0]) * halves(a[1]))
             case "sub.f16x2":
                 registers[target] = word(halves(a[0]) - halves(a[1]))
             case "fma.rn.f16x2":
@@ -79,7 +86,19 @@ def run(text: str, inputs: dict[str, int]) -> dict[str, int]:
 
 def test_all_assembly_is_run_here() -> None:
     bits = {f"bits{w}_at{s}_halves" for w in (2, 4) for s in range(0, 8, w)}
-    assert set(assembly()) == {"int8_halves", "uint8_halves", "halfwords", *bits}
+    fp8 = {"fp8_e4m3_halves", "fp8_e5m2_halves"}
+    assert set(assembly()) == {"int8_halves", "uint8_halves", "halfwords", *fp8, *bits}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
+def test_fp8_becomes_float16(name: str, dtype: torch.dtype) -> None:
+    """All that is ever stored: finite numbers."""
+    known = torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float16).numpy()
+    stored = [byte for byte in range(256) if np.isfinite(known[byte])]
+    for start in range(0, len(stored) - 3):
+        four = stored[start : start + 4]
+        out = run(assembly()[f"fp8_{name}_halves"], {"$2": sum(b << 8 * i for i, b in enumerate(four))})
+        assert [*halves(out["$0"]), *halves(out["$1"])] == [known[b] for b in four]
 
 
 @pytest.mark.parametrize(("name", "offset"), [("int8_halves", 256), ("uint8_halves", 0)])

@@ -100,7 +100,7 @@ def test_a_tile_is_one_group_of_tokens() -> None:
     ("page", "expected"), [(0, 128), (16, 128), (64, 64), (96, 128), (128, 128), (256, 128)]
 )
 def test_a_tile_lies_in_one_page_where_that_is_not_too_small(page: int, expected: int) -> None:
-    assert config(Case("decode", 8, 128, 4, page), PLAIN, H200).block_n == expected
+    assert config(Case("decode", 4, 128, 4, page), PLAIN, H200).block_n == expected
 
 
 def test_latent_rows_count_once() -> None:

@@ -15,7 +15,8 @@ import pytest
 from kvcompile.kernels.triton.generate import generate
 from kvcompile.kernels.triton.render import header
 from kvcompile.kernels.triton.spec import KernelSpec
-from tests.kernel_specs import HALF, cache, spec
+from kvcompile.layouts import CacheLayout
+from tests.kernel_specs import H200, HALF, SHAPES, cache, spec
 
 FOLDER = Path(__file__).parent / "goldens"
 INT8 = {"dtype": "int8"}
@@ -26,13 +27,22 @@ KIVI = {
 }
 H2O = {"kind": "h2o", "sinks": 4, "heavy": 508, "recent": 512}
 SINK_WINDOW = {"kind": "sink_window", "sinks": 4, "window": 1020}
+PAGES_OF_64 = {"placement": {"kind": "paged", "page_size": 64}}
+
+
+def launched(
+    role: str, layout: CacheLayout, shape: str = "llama", tokens: int = 1
+) -> tuple[KernelSpec, None]:
+    """The first kernel of that role that a site launches."""
+    found = SHAPES[shape].kernels(layout, H200, tokens)
+    return next(launch.spec for launch in found if launch.spec.role == role), None
+
+
 GOLDENS: dict[str, KernelSpec] = {
     name: made[0]
     for name, made in {
         "decode_bf16": spec("decode", cache()),
-        "decode_int8_pages_of_64": spec(
-            "decode", cache(keys=INT8, values=INT8, placement={"kind": "paged", "page_size": 64})
-        ),
+        "decode_int8_pages_of_64": spec("decode", cache(keys=INT8, values=INT8, **PAGES_OF_64)),
         "decode_fp8_softcap_pages_of_16": spec(
             "decode",
             cache(
@@ -62,6 +72,14 @@ GOLDENS: dict[str, KernelSpec] = {
             "append", cache(keys=INT4, values=INT4, placement={"kind": "paged", "page_size": 16})
         ),
         "append_h2o": spec("append", cache(retention=H2O), "smollm2", "one"),
+        "append_streaming_in_cache": launched(
+            "append", cache(retention=SINK_WINDOW | {"positions": "in_cache"})
+        ),
+        "group_kivi4": launched("group", cache(**KIVI)),
+        "group_kivi4_pages_of_64_many": launched("group", cache(**KIVI, **PAGES_OF_64), tokens=64),
+        "columns_h2o": launched("columns", cache(retention=H2O), tokens=64),
+        "evict_h2o": launched("evict", cache(retention=H2O)),
+        "score_h2o_int8": launched("score", cache(keys=INT8, values=INT8, retention=H2O)),
     }.items()
 }
 

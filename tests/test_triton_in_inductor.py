@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,11 +20,10 @@ from kvcompile.emit.inductor import _patches
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="module")
-def programs() -> list[dict[str, str]]:
-    """Graph and code of a prompt of a batch, and of a decode step of one sequence."""
+def printed(*arguments: str) -> Any:
+    """What a module of these tests prints in a process where Triton compiles."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.inductor_text"],
+        [sys.executable, "-m", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -31,7 +31,13 @@ def programs() -> list[dict[str, str]]:
         env=os.environ | {"TRITON_INTERPRET": "0"},
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found: list[dict[str, str]] = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def programs() -> list[dict[str, str]]:
+    """Graph and code of a prompt of a batch, and of a decode step of one sequence."""
+    found: list[dict[str, str]] = printed("tests.inductor_text")
     assert len(found) == 2
     return found
 
@@ -68,3 +74,42 @@ def test_nothing_runs_while_it_is_compiled() -> None:
     """A kernel that writes at made-up positions writes anywhere."""
     assert _patches("default")["triton.autotune_at_compile_time"] is False
     assert _patches("max-autotune")["triton.autotune_at_compile_time"] is False
+
+
+STEP = ["append", "decode_attention", "combine"]
+# What a prompt and a decode step launch.
+LAUNCHES = {
+    "model": (["append", "prefill_attention"], STEP),
+    "int8": (["append", "prefill_attention"], STEP),
+    "int4 in pages": (["append", "prefill_attention"], STEP),
+    "KIVI": (["append", "group", "prefill_attention", "append"], ["append", "group", *STEP[1:]]),
+    "streaming": (["append", "prefill_attention", "append"], STEP),
+    "H2O": (["append", "prefill_attention", "columns", "columns", "append"], ["evict", *STEP, "score"]),
+}
+_SLOW = ["model", "int4 in pages", "KIVI", "streaming"]
+
+
+@pytest.mark.parametrize(
+    "name", ["int8", "H2O", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)]
+)
+def test_kernels_of_a_layout_are_launched_and_nothing_else_is_done_to_a_cache(name: str) -> None:
+    """RoPE, rounding and append are one launch; what stands around is a linear layer, and no cache is copied."""
+    prompt, batch, one = printed("tests.inductor_attention", name)[name]
+    for program, wanted in (
+        (prompt, LAUNCHES[name][0]),
+        (batch, LAUNCHES[name][1]),
+        (one, LAUNCHES[name][1]),
+    ):
+        assert program["fixed"] == []
+        call = program["code"][program["code"].index("def call(") :].partition("runner =")[0]
+        launches = re.findall(r"(\w+?)_\d+\.run\((.*)\)", call)
+        assert [kernel for kernel, _ in launches] == wanted
+        # After a prompt, which tokens stay is sorted by PyTorch: it writes what the slots hold.
+        state = 2 if name == "H2O" and program is prompt else 0
+        cache = {f"arg{2 + index}_1" for index in range(program["buffers"] - state)}
+        given = {argument for _, arguments in launches for argument in arguments.split(", ")}
+        assert cache <= given, "a kernel was given something else than the cache itself"
+        if program is not prompt:
+            assert "copy_(" not in call and ".clone(" not in call
+            made = re.findall(r"empty_strided\w*\(\((.*?)\)", call)
+            assert not any("1088" in size or "70," in size for size in made)

@@ -20,13 +20,16 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcompile.errors import KernelError
 from kvcompile.kernels.triton import sass
 from kvcompile.kernels.triton.params import KernelSource, TensorParam
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.layouts import InKeys
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 ARCHES = (80, 90, 100)
 _ALIGNED = [["tt.divisibility", 16]]  # addresses of tensors, and their strides, as launches find them
@@ -57,6 +60,7 @@ class Assembled:
     registers:    of a thread
     stack:        bytes of a thread's stack: what is spilled, and arrays that are indexed
     spills:       loads and stores of it
+    loop_spills:  those of them in the main loop
     shared:       bytes of shared memory of a program
     instructions: of one thread, in one turn of the main loop; None: it has none
     per_element:  thread-instructions of the main loop per element of the cache that it reads; None where a role's loop
@@ -71,6 +75,7 @@ class Assembled:
     registers: int
     stack: int
     spills: int
+    loop_spills: int
     shared: int
     instructions: int | None
     per_element: float | None
@@ -156,6 +161,7 @@ def _assembled(request: Request, listing: bool) -> Assembled:
         registers=used["REG"],
         stack=used["STACK"] + used["LOCAL"],
         spills=sass.spills(code),
+        loop_spills=0 if loop is None else sass.spills(loop.body),
         shared=compiled.metadata.shared,
         instructions=None if loop is None else loop.instructions,
         per_element=per_element,
@@ -189,7 +195,7 @@ def _batch() -> None:
     print(json.dumps(made))
 
 
-def table(made: Sequence[Assembled]) -> Any:
+def table(made: Sequence[Assembled]) -> Table:
     """A rich table of them."""
     from kvcompile.console import table as plain
 

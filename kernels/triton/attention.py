@@ -309,7 +309,9 @@ def staged(call: Call) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
             if part.fixed:
                 buffers.append(kept)
                 continue
-            fresh = call.k.new_empty((batch, heads, part.rows(1) * tokens, *part.shape), dtype=part.dtype)
+            fp8 = part.dtype.is_floating_point and part.dtype.itemsize == 1
+            own_dtype = torch.uint8 if fp8 and made.fp8 == "bits" else part.dtype
+            fresh = call.k.new_empty((batch, heads, tokens, *part.shape), dtype=own_dtype)
             buffers.append(fresh)
             new.append(fresh)
     wanted = ["staged", *made.transforms(one=False), *(made.outs() if made.in_full else [])]
@@ -324,7 +326,7 @@ def append(call: Call, spec: str, slots: Tensor | None = None) -> list[Tensor]:
     options = KernelSpec.from_json(spec).options
     in_keys = isinstance(call.site.layout.values, InKeys)
     turns_now = "rope" in options or "rope_q" in options
-    return ops_write.append(
+    outs: list[Tensor] = ops_write.append(
         call.q if "q_out" in options else None,
         call.k,
         None if in_keys else call.v,
@@ -335,6 +337,7 @@ def append(call: Call, spec: str, slots: Tensor | None = None) -> list[Tensor]:
         None if "only_full" in options else call.page_table,
         spec,
     )
+    return outs
 
 
 def groups(call: Call, k: Tensor | None, v: Tensor | None, options: Sequence[str]) -> None:
@@ -363,7 +366,7 @@ def prefill(
     if call.rope_read and places.two_queries(spec, many=True):
         budget = int(site.layout.retention.budget())
         q_sinks = rotate(call.q, call.positions.clamp(max=budget - 1), *call.rope, form=site.rotary)
-    return ops_attend.prefill(
+    outs: list[Tensor] = ops_attend.prefill(
         q,
         q_sinks,
         k if in_full else None,
@@ -381,6 +384,7 @@ def prefill(
         own.num_stages,
         spec.to_json(),
     )
+    return outs
 
 
 def transformed(call: Call) -> Tensor:

@@ -62,7 +62,7 @@ class Timed:
                 call()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) * 1000 / len(self.calls)
+        return float(begin.elapsed_time(end)) * 1000 / len(self.calls)
 
 
 def medians(timed: Mapping[str, Timed], rounds: int) -> dict[str, float]:

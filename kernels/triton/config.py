@@ -5,9 +5,9 @@ while it runs.
     the shipped table, `tuned.json`                               reasoned defaults, or what was measured on a GPU
 
 A graph serves any batch and any length, so neither is a condition: into how many shares a decode step is cut follows
-from both where it is launched (`Config.splits`). The first entry of which all conditions hold is taken. Then the tile is
-made to fit: the rows that share a scale, the heads of a group, and the shared memory of the device, for which stages go
-first, then half of the slots.
+from both where it is launched (`Config.splits`). The first entry of which all conditions hold is taken. Then the tile
+is made to fit: the rows that share a scale, the heads of a group, and the shared memory of the device, for which
+stages go first, then half of the slots.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ _SHARED = {
 _SMALLEST = 16  # what a product takes at least
 _ONE_PAGE = 64  # a page that is smaller makes tiles too small: then slots are gathered
 _USED: ContextVar[Mapping[str, Config]] = ContextVar("configurations that are measured", default={})  # noqa: B039
+_ACTS_AS: ContextVar[Device | None] = ContextVar("the device that all are", default=None)
 INTERPRETER = 0  # the arch that stands for Triton's interpreter
 
 
@@ -75,6 +76,7 @@ class Case:
     dim:   the larger of the channels of keys and values
     rows:  queries of a group of heads: query heads per KV head
     page:  tokens of a page, 0 where slots are not in pages
+    mixed: whether some tokens are in full beside the slots
     """
 
     role: Role
@@ -82,6 +84,7 @@ class Case:
     dim: int
     rows: int
     page: int = 0
+    mixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ def case_of(
         max(head_dim, v_head_dim),
         num_qo_heads // num_kv_heads,
         placement.page_size if isinstance(placement, Paged) else 0,
+        any(storage.residual or storage.sinks for storage in (site.layout.keys, site.layout.values)),
     )
 
 
@@ -158,9 +162,10 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
     keys = as_kept(site.layout.keys)
     block_n = config.block_n
     if isinstance(keys, PerChannel) and keys.group >= _SMALLEST:
-        block_n = min(
-            block_n, _power_below(keys.group)
-        )  # one group a tile: its scales are folded into the queries
+        # One group a tile: its scales are folded into the queries. Of 2 bits, so small a tile is the work of two warps.
+        block_n = min(block_n, _power_below(keys.group))
+        if case.role == "decode" and block_n <= 32 and case.dim <= 128 and case.bits <= 2:
+            config = replace(config, num_warps=min(config.num_warps, 2))
     if _ONE_PAGE <= case.page < block_n and case.page & (case.page - 1) == 0:
         block_n = case.page  # one address for all slots of a tile
     rows = _power_above(case.rows) if case.role == "decode" else config.block_m
@@ -183,9 +188,23 @@ def bits_of(storage: Storage, dim: int, dtype: torch.dtype) -> int:
     return 8 * data.dtype.itemsize * math.prod(data.shape) // (data.every * dim)
 
 
-@cache
 def device_of(device: torch.device) -> Device:
     """A device as kernels see it; a CPU runs them in the interpreter, one program at a time."""
+    return _ACTS_AS.get() or _device_of(device)
+
+
+@contextmanager
+def acting_as(device: Device) -> Iterator[None]:
+    """Within it every device is that one: to see what would be launched on it."""
+    token = _ACTS_AS.set(device)
+    try:
+        yield
+    finally:
+        _ACTS_AS.reset(token)
+
+
+@cache
+def _device_of(device: torch.device) -> Device:
     if device.type != "cuda":
         return Device("Triton's interpreter", INTERPRETER, 1)
     found = torch.cuda.get_device_properties(device)

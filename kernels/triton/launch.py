@@ -6,7 +6,9 @@ Inductor see a launch of this kernel on these tensors, with the grid as an expre
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,7 +17,10 @@ from torch import Tensor
 from kvcompile.kernels.triton.available import interpreted
 from kvcompile.kernels.triton.params import TensorParam
 from kvcompile.kernels.triton.source import Kernel
+from kvcompile.kernels.triton.spec import KernelSpec
 
+Recorded = tuple[KernelSpec, int, int]  # with the number of warps and of stages
+_RECORD: ContextVar[list[Recorded] | None] = ContextVar("launches that are recorded", default=None)
 # Kernels that convert fp8 numbers as bits take such tensors as bytes.
 _AS_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -39,10 +44,25 @@ def launch(
         TypeError: an argument is missing, not known, or not of the kind that the kernel was generated for.
     """
     values = arguments(kernel, tensors, sizes or {})
+    record = _RECORD.get()
+    if record is not None:
+        record.append((kernel.spec, num_warps, num_stages))
+        return
     if interpreted():
         kernel.function[grid](**values)
         return
     torch.library.wrap_triton(kernel.function)[grid](**values, num_warps=num_warps, num_stages=num_stages)
+
+
+@contextmanager
+def recording() -> Iterator[list[Recorded]]:
+    """Within it nothing runs: what would have been launched is in the list."""
+    record: list[Recorded] = []
+    token = _RECORD.set(record)
+    try:
+        yield record
+    finally:
+        _RECORD.reset(token)
 
 
 def arguments(

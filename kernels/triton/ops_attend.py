@@ -61,9 +61,9 @@ def decode(
     sums = q.new_empty((batch, heads, splits, group, 2), dtype=torch.float32)
     outs = {"partial": partial, "sums": sums}
     if "logits" in own.options:
-        # Slots that hold nothing yet are not visited.
+        # Of slots that hold nothing yet nothing is written, and nobody asks.
         slots = own.layout.slots(None)
-        outs["logits"] = q.new_full((batch, heads, group, slots), float("-inf"), dtype=torch.float32)
+        outs["logits"] = q.new_empty((batch, heads, group, slots), dtype=torch.float32)
     given = {"q": q, "positions": positions, "bias": bias, "page_table": page_table, **outs}
     given |= {"slots_token": token, "slots_place": place, **_tables(rope), **_parts(kernel, buffers)}
     sizes = _sizes(kernel, buffers, bias, rope)

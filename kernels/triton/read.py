@@ -127,14 +127,36 @@ class Reader:
 
     def load_scales(self, source: Source, masked: bool) -> list[str]:
         """Lines that define what `scales` names, fp32 [BLOCK_N]."""
-        guard = ", mask=inside, other=0.0" if masked else ""
         lines = []
-        for index, group in enumerate(self.scales()):
-            for part, name in (("scale", group.scale), ("minimum", group.minimum)):
-                if name is not None:
-                    count = self.storage.groups(self.dim) if isinstance(self.storage, Affine) else 1
-                    at = source.numbers(f"{self.side}_{part}", count, index)
-                    lines.append(f"{name} = tl.load({at}{guard}).to(tl.float32)")
+        groups = self.scales()
+        for part in ("scale", "minimum"):
+            names = [name for group in groups if (name := getattr(group, part)) is not None]
+            count = len(names)
+            if count > 1 and count & (count - 1) == 0:
+                lines += self._split(source, part, names, masked)
+                continue
+            guard = ", mask=inside, other=0.0" if masked else ""
+            for index, name in enumerate(names):
+                at = source.numbers(f"{self.side}_{part}", count, index)
+                lines.append(f"{name} = tl.load({at}{guard}).to(tl.float32)")
+        return lines
+
+    def _split(self, source: Source, part: str, names: list[str], masked: bool) -> list[str]:
+        """Lines that load the numbers of all groups of a token at once, and take them apart, half by half."""
+        count, guard = len(names), ", mask=inside[:, None], other=0.0" if masked else ""
+        at = source.rows(f"{self.side}_{part}", count, f"tl.arange(0, {count})[None, :]")
+        lines = [f"{self.letter}_{part} = tl.load({at}{guard}).to(tl.float32)"]
+        # The name of a block tells the groups in it: every `step`-th from `first` on.
+        blocks, step = {0: f"{self.letter}_{part}"}, 1
+        while step < count:
+            halves: dict[int, str] = {}
+            for first, block in blocks.items():
+                pair = [names[g] if 2 * step == count else f"{block}_{g}" for g in (first, first + step)]
+                left = count // step // 2
+                shape = f"[{self.block_n}, {left}, 2]" if left > 1 else f"[{self.block_n}, 2]"
+                lines.append(f"{pair[0]}, {pair[1]} = tl.split(tl.reshape({block}, {shape}))")
+                halves |= {first: pair[0], first + step: pair[1]}
+            blocks, step = halves, 2 * step
         return lines
 
     # ---- the elements
@@ -262,7 +284,8 @@ class Reader:
         if self.assembly and isinstance(self.storage, (Affine, PerChannel)) and self.storage.bits == 8:
             return f"uint8_halves({name})"
         if isinstance(self.storage, Fp8) and self.fp8 == "bits":
-            return f"fp8_{self.storage.format}_bits({name}).to({kind})"
+            form = f"fp8_{self.storage.format}"
+            return f"{form}_halves({name})" if self.assembly else f"{form}_bits({name}).to({kind})"
         if isinstance(self.storage, ModelDtype) and self.dot == self.model:
             return name
         if self._integers and not isinstance(self.storage, Int8) and self.dot == "float16":

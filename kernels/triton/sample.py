@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,10 +47,19 @@ class Sample:
         slots = seen_bytes(self.site, self.heads[1], self.dims, self.lengths, self.q.dtype)
         return slots + self.q.nbytes + self.q.nbytes // self.dims[0] * self.dims[1]
 
-    def arguments(self, cache: int, site: SiteSpec | None = None) -> tuple[object, ...]:
+    def arguments(self, cache: int, site: SiteSpec | None = None) -> tuple[Any, ...]:
         """What `cached_attention` takes, for one of the caches."""
         before = self.positions[:, 0]
-        asked = (self.q, self.k, self.v, self.caches[cache], self.positions, before, [], max(self.lengths))
+        asked: tuple[Any, ...] = (
+            self.q,
+            self.k,
+            self.v,
+            self.caches[cache],
+            self.positions,
+            before,
+            [],
+            max(self.lengths),
+        )
         return (*asked, site or self.site, self.sinks, self.bias, None, self.table)
 
 

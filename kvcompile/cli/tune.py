@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcompile.cli.common import Debug, Dtype, command, show, stages, stderr, waiting
+from kvcompile.cli.kernels import Dim, Heads, heads_of
 from kvcompile.console import table
 from kvcompile.errors import InputError
 
@@ -22,10 +23,6 @@ Recipes = Annotated[
     str,
     typer.Option("--recipes", "-r", help="Shipped recipes or YAML files, separated by commas: their caches."),
 ]
-Heads = Annotated[
-    str, typer.Option(metavar="Q/KV", help="Query heads and KV heads of the model's attention, such as 32/8.")
-]
-Dim = Annotated[int, typer.Option("--head-dim", min=16, max=576, help="Channels of a key and a value.")]
 Batches = Annotated[str, typer.Option("--batch", help="Sequences, separated by commas.")]
 Contexts = Annotated[str, typer.Option("--context", help="Tokens in the cache, separated by commas.")]
 Prompts = Annotated[int, typer.Option("--prompt", min=16, help="New tokens of a prompt, for prefill.")]
@@ -55,11 +52,7 @@ def tune(
     The table it writes is used from then on, by plans that are made on a GPU of this name. Takes some minutes for each
     recipe. Example: kvcompile tune --recipes int8,paged_int8 --heads 32/8 --head-dim 128
     """
-    queries, _, keys = heads.partition("/")
-    if not (queries.isdigit() and keys.isdigit() and int(keys) and int(queries) % int(keys) == 0):
-        raise InputError(
-            f"--heads: expected query heads / KV heads, a multiple of them, such as 32/8; got {heads!r}"
-        )
+    sizes = heads_of(heads)
     batches, contexts = _numbers("--batch", batch), _numbers("--context", context)
     with waiting("starting"):
         import torch
@@ -71,9 +64,8 @@ def tune(
     if unknown := [role for role in asked if role not in tuner.ROLES]:
         raise InputError(f"--roles: expected {' or '.join(tuner.ROLES)}, got {unknown[0]!r}")
     kind = getattr(torch, dtype_name(dtype or "bfloat16"))
-    sizes = (int(queries), int(keys)), head_dim, kind, batches, contexts, prompt
     subjects = [
-        _subject(name.strip(), role, *sizes)
+        _subject(name.strip(), role, sizes, head_dim, kind, batches, contexts, prompt)
         for name in recipes.split(",")
         for role in tuner.ROLES
         if role in asked

@@ -27,14 +27,14 @@ def prefill_attention(
     m = tl.arange(0, 64)
     n = tl.arange(0, 64)
     # Rows: the heads of a group of one token, then those of the next.
-    place = tl.program_id(0) * 64
-    token = (place + m) // 4
-    heads = head * 4 + (place + m) % 4
+    below = tl.program_id(0) * 64
+    token = (below + m) // 4
+    heads = head * 4 + (below + m) % 4
     real = token < tokens
     first = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
     position = first + token
-    near = first + place // 4
-    far = first + tl.minimum((place + 63) // 4, tokens - 1)
+    near = first + below // 4
+    far = first + tl.minimum((below + 63) // 4, tokens - 1)
     kc0 = tl.arange(0, 128)[None, :]
     vc0 = tl.arange(0, 128)[None, :]
     q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + token[:, None] * q_s2 + kc0, mask=real[:, None], other=0.0)

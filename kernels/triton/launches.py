@@ -1,0 +1,92 @@
+"""Which kernels a site launches on a device, found by running its ops on tensors without memory: no GPU is needed.
+
+What decides is the code that launches (`attention.py`), so nothing here can differ from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton.attention import cached_attention
+from kvcompile.kernels.triton.config import Device, acting_as
+from kvcompile.kernels.triton.launch import recording
+from kvcompile.kernels.triton.spec import KernelSpec
+from kvcompile.layouts import InKeys, Paged
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, and how it is compiled."""
+
+    spec: KernelSpec
+    num_warps: int
+    num_stages: int
+
+
+def launches(
+    site: SiteSpec,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    device: Device,
+    tokens: int = 1,
+    limit: int = 4096,
+) -> tuple[Launch, ...]:
+    """The kernels of one call with `tokens` new tokens of each of two sequences, in the order of their launches.
+
+    heads, dims: of queries and keys; of keys and values. limit: of the tokens of a sequence
+    """
+    layout, (queries, kv_heads), (dim, v_dim) = site.layout, heads, dims
+    with recording() as found, acting_as(device), FakeTensorMode():
+
+        def vectors(count: int, size: int) -> Tensor:
+            return torch.empty(2, count, tokens, size, dtype=dtype)
+
+        page = layout.placement.page_size if isinstance(layout.placement, Paged) else 0
+        specs = layout.buffers(kv_heads, dim, v_dim, dtype, limit)
+        pages = -(-layout.slots(limit) // page) if page else 0
+        buffers = [torch.empty(1 + 2 * pages if s.paged else 2, *s.shape, dtype=s.dtype) for s in specs]
+        q, k = vectors(queries, dim), vectors(kv_heads, dim)
+        v = k[..., :v_dim] if isinstance(layout.values, InKeys) else vectors(kv_heads, v_dim)
+        width = site.rotary.rotary_dim if site.rotary else 0
+        cached_attention(
+            q,
+            k,
+            v,
+            buffers,
+            torch.empty(2, tokens, dtype=torch.int64),
+            torch.empty(2, dtype=torch.int64),
+            [torch.empty(limit, width), torch.empty(limit, width)] if site.rotary else [],
+            limit,
+            site,
+            torch.empty(queries) if site.score.sinks else None,
+            _bias(site, queries, limit),
+            None,
+            torch.empty(2, pages, dtype=torch.int32) if page else None,
+        )
+    return tuple(Launch(_for_hardware(spec), num_warps, num_stages) for spec, num_warps, num_stages in found)
+
+
+def _bias(site: SiteSpec, heads: int, limit: int) -> Tensor | None:
+    """A tensor of the shape that `BiasSpec` says."""
+    bias = site.score.bias
+    if bias is None:
+        return None
+    reach = bias.reach or limit
+    shapes = {
+        "alibi": (heads,),
+        "relative": (heads, reach),
+        "columns": (heads, reach),
+        "table": (heads, reach, reach),
+    }
+    return torch.empty(shapes[bias.kind])
+
+
+def _for_hardware(spec: KernelSpec) -> KernelSpec:
+    """The spec as compiled, where this process has Triton's interpreter."""
+    return replace(spec, options=tuple(option for option in spec.options if option != "interpreted"))

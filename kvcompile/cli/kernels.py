@@ -1,0 +1,135 @@
+"""`kvcompile kernels`: the generated kernels of a recipe, their files, and what their machine code is like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcompile.cli.common import Debug, RecipeName, Settings, command, overrides_from, show, stderr, waiting
+from kvcompile.errors import InputError, PlanError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvcompile.kernels.triton.launches import Launch
+
+ARCHES = {80: ("sm_80", 108), 90: ("sm_90", 132), 100: ("sm_100", 148)}  # with multiprocessors of the largest
+_MANY = 64
+
+Heads = Annotated[
+    str, typer.Option(metavar="Q/KV", help="Query heads and KV heads of the model's attention, such as 32/8.")
+]
+Dim = Annotated[int, typer.Option("--head-dim", min=16, max=576, help="Channels of a key and a value.")]
+Arch = Annotated[int, typer.Option(help="The GPU's compute capability, times ten: 80, 90 or 100.")]
+Assemble = Annotated[
+    bool, typer.Option("--assemble", help="Compile them (no GPU is needed) and show registers and loops.")
+]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="A folder to write their sources to.")]
+
+
+@command
+def kernels(
+    recipe: RecipeName = "baseline",
+    heads: Heads = "32/8",
+    head_dim: Dim = 128,
+    arch: Arch = 90,
+    assemble: Assemble = False,
+    out: Out = None,
+    settings: Settings = None,
+    debug: Debug = False,
+) -> None:
+    """Show which Triton kernels a recipe's layers with full attention launch, for a token and for a prompt in bf16.
+
+    Example: kvcompile kernels --recipe int8 --heads 32/8 --arch 90 --assemble
+    """
+    queries, keys = heads_of(heads)
+    if arch not in ARCHES:
+        raise InputError(f"--arch: expected {', '.join(map(str, ARCHES))}, got {arch}")
+    with waiting("generating"):
+        found = _launches(recipe, settings, (queries, keys), head_dim, arch)
+    if out is not None:
+        _written(found, out)
+    show(_assembled(found, arch) if assemble else _listed(found))
+
+
+def heads_of(text: str) -> tuple[int, int]:
+    """ "32/8" -> (32, 8).
+
+    Raises:
+        InputError: not two numbers, or no whole number of query heads for each KV head.
+    """
+    queries, _, keys = text.partition("/")
+    if not (queries.isdigit() and keys.isdigit() and int(keys) and int(queries) % int(keys) == 0):
+        raise InputError(
+            f"--heads: expected query heads / KV heads, a multiple of them, such as 32/8; got {text!r}"
+        )
+    return int(queries), int(keys)
+
+
+def _launches(
+    name: str, settings: list[str] | None, heads: tuple[int, int], dim: int, arch: int
+) -> list[tuple[str, Launch]]:
+    import torch
+
+    from kvcompile.kernels.spec import SiteSpec
+    from kvcompile.kernels.triton.config import Device
+    from kvcompile.kernels.triton.launches import launches
+    from kvcompile.kernels.triton.supports import refusal
+    from kvcompile.recipe import load_recipe
+    from kvcompile.recipe.retention import Place
+    from kvcompile.types import RotaryForm
+
+    recipe = load_recipe(name, **overrides_from(settings))
+    layout = recipe.cache_for(0, 1, "causal")[0].build(Place(tokens=recipe.runtime.max_tokens or 32768))
+    site = SiteSpec(layout, dim**-0.5, rotary=RotaryForm("half", 0, dim))
+    dims, dtype = (dim, dim), torch.bfloat16
+    for storage in (layout.keys, layout.values):
+        if problem := storage.check(dim):
+            raise PlanError(f"{recipe.name}: {problem}")
+    if problem := refusal(site, heads, dims, dtype):
+        raise PlanError(f"{recipe.name}: there are no kernels for these layers: {problem}")
+    device = Device(ARCHES[arch][0], arch, ARCHES[arch][1])
+    return [
+        (when, launch)
+        for when, tokens in (("a token", 1), ("a prompt", _MANY))
+        for launch in launches(site, heads, dims, dtype, device, tokens)
+    ]
+
+
+def _written(found: list[tuple[str, Launch]], folder: Path) -> None:
+    from kvcompile.kernels.triton.generate import generate
+    from kvcompile.kernels.triton.render import header
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for _, launch in found:
+            spec = launch.spec
+            path = folder / f"{spec.role}_{spec.key}.py"
+            path.write_text(f"{header(spec)}\n{generate(spec).text}", "utf-8")
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written: {error}") from error
+    count = len({launch.spec for _, launch in found})
+    stderr().print(f"{folder}: {count} kernels", style="dim", highlight=False, soft_wrap=True)
+
+
+def _listed(found: list[tuple[str, Launch]]) -> Table:
+    from kvcompile.console import table
+
+    shown = table("for", "role", "key", "tile", "warps", "stages", "options", right=("warps", "stages"))
+    for when, launch in found:
+        spec = launch.spec
+        tile = f"{spec.block_m} x {spec.block_n}" if spec.role in ("decode", "prefill", "columns") else ""
+        numbers = (str(launch.num_warps), str(launch.num_stages))
+        shown.add_row(when, spec.role, spec.key, tile, *numbers, ", ".join(spec.options))
+    return shown
+
+
+def _assembled(found: list[tuple[str, Launch]], arch: int) -> Table:
+    from kvcompile.kernels.triton.assemble import Request, assemble, table
+
+    distinct = list(dict.fromkeys(launch for _, launch in found))
+    with waiting(f"assembling {len(distinct)} kernels"):
+        made = assemble(Request(one.spec, arch, one.num_warps, one.num_stages) for one in distinct)
+    return table(made)
