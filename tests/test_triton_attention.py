@@ -2,26 +2,74 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
+from kvcompile.layouts import Affine, CacheLayout, Fp8, InKeys, Int8, PerChannel, Rotated
+from kvcompile.types import RotaryForm
 from tests.triton_attention import Case, cases, check
 from tests.triton_write import kernels_folder  # noqa: F401  (a fixture)
 
+# A score far above a softcap: its exp2 is inf, and 1 / inf the 0 that is meant.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 # The interpreter is slow: an example that fails is told as it is.
-QUIET: Any = {
-    "deadline": None,
-    "suppress_health_check": list(HealthCheck),
-    "phases": (Phase.explicit, Phase.reuse, Phase.generate),
-}
+AS_IT_IS = settings(
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
 
 
-@settings(max_examples=30, **QUIET)
+@settings(AS_IT_IS, max_examples=30)
 @given(case=cases())
 def test_any_site(case: Case) -> None:
     check(case)
 
 
-@settings(max_examples=15, **QUIET)
+@settings(AS_IT_IS, max_examples=15)
 @given(case=cases(scored=True))
 def test_any_site_of_a_retention_by_scores(case: Case) -> None:
     check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@settings(AS_IT_IS, max_examples=400)
+@given(case=cases())
+def test_many_sites(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@settings(AS_IT_IS, max_examples=200)
+@given(case=cases(scored=True))
+def test_many_sites_of_a_retention_by_scores(case: Case) -> None:
+    check(case)
+
+
+LATENT = {
+    "plain": Case(CacheLayout(Int8(), InKeys(512)), (4, 1), (576, 512), torch.bfloat16),
+    "scaled by channel, turned when read": Case(
+        CacheLayout(PerChannel(4, 8, 8), InKeys(512), before_rope=True),
+        (4, 1),
+        (576, 512),
+        rotary=RotaryForm("interleaved", 512, 64),
+    ),
+    "calibrated, turned when read": Case(
+        CacheLayout(Fp8(scale="head"), InKeys(512), before_rope=True),
+        (4, 1),
+        (576, 512),
+        rotary=RotaryForm("half", 512, 64),
+    ),
+    "turned": Case(CacheLayout(Rotated(Affine(4, 32)), InKeys(512)), (4, 1), (576, 512), torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_the_latent_of_mla(name: str) -> None:
+    """Keys of 576 channels, the first 512 of which are the values."""
+    check(replace(LATENT[name], chunks=(9, 1), pads=(0,)))

@@ -1,0 +1,366 @@
+"""Roles that read the cache, each alone: decode and combine in any number of splits, prefill in any tiles, columns."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcompile.kernels import ops, scored
+from kvcompile.kernels.triton import attention, attention_scored, columns, ops_attend
+from kvcompile.kernels.triton.config import Config
+from kvcompile.kernels.triton.spec import KernelSpec
+from kvcompile.layouts import (
+    Affine,
+    CacheLayout,
+    Contiguous,
+    Float,
+    Fp8,
+    InKeys,
+    Int8,
+    ModelDtype,
+    Paged,
+    PerChannel,
+    Recent,
+    Ring,
+    Rotated,
+    Scored,
+    SinkWindow,
+    Slots,
+    Window,
+)
+from kvcompile.types import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
+from tests.runner import Ran, run, shuffled
+from tests.triton_attention import H2O, Case, check, ran, real
+from tests.triton_write import kernels_folder  # noqa: F401  (a fixture)
+
+# A score far above a softcap: its exp2 is inf, and 1 / inf the 0 that is meant.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+ALIBI, SINKS = ScoreSpec(bias=BiasSpec("alibi")), ScoreSpec(softcap=4.0, sinks=True)
+LONG = (40, 1)  # several tiles of 16 slots, and a token that decode is asked about
+IN_ORDER = {
+    "plain": Case(CacheLayout(), chunks=LONG),
+    "pages": Case(CacheLayout(Int8(), Affine(4, 16), Paged(16)), (6, 2), chunks=LONG),
+    "gathered pages": Case(CacheLayout(Float("float16"), Fp8(), Paged(24)), (3, 1), score=ALIBI, chunks=LONG),
+    "sinks and window": Case(CacheLayout(retention=SinkWindow(3, 9)), score=SINKS, chunks=LONG),
+    "chunked": Case(
+        CacheLayout(Int8(), ModelDtype(), Paged(32)), (16, 1), mask=MaskSpec("chunked", 12), chunks=LONG
+    ),
+    "in full": Case(CacheLayout(PerChannel(4, 16, 16), Recent(Int8(), 5, 2)), (4, 1), chunks=LONG),
+    "latent": Case(CacheLayout(Affine(4, 16), InKeys(16)), (4, 1), (48, 16), score=SINKS, chunks=LONG),
+    "turned": Case(CacheLayout(Rotated(Int8()), Rotated(Affine(4))), (4, 2), (24, 40), chunks=LONG),
+    "before RoPE": Case(
+        CacheLayout(Int8(), Int8(), before_rope=True), rotary=RotaryForm("interleaved", 0, 8), chunks=LONG
+    ),
+}
+RINGS = {
+    "ring": Case(CacheLayout(Int8(), Int8(), Ring(), SinkWindow(3, 30)), (4, 2), chunks=(24, 15, 1)),
+    "window": Case(CacheLayout(placement=Ring(), retention=Window(20)), score=SINKS, chunks=(24, 15, 1)),
+    "places": Case(
+        CacheLayout(Fp8(), Int8(), Paged(8), SinkWindow(3, 16, "in_cache")),
+        rotary=RotaryForm("half", 8, 8),
+        chunks=(24, 15, 1),
+    ),
+    "H2O": Case(CacheLayout(Int8(), Int8(), Slots(), replace(H2O, heavy=30)), (4, 2), chunks=(24, 15, 1)),
+}
+
+
+# ---- decode and combine
+
+
+def at_the_end(case: Case, pads: tuple[int, ...]) -> tuple[Case, Ran, attention.Call]:
+    """A cache that the reference has filled, and the call of the last token; the cache holds it already."""
+    case = replace(case, pads=pads)
+    same = ran(case, "reference")
+    q, k, v = (x[:, :, -1:] for x in case.qkv())
+    positions = case.total - 1 - torch.tensor(pads)[:, None]
+    table = None
+    if isinstance(case.layout.placement, Paged):
+        table = shuffled(case.layout, len(pads), case.total + 2)
+    site = replace(case.site, kernels="triton")
+    made = attention.kernels_of(site, case.heads, case.dims, case.dtype, q.device, False)
+    extra = case.extra()
+    call = attention.Call(
+        made, q, k, v, same.buffers, positions, case.rope(), extra.get("sinks"), extra.get("bias"), table
+    )
+    return case, same, call
+
+
+def spec_of(call: attention.Call, role: Any, *options: str, **changes: Any) -> str:
+    return replace(call.kernels.spec(role, options), **changes).to_json()
+
+
+def decoded(call: attention.Call, splits: int, block: int, *options: str) -> tuple[Tensor, ...]:
+    """Partial results, tops and totals of the last token (and logits), without an append."""
+    q = attention.transformed(call)
+    return tuple(
+        ops_attend.decode(
+            q,
+            call.buffers,
+            call.positions,
+            call.bias,
+            call.rope_read,
+            call.page_table,
+            None,
+            None,
+            splits,
+            4,
+            2,
+            spec_of(call, "decode", *options, block_n=block),
+        )
+    )
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_any_number_of_splits(name: str) -> None:
+    """One, some, and more than there are tiles; a sequence of few tokens, and one of none."""
+    case, same, call = at_the_end(IN_ORDER[name], (0, 36, 41))
+    wanted = same.out[:, :, -1:].double()
+    wanted[2] = 0.0
+    largest = float(torch.cat([case.qkv()[1].flatten(), case.qkv()[2].flatten()]).abs().max())
+    for splits in (1, 2, 3, 7):
+        partial, sums = decoded(call, splits, 16)
+        assert partial.isfinite().all() and sums.isfinite().all()
+        (out,) = ops_attend.combine(partial, sums, call.sinks, spec_of(call, "combine"))
+        error = (out.double() - wanted).abs().max()
+        assert error <= 128 * torch.finfo(torch.float32).eps * largest, f"{splits} splits: off by {error:.1e}"
+        # A share with no tile weighs nothing.
+        empty = sums[..., 1] == 0
+        assert empty[2].all() and not partial[empty].any()
+        if splits == 7:
+            assert empty[1].sum() >= 3 * empty[1, :, 0].numel()
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("splits", [1, 5, 16, 40])
+def test_combine(splits: int, sinks: bool) -> None:
+    """Against a softmax over all; splits at once are 16."""
+    g = torch.Generator().manual_seed(splits)
+    case = Case(CacheLayout(), (6, 2), (16, 24), score=ScoreSpec(sinks=sinks))
+    spec = attention.kernels_of(case.site, case.heads, case.dims, case.dtype, torch.device("cpu"), False)
+    scores = 4 * torch.randn(2, 2, splits, 3, 8, generator=g).double()
+    scores[:, :, ::3] = -math.inf  # shares with no tile
+    scores[:, :, 0] = 4 * torch.randn(2, 2, 3, 8, generator=g)
+    values = torch.randn(2, 2, splits, 3, 8, 24, generator=g).double()
+    tops = scores.amax(-1).clamp(min=-1.0e30)
+    p = (scores - tops[..., None]).exp2()
+    sums = torch.stack([tops, p.sum(-1)], -1).float()
+    sink = torch.randn(6, generator=g) if sinks else None
+    partial = (p[..., None] * values).sum(-2).float()
+    out, lse = ops_attend.combine(partial, sums, sink, spec.spec("combine", ("lse",)).to_json())
+    flat = scores.transpose(2, 3).flatten(3)
+    if sink is not None:
+        own = sink.double().view(1, 2, 3, 1).expand(2, -1, -1, -1) / math.log(2)
+        flat = torch.cat([flat, own], -1)
+    total = flat.mul(math.log(2)).logsumexp(-1) / math.log(2)
+    weights = (flat - total[..., None]).exp2()[..., : splits * 8]
+    wanted = torch.einsum("bhgt,bhgtd->bhgd", weights, values.transpose(2, 3).flatten(3, 4)).flatten(1, 2)
+    torch.testing.assert_close(out[:, :, 0].double(), wanted, rtol=0, atol=3e-6)
+    torch.testing.assert_close(lse.double(), total.flatten(1), rtol=0, atol=1e-5)
+
+
+def test_combine_of_padding_gives_nothing() -> None:
+    spec = attention.kernels_of(
+        Case(CacheLayout()).site, (2, 1), (16, 16), torch.float32, torch.device("cpu"), False
+    )
+    sums = torch.tensor([-1.0e30, 0.0]).expand(1, 1, 3, 2, 2).contiguous()
+    (out,) = ops_attend.combine(torch.zeros(1, 1, 3, 2, 16), sums, None, spec.spec("combine").to_json())
+    assert not out.any()
+
+
+def test_logits_are_those_of_the_slots() -> None:
+    case = Case(
+        CacheLayout(Int8(), Int8(), Slots(), H2O), (4, 2), chunks=(7, 1), score=ScoreSpec(softcap=4.0)
+    )
+    _, same, call = at_the_end(case, (0, 3))
+    call = replace(call, buffers=call.buffers[:-2])
+    logits = decoded(call, 2, 16, "logits")[2]
+    held = same.held[-1]
+    assert (logits[:, :, :, :].isfinite() == (held >= 0)[:, :, None]).all()
+    q, k, _ = case.qkv()
+    keys = call.buffers[0].float() * call.buffers[1].float()[..., None]
+    raw = torch.einsum("bhgd,bhtd->bhgt", q[:, :, -1].unflatten(1, (2, 2)), keys) * case.site.sm_scale
+    wanted = 4.0 * torch.tanh(raw / 4.0) / math.log(2)
+    there = (held >= 0)[:, :, None].expand_as(logits)
+    torch.testing.assert_close(logits[there], wanted[there], rtol=0, atol=2e-5)
+    assert k.shape[1] == 2
+
+
+# ---- tiles
+
+
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [
+        *((name, (32, 32)) for name in (*IN_ORDER, *RINGS)),
+        *((name, (64, 16)) for name in ("plain", "in full", "sinks and window", "ring", "H2O")),
+    ],
+)
+def test_any_tiles(monkeypatch: pytest.MonkeyPatch, name: str, tile: tuple[int, int]) -> None:
+    """What a table of configurations may say changes nothing: rows and slots of tiles, and splits."""
+    case = (IN_ORDER | RINGS)[name]
+
+    def config(kernels: attention.Kernels, role: str) -> Config:
+        rows = max(16, 1 << (kernels.num_qo_heads // kernels.num_kv_heads - 1).bit_length())
+        return Config(rows if role == "decode" else tile[0], tile[1], waves=6.0)
+
+    monkeypatch.setattr(attention.Kernels, "config", config)
+    check(replace(case, pads=(0, 7)))
+
+
+def test_the_log_sum_exp_of_many_queries() -> None:
+    case = replace(IN_ORDER["plain"], chunks=(19,), score=ScoreSpec(sinks=True))
+    _, same, call = at_the_end(case, (0, 4))
+    q, k, v = case.qkv()
+    positions = torch.arange(19)[None] - torch.tensor([[0], [4]])
+    call = replace(call, q=q, k=k, v=v, positions=positions)
+    out, lse = attention.prefill(call, q, k, v, [], ("lse",))
+    raw = (q.double() @ k.double().transpose(-1, -2)) * case.site.sm_scale
+    shown = (positions[:, None, :] <= positions[:, :, None]) & (positions[:, None, :] >= 0)
+    raw = raw.masked_fill(~shown[:, None], -math.inf)
+    sink = case.extra()["sinks"].double().view(1, -1, 1, 1).expand(2, -1, 19, 1)
+    wanted = torch.cat([raw, sink], -1).logsumexp(-1) / math.log(2)
+    there = (positions >= 0)[:, None].expand_as(lse)
+    torch.testing.assert_close(lse.double()[there], wanted[there], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        out.masked_select(real(replace(case, pads=(0, 4)))),
+        same.out.masked_select(real(replace(case, pads=(0, 4)))),
+        rtol=0,
+        atol=1e-5,
+    )
+
+
+# ---- columns
+
+
+@pytest.mark.parametrize("chunks", [(12, 9), (5, 6, 8)], ids=str)
+@pytest.mark.parametrize(
+    "retention",
+    [
+        H2O,
+        replace(H2O, pooling="sum", rows=4),
+        replace(H2O, pooling="max", granularity="layer"),
+        replace(H2O, positions="in_cache"),
+        Scored(0, 5, 2, "tova", "last", "mean", "layer"),
+        Scored(2, 3, 4, "snapkv", "vote", "max", rows=4, smooth=3),
+    ],
+    ids=str,
+)
+def test_columns(monkeypatch: pytest.MonkeyPatch, retention: Scored, chunks: tuple[int, ...]) -> None:
+    """What passes give to each token, as `kernels/columns.py` sums it."""
+    rotary = RotaryForm("half", 0, 16) if retention.in_cache else None
+    keys = Fp8(scale="head") if retention.in_cache else Recent(Int8(), 3, 1)
+    layout = CacheLayout(keys, Int8(), Slots(), retention)
+    case = Case(
+        layout, (4, 2), (16, 16), rotary=rotary, chunks=chunks, score=ScoreSpec(4.0, BiasSpec("alibi"))
+    )
+    gains: dict[str, list[list[dict[int, float]]]] = {"triton": [], "reference": []}
+
+    def by_token(tokens: Tensor, gained: Tensor) -> list[dict[int, float]]:
+        pairs = zip(tokens.flatten(0, 1).tolist(), gained.flatten(0, 1).tolist(), strict=True)
+        return [{t: g for t, g in zip(*both, strict=True) if t >= 0} for both in pairs]
+
+    def staying(
+        token: Tensor, score: Tensor, gained: Tensor, positions: Tensor, before: Tensor, *args: Any
+    ) -> Any:
+        held = torch.where(torch.arange(token.shape[2]) < before[:, None], token.long(), -1)
+        own = positions[:, None].expand(-1, token.shape[1], -1)
+        gains["triton"].append(by_token(torch.cat([held, own], 2), gained))
+        return own_staying(token, score, gained, positions, before, *args)
+
+    def after(score: Tensor, gained: Tensor, tokens: Tensor, *args: Any) -> Any:
+        gains["reference"].append(by_token(tokens, gained))
+        return own_after(score, gained, tokens, *args)
+
+    own_staying, own_after = attention_scored.staying, scored._after
+    monkeypatch.setattr(attention_scored, "staying", staying)
+    monkeypatch.setattr(scored, "_after", after)
+    mine, theirs = ran(case, "triton"), ran(case, "reference")
+    for a, b in zip(mine.held, theirs.held, strict=True):
+        assert torch.equal(a.sort(-1).values, b.sort(-1).values)
+    assert len(gains["triton"]) == len(gains["reference"]) == len(chunks)
+    for a, b in zip(gains["triton"], gains["reference"], strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert x.keys() == y.keys()
+            assert max(abs(x[t] - y[t]) for t in x) <= 1e-5, (x, y)
+
+
+def test_columns_are_for_retention_by_scores() -> None:
+    spec = KernelSpec("columns", Case(CacheLayout()).site, 2, 1, 16, 16, "float32")
+    with pytest.raises(ValueError, match="retention by scores"):
+        columns.generate(spec)
+
+
+# ---- sites that share a cache
+
+
+SHARED = {
+    "contiguous": CacheLayout(Int8(), Int8(), Contiguous()),
+    "ring": CacheLayout(Int8(), Int8(), Ring(), SinkWindow(2, 7)),
+    "in full": CacheLayout(Recent(Int8(), 4), Rotated(Recent(Int8(), 3)), Paged(8)),
+    "groups": CacheLayout(PerChannel(4, 8, 8), Int8()),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "turns"),
+    [
+        *((name, "") for name in SHARED),
+        ("ring", "on append"),
+        ("in full", "on append"),
+        ("ring", "on read"),
+        ("in full", "on read"),
+    ],
+)
+def test_sites_that_share_a_cache(name: str, turns: str) -> None:
+    """The first of them appends before attention, the last after; each has queries of its own."""
+    layout = replace(SHARED[name], before_rope=turns == "on read")
+    rotary = RotaryForm("half", 0, 16) if turns else None
+    case = Case(layout, (2, 1), rotary=rotary, chunks=(9, 1, 5))
+    q, k, v = case.qkv()
+    g = torch.Generator().manual_seed(3)
+    queries = {
+        "first": q,
+        "middle": torch.randn(q.shape, generator=g),
+        "last": torch.randn(q.shape, generator=g),
+    }
+    pads, there, rope = torch.tensor(case.pads), real(case), case.rope()
+    together = run_shared(case, queries, k, v)
+    for share, own in queries.items():
+        wanted = run(case.site, (own, k, v), case.chunks, pads, rope).out
+        error = (together[share] - wanted).masked_fill(~there, 0.0).abs().max()
+        assert error <= 2e-5, f"{share}: off by {error:.1e}"
+
+
+def run_shared(case: Case, queries: dict[str, Tensor], k: Tensor, v: Tensor) -> dict[str, Tensor]:
+    """All sites of a layer group, chunk by chunk, on the same buffers."""
+    limit, batch = case.total + 2, len(case.pads)
+    table = shuffled(case.layout, batch, limit) if isinstance(case.layout.placement, Paged) else None
+    pages = 0 if table is None else 1 + int(table.max())
+    sizes = case.layout.buffers(case.heads[1], *case.dims, case.dtype, limit)
+    fills = [float("nan") if b.dtype.is_floating_point else 77 for b in sizes]
+    buffers = [
+        torch.full((pages if b.paged else batch, *b.shape), fill, dtype=b.dtype)
+        for b, fill in zip(sizes, fills, strict=True)
+    ]
+    lengths, start = torch.zeros(batch, dtype=torch.int64), 0
+    outs: dict[str, list[Tensor]] = {share: [] for share in queries}
+    for count in case.chunks:
+        part = slice(start, start + count)
+        positions = (lengths - (torch.tensor(case.pads) - start).clamp(0, count))[:, None] + torch.arange(
+            count
+        )
+        for share, q in queries.items():
+            site = replace(case.site, kernels="triton", share=share)
+            new = [x[:, :, part] for x in (q, k, v)]
+            outs[share].append(
+                ops.cached_attention(
+                    *new, buffers, positions, lengths, case.rope(), limit, site.to_json(), page_table=table
+                )
+            )
+        lengths, start = positions[:, -1] + 1, start + count
+    return {share: torch.cat(parts, 2) for share, parts in outs.items()}
