@@ -213,7 +213,7 @@ def case_of(pick: Pick, scored: bool) -> Case:
         rotary,
         pick((False, True)),
         pick(CHUNKS),
-        pick(((0,), (0, 3), (2, 0), (0, 12, 1))),
+        pick(((0,), (3,)) if group > 4 else ((0, 3), (2, 0), (0, 12, 1))),
         pick(range(1000)),
     )
 
