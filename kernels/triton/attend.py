@@ -526,6 +526,11 @@ class Attend:
         return lines
 
 
+def row_tiles(spec: KernelSpec) -> int:
+    """Into how many tiles of rows decode cuts the query heads of a group."""
+    return -(-spec.group // spec.block_m)
+
+
 def generate(spec: KernelSpec) -> KernelSource:
     """The kernel of `spec`, role decode or prefill."""
     attend = Attend(spec)
@@ -549,6 +554,7 @@ def generate(spec: KernelSpec) -> KernelSource:
         params=params,
         spec=spec,
         many=attend.many,
+        row_tiles=row_tiles(spec),
         options=spec.options,
         queries=[*attend.constants(), *scale, *attend.queries()],
         accumulators=attend.accumulators(),

@@ -26,6 +26,7 @@ from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import append as append_role
 from kvcompile.kernels.triton import ops_attend, ops_write, places
+from kvcompile.kernels.triton.attend import row_tiles
 from kvcompile.kernels.triton.available import interpreted
 from kvcompile.kernels.triton.combine import turns
 from kvcompile.kernels.triton.config import Config, case_of, config, device_of
@@ -220,7 +221,7 @@ def decode(
     own = made.config("decode")
     wide = ("q_fp32",) if q.dtype != made.dtype else ()
     spec = made.spec("decode", (*options, *wide))
-    programs = q.shape[0] * made.num_kv_heads
+    programs = q.shape[0] * made.num_kv_heads * row_tiles(spec)
     most = slots if not call.site.layout.bounded else call.site.layout.slots(None)
     splits = own.splits(device_of(q.device), programs, (most + own.block_n - 1) // own.block_n)
     partial, sums, *logits = ops_attend.decode(

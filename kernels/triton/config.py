@@ -171,7 +171,9 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
             config = replace(config, num_warps=min(config.num_warps, 2))
     if _ONE_PAGE <= case.page < block_n and case.page & (case.page - 1) == 0:
         block_n = case.page  # one address for all slots of a tile
-    rows = _power_above(case.rows) if case.role == "decode" else config.block_m
+    # A group of more heads than that is cut into several programs: the sums of all would not fit the registers.
+    most = 16 if case.dim > 256 else 32 if case.dim > 128 else 64
+    rows = min(_power_above(case.rows), most) if case.role == "decode" else config.block_m
     config = replace(config, block_m=max(_SMALLEST, rows), block_n=max(_SMALLEST, block_n))
     sides = 1 if isinstance(site.layout.values, InKeys) else 2
     row = case.dim * sides * max(case.bits, 8) // 8

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.triton import columns as columns_role
+from kvcompile.kernels.triton.attend import row_tiles
 from kvcompile.kernels.triton.combine import weighed
 from kvcompile.kernels.triton.launch import launch
 from kvcompile.kernels.triton.source import Kernel, kernel_of
@@ -67,7 +68,7 @@ def decode(
     given = {"q": q, "positions": positions, "bias": bias, "page_table": page_table, **outs}
     given |= {"slots_token": token, "slots_place": place, **_tables(rope), **_parts(kernel, buffers)}
     sizes = _sizes(kernel, buffers, bias, rope)
-    _launch(kernel, (splits, heads, batch), given, sizes, num_warps, num_stages)
+    _launch(kernel, (splits, heads * row_tiles(own), batch), given, sizes, num_warps, num_stages)
     return list(outs.values())
 
 
