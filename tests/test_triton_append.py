@@ -17,7 +17,8 @@ from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.symbolic import evaluate
 from kvcompile.kernels.triton import ops_write  # noqa: F401  (registers the ops)
 from kvcompile.kernels.triton.append import block_n, generate
-from kvcompile.kernels.triton.write import full, limits, slots
+from kvcompile.kernels.triton.supports import unsupported
+from kvcompile.kernels.triton.write import full, slots
 from kvcompile.kernels.triton.write.parts import Side
 from kvcompile.layouts import (
     Affine,
@@ -417,9 +418,9 @@ def test_options_that_mean_nothing_are_refused() -> None:
 def test_layouts_that_no_kernel_writes_are_refused_with_the_reason() -> None:
     layout = CacheLayout(Recent(Affine(4, 24), 2))
     reason = "keys: int4/g24 has groups of 24 channels, .* use group 16, or 0 for the whole head"
-    assert re.search(reason, str(limits.unsupported(layout, 48, 48, torch.float32)))
+    assert re.search(reason, str(unsupported(layout, torch.float32)))
     with pytest.raises(ValueError, match=reason):
         generate(Site(layout, (48, 48)).spec("append"))
-    assert "not in torch.float64" in str(limits.unsupported(CacheLayout(), 16, 16, torch.float64))
+    assert "not in torch.float64" in str(unsupported(CacheLayout(), torch.float64))
     for storage in STORAGES:
-        assert limits.unsupported(CacheLayout(storage, storage), 16, 16, torch.bfloat16) is None
+        assert unsupported(CacheLayout(storage, storage), torch.bfloat16) is None

@@ -38,7 +38,8 @@ from kvcompile.kernels.triton.helpers import module, stored
 from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, TensorParam
 from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.spec import KernelSpec
-from kvcompile.kernels.triton.write import full, limits, slots, turn
+from kvcompile.kernels.triton.supports import unsupported
+from kvcompile.kernels.triton.write import full, slots, turn
 from kvcompile.kernels.triton.write.parts import Side, sides, store
 from kvcompile.layouts import ModelDtype, Rotated
 from kvcompile.types import RotaryForm
@@ -75,7 +76,7 @@ def generate(spec: KernelSpec) -> KernelSource:
     Raises:
         ValueError: the spec has options that no append has, or a layout that none writes.
     """
-    reason = limits.unsupported(spec.layout, spec.head_dim, spec.v_head_dim, spec.torch_dtype)
+    reason = unsupported(spec.layout, spec.torch_dtype)
     if reason is not None:
         raise ValueError(reason)
     if unknown := set(spec.options) - OPTIONS:

@@ -77,6 +77,7 @@ class Case:
     rows:  queries of a group of heads: query heads per KV head
     page:  tokens of a page, 0 where slots are not in pages
     mixed: whether some tokens are in full beside the slots
+    turned: whether keys turn when they are read (RoPE)
     """
 
     role: Role
@@ -85,6 +86,7 @@ class Case:
     rows: int
     page: int = 0
     mixed: bool = False
+    turned: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ def case_of(
         num_qo_heads // num_kv_heads,
         placement.page_size if isinstance(placement, Paged) else 0,
         any(storage.residual or storage.sinks for storage in (site.layout.keys, site.layout.values)),
+        site.layout.rotates_on_read and site.rotary is not None,
     )
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.layouts import Rotated
+from kvcompile.layouts import Affine, CacheLayout, InKeys, Recent, Rotated, Storage
+from kvcompile.layouts.storage import as_kept
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SMALLEST_DIM, LARGEST_DIM = 4, 576  # of keys: what a Hadamard rotation turns; MLA's latent and rotary rows
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def refusal(
@@ -32,12 +33,31 @@ def refusal(
     """
     if dynamic:
         return "its mask is computed from activations, which kernels do not read"
-    if dtype not in DTYPES:
-        return f"the model is in {dtype}, and kernels are for {', '.join(map(str, DTYPES))}"
     if not SMALLEST_DIM <= dims[0] <= LARGEST_DIM:
         return f"its keys have {dims[0]} channels, and kernels are for {SMALLEST_DIM} to {LARGEST_DIM}"
     if dims[1] > LARGEST_DIM:
         return f"its values have {dims[1]} channels, and kernels are for at most {LARGEST_DIM}"
     if site.rotary is not None and site.layout.rotates_on_read and isinstance(site.layout.keys, Rotated):
         return "its keys are kept turned (rotate: hadamard) before RoPE, and kernels turn none back"
+    return unsupported(site.layout, dtype)
+
+
+def unsupported(layout: CacheLayout, dtype: torch.dtype) -> str | None:
+    """Why no kernel writes or reads vectors of a model in `dtype` in this layout, or None."""
+    if dtype not in _DTYPES:
+        return f"the generated kernels take models in float32, float16 or bfloat16, not in {dtype}"
+    sides = {"keys": layout.keys} if isinstance(layout.values, InKeys) else _sides(layout)
+    for name, storage in sides.items():
+        kept = as_kept(storage)
+        kept = kept.inner if isinstance(kept, Recent) else kept
+        group = kept.group if isinstance(kept, Affine) else 0
+        if group & (group - 1):
+            return (
+                f"{name}: {kept} has groups of {group} channels, and a kernel's blocks are powers of two: use group "
+                f"{1 << (group.bit_length() - 1)}, or 0 for the whole head"
+            )
     return None
+
+
+def _sides(layout: CacheLayout) -> dict[str, Storage]:
+    return {"keys": layout.keys, "values": layout.values}

@@ -5,9 +5,9 @@
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
 # rotary    half, channels 0 to 127
-# tile      64 x 64, products in float32, fp8 native
-# key       ed776ed2e6f21ca9
-# spec      {"block": [64, 64], "dims": [128, 128], "dot": "float32", "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "columns", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"kind": "model"}, "placement": {"kind": "slots"}, "retention": {"granularity": "kv_head", "heavy": 508, "kind": "scored", "method": "h2o", "pooling": "mean", "positions": "original", "prefill": "full", "recent": 512, "rows": 0, "score": "sum", "sinks": 4, "smooth": 1}, "values": {"kind": "model"}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
+# tile      64 x 64, fp8 native
+# key       fd0444d8e2dff29c
+# spec      {"block": [64, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "columns", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"kind": "model"}, "placement": {"kind": "slots"}, "retention": {"granularity": "kv_head", "heavy": 508, "kind": "scored", "method": "h2o", "pooling": "mean", "positions": "original", "prefill": "full", "recent": 512, "rows": 0, "score": "sum", "sinks": 4, "smooth": 1}, "values": {"kind": "model"}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl

@@ -5,9 +5,9 @@
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
 # rotary    half, channels 0 to 127
-# tile      16 x 64, products in float32, fp8 native, keys, one
-# key       1847ccd39e0ddc7b
-# spec      {"block": [16, 64], "dims": [128, 128], "dot": "float32", "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["keys", "one"], "role": "group", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"bits": 4, "group": 32, "kind": "per_channel", "residual": 128, "scale_dtype": "float16", "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"inner": {"bits": 4, "group": 32, "kind": "affine", "scale_dtype": "float16"}, "kind": "recent", "residual": 128, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
+# tile      16 x 64, fp8 native, keys, one
+# key       9d9d46922ebc91b5
+# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["keys", "one"], "role": "group", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"bits": 4, "group": 32, "kind": "per_channel", "residual": 128, "scale_dtype": "float16", "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"inner": {"bits": 4, "group": 32, "kind": "affine", "scale_dtype": "float16"}, "kind": "recent", "residual": 128, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl
