@@ -63,21 +63,39 @@ LATENT = Case(CacheLayout(Int8(), InKeys(16)), (4, 1), (32, 16), chunks=CHUNKS, 
 TURNED = Case(CacheLayout(Int8(), Rotated(Int8())), chunks=CHUNKS, pads=PADS)
 
 BROKEN: dict[str, tuple[Break, Case]] = {
-    "a query sees the next token": (Break(("prefill",), "key[None, :] <= position", "key[None, :] - 1 <= position"), PLAIN),
-    "a query does not see its own key": (Break(("prefill",), "key[None, :] <= position", "key[None, :] < position"), PLAIN),
-    "a window of one more": (Break(("prefill",), "> position[:, None] - 7)", ">= position[:, None] - 7)"), SLIDING),
+    "a query sees the next token": (
+        Break(("prefill",), "key[None, :] <= position", "key[None, :] - 1 <= position"),
+        PLAIN,
+    ),
+    "a query does not see its own key": (
+        Break(("prefill",), "key[None, :] <= position", "key[None, :] < position"),
+        PLAIN,
+    ),
+    "a window of one more": (
+        Break(("prefill",), "> position[:, None] - 7)", ">= position[:, None] - 7)"),
+        SLIDING,
+    ),
     "decode sees one slot less": (Break(("decode",), "end = far + 1", "end = far"), PLAIN),
     "a plain tile too many": (Break(("prefill",), "plain_end = near + 1", "plain_end = near + 16"), PLAIN),
     "a tile too few": (Break(BOTH, "stop = tiles", "stop = tiles - 1"), PLAIN),
-    "splits that overlap": (Break(("decode",), "begin = split * share", "begin = tl.maximum(split * share - 1, 0)"), PLAIN),
+    "splits that overlap": (
+        Break(("decode",), "begin = split * share", "begin = tl.maximum(split * share - 1, 0)"),
+        PLAIN,
+    ),
     "no scale of scores": (Break(BOTH, "s = s * 0.36067376022224085", "s = s"), PLAIN),
     "scores in base e": (Break(BOTH, "tl.exp2(s - highest[:, None])", "tl.exp(s - highest[:, None])"), PLAIN),
     "old sums are not rescaled": (Break(BOTH, "total = total * alpha +", "total = total +"), PLAIN),
     "old values are not rescaled": (Break(BOTH, "acc0 = acc0 * alpha[:, None]", "acc0 = acc0"), PLAIN),
     "rescaled the wrong way": (Break(BOTH, "tl.exp2(top - highest)", "tl.exp2(highest - top)"), PLAIN),
     "heads of a group mixed up": (Break(("prefill",), "% 2\n", "// 2 % 2\n"), PLAIN),
-    "the scale of another token": (Break(BOTH, "keys_scale_ptr + base + n", "keys_scale_ptr + base + (n - (n > 0))"), replace(INT8, layout=CacheLayout(Int8(), Int8()))),
-    "the scale of values at keys": (Break(BOTH, "p * (v_scale * unit)[None, :]", "p * (k_scale * unit)[None, :]"), replace(INT8, dtype=torch.float16)),
+    "the scale of another token": (
+        Break(BOTH, "keys_scale_ptr + base + n", "keys_scale_ptr + base + (n - (n > 0))"),
+        replace(INT8, layout=CacheLayout(Int8(), Int8())),
+    ),
+    "the scale of values at keys": (
+        Break(BOTH, "p * (v_scale * unit)[None, :]", "p * (k_scale * unit)[None, :]"),
+        replace(INT8, dtype=torch.float16),
+    ),
     "the next page": (Break(BOTH, "(start + n) // 8", "(((start + n) // 8) ^ 1)"), INT8),
     "a slot beside in its page": (Break(BOTH, "(start + n) % 8", "(((start + n) % 8) ^ 1)"), INT8),
     "nibbles swapped": (Break(BOTH, ">> 4) & 15", ">> 0) & 15"), INT4),
@@ -86,23 +104,60 @@ BROKEN: dict[str, tuple[Break, Case]] = {
     "the scales of another group": (Break(BOTH, "// 16 * 16 + kc0", "// 16 * 16 + (kc0 ^ 1)"), KIVI),
     "one token less in full": (Break(("decode",), "v_in_full = ((key >= (", "v_in_full = ((key > ("), KIVI),
     "the ring of newest one on": (Break(("decode",), "key % 5", "(key + 1) % 5"), KIVI),
-    "new tokens in full one on": (Break(("prefill",), "(key - first)[:, None] * v_s2", "(tl.maximum(key - 1, first) - first)[:, None] * v_s2"), KIVI),
-    "keys turn one place on": (Break(("decode",), "tl.maximum(place, 0)", "tl.maximum(place + (key > 4), 0)"), STREAM),
-    "sinks stay where they were": (Break(("prefill",), "s = tl.where((key < 3)[None, :], f", "s = tl.where((key < 0)[None, :], f"), STREAM),
-    "a sink logit weighs double": (Break(("prefill", "combine"), "tl.exp2(sink - highest)", "2.0 * tl.exp2(sink - highest)"), STREAM),
-    "no softcap": (Break(BOTH, "s = 5.7707801635558535 - 11.541560327111707 / (tl.exp2(s) + 1.0)", "s = s * 2.0"), SLIDING),
+    "new tokens in full one on": (
+        Break(
+            ("prefill",),
+            "(key - first)[:, None] * v_s2",
+            "(tl.maximum(key - 1, first) - first)[:, None] * v_s2",
+        ),
+        KIVI,
+    ),
+    "keys turn one place on": (
+        Break(("decode",), "tl.maximum(place, 0)", "tl.maximum(place + (key > 4), 0)"),
+        STREAM,
+    ),
+    "sinks stay where they were": (
+        Break(("prefill",), "s = tl.where((key < 3)[None, :], f", "s = tl.where((key < 0)[None, :], f"),
+        STREAM,
+    ),
+    "a sink logit weighs double": (
+        Break(("prefill", "combine"), "tl.exp2(sink - highest)", "2.0 * tl.exp2(sink - highest)"),
+        STREAM,
+    ),
+    "no softcap": (
+        Break(BOTH, "s = 5.7707801635558535 - 11.541560327111707 / (tl.exp2(s) + 1.0)", "s = s * 2.0"),
+        SLIDING,
+    ),
     "distances the other way": (Break(BOTH, "s = s - slope", "s = s + slope"), ALIBI),
     "a calibrated scale twice": (Break(BOTH, "* keys_scale)", "* keys_scale * keys_scale)"), CALIBRATED),
     "values without their scale": (Break(BOTH, "acc0 * values_scale", "acc0 * 1.0"), CALIBRATED),
     "values of the latent's other half": (Break(BOTH, "tl.dot(w, k0, acc0", "tl.dot(w, k1, acc0"), LATENT),
-    "splits weighed alike": (Break(("combine",), "tl.sum(parts * weight[:, None], 0)", "tl.sum(parts, 0)"), PLAIN),
-    "totals of splits not weighed": (Break(("combine",), "tl.sum(totals * weight, 0)", "tl.sum(totals, 0)"), PLAIN),
-    "turned back by another factor": (Break(("combine",), "butterflies(out[None, :]", "butterflies(1.01 * out[None, :]"), TURNED),
-    "logits of another slot": (Break(("decode",), "+ (start + n)[None, :], s", "+ (start + (n - (n > 0)))[None, :], s"), HEAVY),
+    "splits weighed alike": (
+        Break(("combine",), "tl.sum(parts * weight[:, None], 0)", "tl.sum(parts, 0)"),
+        PLAIN,
+    ),
+    "totals of splits not weighed": (
+        Break(("combine",), "tl.sum(totals * weight, 0)", "tl.sum(totals, 0)"),
+        PLAIN,
+    ),
+    "turned back by another factor": (
+        Break(("combine",), "butterflies(out[None, :]", "butterflies(1.01 * out[None, :]"),
+        TURNED,
+    ),
+    "logits of another slot": (
+        Break(("decode",), "+ (start + n)[None, :], s", "+ (start + (n - (n > 0)))[None, :], s"),
+        HEAVY,
+    ),
     "shares of all heads to one": (Break(("columns",), "pooled = pooled + p", "pooled = p"), HEAVY),
-    "columns of padding counted": (Break(("columns",), "tl.exp2(s - lse[:, None])", "tl.exp2(s - 0.9 * lse[:, None])"), HEAVY),
-    "columns of new tokens shifted": (Break(("columns",), "+ 9 + start + n", "+ 9 + start + (n - (n > 0))"), HEAVY),
-}  # fmt: skip
+    "columns of padding counted": (
+        Break(("columns",), "tl.exp2(s - lse[:, None])", "tl.exp2(s - 0.9 * lse[:, None])"),
+        HEAVY,
+    ),
+    "columns of new tokens shifted": (
+        Break(("columns",), "+ 9 + start + n", "+ 9 + start + (n - (n > 0))"),
+        HEAVY,
+    ),
+}
 
 
 @pytest.fixture
