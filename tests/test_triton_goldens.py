@@ -53,7 +53,13 @@ GOLDENS: dict[str, KernelSpec] = {
             "gemma",
         ),
         "decode_int4": spec("decode", cache(keys=INT4, values=INT4)),
+        "decode_int4_pages_of_16": spec(
+            "decode", cache(keys=INT4, values=INT4, placement={"kind": "paged", "page_size": 16})
+        ),
         "decode_kivi4": spec("decode", cache(**KIVI)),
+        "decode_streaming_in_cache": launched(
+            "decode", cache(retention=SINK_WINDOW | {"positions": "in_cache"})
+        ),
         "decode_h2o": spec("decode", cache(retention=H2O), "smollm2", "logits"),
         "decode_streaming_alibi": spec("decode", cache(retention=SINK_WINDOW), "alibi"),
         "decode_latent": spec("decode", cache(), "mla"),
@@ -65,6 +71,8 @@ GOLDENS: dict[str, KernelSpec] = {
         "prefill_streaming_int8": spec(
             "prefill", cache(keys=INT8, values=INT8, retention=SINK_WINDOW), "llama", "new"
         ),
+        "prefill_kivi4": spec("prefill", cache(**KIVI)),
+        "prefill_h2o_int8": launched("prefill", cache(keys=INT8, values=INT8, retention=H2O), tokens=64),
         "append_int8_rope": spec(
             "append", cache(keys=INT8, values=INT8), "llama", "one", "rope", "q_out", rotary=HALF
         ),

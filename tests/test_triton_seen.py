@@ -14,6 +14,7 @@ from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import seen
 from kvcompile.kernels.triton.pieces import SMALLEST, Piece, between, in_pairs, paired, split
 from kvcompile.kernels.triton.spec import KernelSpec
+from kvcompile.kernels.triton.tidy import tidy
 from kvcompile.layouts import Affine, CacheLayout, Full, Int8, PerChannel, Recent, SinkWindow, Window
 from kvcompile.types import MaskSpec
 
@@ -63,6 +64,16 @@ def test_pieces_of_real_heads() -> None:
     assert widths(split(0, 128)) == [128] and widths(split(0, 576)) == [512, 64]
     assert widths(split(0, 80)) == [64, 16] and widths(split(0, 20)) == [16, 4]
     assert Piece(16, 4).block == SMALLEST and not Piece(16, 4).whole
+
+
+# ---- lines that nothing reads
+
+
+def test_lines_that_nothing_reads_go() -> None:
+    text = "def f(x):\n    a = x\n    b = a\n    x = x\n    c = 1\n    # what is returned\n    return c + x\n"
+    assert tidy(text) == "def f(x):\n    c = 1\n    # what is returned\n    return c + x\n"
+    kept = "def f(x):\n    a = tl.atomic_add(x, 1)\n    b, c = x\n    x += 1\n    tl.store(x, b)\n"
+    assert tidy(kept) == kept
 
 
 # ---- bounds
@@ -177,7 +188,7 @@ def test_every_key_that_is_seen_is_visited_once(
     found = evaluated(bounds, names, kind)
     origin = first if new else 0
     sinks = found.get("sink_tiles", 0)
-    shift = found["shift"]
+    shift = found.get("shift", 0)
     tiles = [tile if bounds.sinks and tile < sinks else tile + shift for tile in range(found["tiles"])]
     assert len(set(tiles)) == len(tiles) and all(tile >= 0 for tile in tiles)
     queries = [q for q in range(names["near"], names["far"] + 1) if q >= 0]

@@ -1,6 +1,6 @@
 """Attention over slots: the roles decode (one query per sequence, a share of the slots) and prefill (many queries).
 
-    s = f(q k)    p = 2^(s - top)    total = sum p    acc = sum p v        over tiles of slots, top their running maximum
+    s = f(q k)    p = 2^(s - top)    total = sum p    acc = sum p v      over tiles of slots, top the running maximum
 
 The query heads of a group are rows of one product with a key (GQA-packed); of many queries, all of a tile's. Decode is
 split over programs (flash decoding, Dao et al. 2023): each writes acc, top and total of its share of the tiles, and
@@ -34,6 +34,7 @@ from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.rows import Source
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.symbolic import printed
+from kvcompile.kernels.triton.tidy import tidy
 from kvcompile.kernels.triton.values import Values
 from kvcompile.layouts import Contiguous, InKeys, Paged, PerChannel, Ring, Scored
 from kvcompile.layouts import symbols as sy
@@ -222,10 +223,11 @@ class Attend:
             lines.append(f"row_scale = norm * {scores.factor(spec)!r}")
         for index, group in enumerate(keys.scales()):
             if group.minimum is not None:
-                total = " + ".join(f"tl.sum(q{i}.to(tl.float32), 1)" for i in group.pieces)
+                wide = "" if normal else ".to(tl.float32)"
+                total = " + ".join(f"tl.sum(q{i}{wide}, 1)" for i in group.pieces)
                 lines.append(f"q_sum{index} = {total}")
         if keys.folded:
-            lines += [f"q{index} = q{index}.to(tl.float32)" for index in every]
+            lines += [] if normal else [f"q{index} = q{index}.to(tl.float32)" for index in every]
         else:
             alike = str(self.q_dtype) == f"torch.{keys.dot}"
             lines += [f"q{index} = q{index}.to({code})" for index in every if normal or not alike]
@@ -293,10 +295,9 @@ class Attend:
         if masked:
             lines.append(f's = tl.where({self.visible(source)}, s, float("-inf"))')
         if "logits" in self.has:
-            at = f"((batch * {self.spec.num_kv_heads} + head) * {self.spec.group} + m[:, None]) * {source.slots}"
-            lines.append(
-                f"tl.store(logits_ptr + {at} + (start + n)[None, :], s, mask=real[:, None] & ((start + n) < {source.slots})[None, :])"
-            )
+            row = f"((batch * {self.spec.num_kv_heads} + head) * {self.spec.group} + m[:, None]) * {source.slots}"
+            guard = f"real[:, None] & (start + n < {source.slots})[None, :]"
+            lines.append(f"tl.store(logits_ptr + {row} + (start + n)[None, :], s, mask={guard})")
         if self.values.reader is not None:
             lines += self.load(source, "values", masked)
         lines += self._softmax(masked)
@@ -331,8 +332,7 @@ class Attend:
             guard = ", mask=inside, other=-1" if masked else ""
             return [f"key = tl.load(slots_token_ptr + {row} + start + n{guard})"]
         length = "tl.maximum(first, 0)" if self.many else "length"
-        lines = [f"key = {printed(spec.layout.token_at, {sy.slot: '(start + n)', sy.length: length})}"]
-        return lines
+        return [f"key = {printed(spec.layout.token_at, {sy.slot: '(start + n)', sy.length: length})}"]
 
     def load(self, source: Source, side: str, masked: bool) -> list[str]:
         part = self.keys if side == "keys" else self.values.of
@@ -471,8 +471,8 @@ class Attend:
             weights = p
             if group.scale:
                 scale = f"({group.scale} * unit)" if values.normalized else group.scale
-                weights = f"p * {scale}[None, :]"
-            lines.append(f"w = ({weights}).to(tl.{values.dot})")
+                weights = f"(p * {scale}[None, :])"
+            lines.append(f"w = {weights}.to(tl.{values.dot})")
             lines += [f"acc{i} = tl.dot(w, {values.name(i)}, acc{i}{precision})" for i in group.pieces]
         if rows:
             kind = dots.of_model(self.spec)
@@ -567,4 +567,4 @@ def generate(spec: KernelSpec) -> KernelSource:
         out_dim=attend.values.channels,
         mixed=attend.mixed,
     )
-    return KernelSource(name, params, helpers.module(text))
+    return KernelSource(name, params, helpers.module(tidy(text)))

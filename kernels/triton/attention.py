@@ -106,7 +106,7 @@ class Kernels:
     def outs(self) -> tuple[str, ...]:
         """Options of append for k and v as they are kept, where that is not as they come."""
         found = ["k_out"] if isinstance(self.site.layout.keys, Rotated) or self.site.rotates_on_append else []
-        return tuple([*found, *(["v_out"] if isinstance(self.site.layout.values, Rotated) else [])])
+        return (*found, *(["v_out"] if isinstance(self.site.layout.values, Rotated) else []))
 
     @property
     def grouped(self) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, Te
 from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.rows import Source
 from kvcompile.kernels.triton.spec import KernelSpec
+from kvcompile.kernels.triton.tidy import tidy
 from kvcompile.layouts import Scored
 
 
@@ -85,7 +86,7 @@ def generate(spec: KernelSpec) -> KernelSource:
         slots=spec.layout.slots(None),
         new=bool(source.prefix),
     )
-    return KernelSource("columns", params, helpers.module(text))
+    return KernelSource("columns", params, helpers.module(tidy(text)))
 
 
 def _params(attend: Attend, source: Source) -> tuple[Param, ...]:

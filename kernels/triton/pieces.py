@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 SMALLEST = 16  # what a product takes at least; narrower pieces are padded with zeros
 
@@ -50,7 +51,7 @@ def split(start: int, stop: int) -> list[Piece]:
 def between(dim: int, edges: Iterable[int]) -> tuple[Piece, ...]:
     """All `dim` channels, in pieces that cross none of `edges`."""
     marks = sorted({0, dim, *(edge for edge in edges if 0 < edge < dim)})
-    return tuple(piece for a, b in zip(marks, marks[1:], strict=False) for piece in split(a, b))
+    return tuple(piece for a, b in pairwise(marks) for piece in split(a, b))
 
 
 def in_pairs(dim: int, start: int, rotary_dim: int, interleaved: bool) -> tuple[Piece, ...]:

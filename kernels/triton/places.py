@@ -4,7 +4,7 @@
 |---|---|---|
 | original positions | its position | its position |
 | in_cache, one query | sinks stay, the others move up by the tokens that are gone | moves up as well |
-| in_cache, many queries | sinks stay, the others move up by those gone before the first query | toward sinks at most budget - 1 |
+| in_cache, many queries | sinks stay, the others move up by those gone at first | toward sinks at most budget - 1 |
 | in_cache by scores | its rank among the tokens kept: `slots_place`; new ones stand behind | as new ones |
 
 Only distances matter to RoPE and to a relative bias, so all keys but the sinks may be counted from one base, that of

@@ -290,7 +290,7 @@ class Reader:
             return name
         if self._integers and not isinstance(self.storage, Int8) and self.dot == "float16":
             # An integer below 1024 in the mantissa of 1024: two instructions, and no conversion.
-            return f"((({name}).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)"
+            return f"(({name}.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)"
         return f"{name}.to({kind})"
 
     def _dequantized(self, source: Source, piece: Piece, index: int, masked: bool) -> list[str]:

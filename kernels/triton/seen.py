@@ -72,25 +72,31 @@ def ordered(spec: KernelSpec, origin: str, limit: str, full: bool) -> Bounds:
     if limit:
         lines.append(f"end = tl.minimum(end, {limit})")
     start = "0" if origin == "0" else f"tl.maximum(-{origin}, 0)"  # of the first slot that is no padding
-    lines.append(f"low = {start}")
-    far_low = start
+    # Whether tiles may begin later than at the first slot.
+    shifts = bool(below) or origin != "0"
+    shift, far_low = "", start
+    has_sinks = bool(sinks and below)
+    if shifts:
+        shift = " - shift"
+        lines.append(f"low = {start}")
     if below:
         # A window of the site hides the sinks of the retention as well: then their tiles are read for nothing.
-        lines.append(f"low = tl.maximum({_max(below)}{back}, {start})")
+        lines[-1] = f"low = tl.maximum({_max(below)}{back}, {start})"
         lines.append(f"far_low = tl.maximum({_max(lows(spec, 'far'))}{back}, {start})")
         far_low = "far_low"
-    has_sinks = bool(sinks and below)
+    reached = f"(tl.maximum(end, 0) + {n - 1}) // {n}"
     if has_sinks:
         own = f"tl.maximum(tl.minimum({sinks}{back}, end), 0)"
         lines.append(f"sink_tiles = ({own} + {n - 1}) // {n}")
         lines.append(f"shift = tl.maximum(low // {n}, sink_tiles) - sink_tiles")
-        lines.append(f"tiles = tl.maximum((tl.maximum(end, 0) + {n - 1}) // {n} - shift, sink_tiles)")
-    else:
+        lines.append(f"tiles = tl.maximum({reached} - shift, sink_tiles)")
+    elif shifts:
         lines.append(f"shift = low // {n}")
-        lines.append(f"tiles = tl.maximum((tl.maximum(end, 0) + {n - 1}) // {n} - shift, 0)")
-    lines.append(f"plain_from = ({far_low} + {n - 1}) // {n} - shift")
-    if has_sinks:
-        lines.append("plain_from = tl.maximum(plain_from, sink_tiles)")
+        lines.append(f"tiles = tl.maximum({reached} - shift, 0)")
+    else:
+        lines.append(f"tiles = {reached}")
+    # Where tiles are shifted this is behind those of the sinks: they are low // n - shift of them.
+    lines.append(f"plain_from = ({far_low} + {n - 1}) // {n} - shift" if shifts else "plain_from = 0")
     lines.append(f"plain_end = near + 1{back}")
     if limit:
         lines.append(f"plain_end = tl.minimum(plain_end, {limit})")
@@ -98,7 +104,7 @@ def ordered(spec: KernelSpec, origin: str, limit: str, full: bool) -> Bounds:
         first = max(_in_full(spec, side)[0] for side in ("keys", "values"))
         if first:
             lines.append(
-                f"plain_from = tl.maximum(plain_from, tl.maximum({first}{back} + {n - 1}, 0) // {n} - shift)"
+                f"plain_from = tl.maximum(plain_from, tl.maximum({first}{back} + {n - 1}, 0) // {n}{shift})"
             )
         for side in ("keys", "values"):
             settled = _in_full(spec, side)[1]
@@ -106,7 +112,7 @@ def ordered(spec: KernelSpec, origin: str, limit: str, full: bool) -> Bounds:
                 lines.append(
                     f"plain_end = tl.minimum(plain_end, {settled.replace('{}', 'tl.maximum(near + 1, 0)')}{back})"
                 )
-    lines.append(f"plain_to = tl.maximum(plain_end, 0) // {n} - shift")
+    lines.append(f"plain_to = tl.maximum(plain_end, 0) // {n}{shift}")
     return Bounds(tuple(lines), has_sinks, True)
 
 

@@ -29,7 +29,14 @@ def printed(expression: sympy.Basic, names: Mapping[sympy.Symbol, str], table: s
             case sympy.Integer():
                 return str(node) if node >= 0 else f"({node})"
             case sympy.Add():
-                return "(" + " + ".join(map(visit, node.args)) + ")"
+                # What is taken away stands behind the rest.
+                terms = sorted(node.args, key=lambda term: term.could_extract_minus_sign())
+                first, *others = terms
+                text = visit(first)
+                for term in others:
+                    away = term.could_extract_minus_sign()
+                    text += f" - {visit(-term)}" if away else f" + {visit(term)}"
+                return f"({text})"
             case sympy.Mul():
                 return "(" + " * ".join(map(visit, node.args)) + ")"
             case sympy.Mod():

@@ -29,8 +29,6 @@ def columns(
     n = tl.arange(0, 64)
     start = tl.program_id(0) * 64
     first = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
-    near = first + counted
-    far = first + tokens - 1
     end = tl.minimum(tl.maximum(first, 0), 1024)
     kc0 = tl.arange(0, 128)[None, :]
     # Keys of the slots; queries from the first that counts and sees any of them.
@@ -40,7 +38,6 @@ def columns(
     inside = start + n < end
     base = (batch * 8 + head) * 1024 + start
     k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0, mask=inside[:, None], other=0.0)
-    k0 = k0
     for from_row in range(from_token, tokens, 64):
         token = from_row + m
         real = token < tokens

@@ -31,7 +31,6 @@ def decode_attention(
     heads = head * 4 + m
     real = m < 4
     position = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
-    length = position + 1
     near = position
     far = position
     kc0 = tl.arange(0, 128)[None, :]
@@ -43,57 +42,50 @@ def decode_attention(
 
     # the cache
     end = far + 1
-    low = 0
-    shift = low // 64
-    tiles = tl.maximum((tl.maximum(end, 0) + 63) // 64 - shift, 0)
-    plain_from = (0 + 63) // 64 - shift
+    tiles = (tl.maximum(end, 0) + 63) // 64
+    plain_from = 0
     plain_end = near + 1
-    plain_to = tl.maximum(plain_end, 0) // 64 - shift
+    plain_to = tl.maximum(plain_end, 0) // 64
     share = (tiles + splits - 1) // splits
     begin = split * share
     stop = tl.minimum(begin + share, tiles)
     plain_begin = tl.minimum(tl.maximum(begin, plain_from), stop)
     plain_stop = tl.maximum(tl.minimum(stop, plain_to), plain_begin)
     for tile in range(plain_begin, plain_stop):
-        start = (tile + shift) * 64
+        start = tile * 64
         base = (batch * 8 + head) * slots + start
         k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0)
-        k0 = k0
         s = tl.dot(q0, tl.trans(k0))
         s = s * 0.12751743082459868
         v0 = tl.load(values_data_ptr + base * 128 + n[:, None] * 128 + vc0)
-        v0 = v0
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
         total = total * alpha + tl.sum(p, 1)
         top = highest
         acc0 = acc0 * alpha[:, None]
-        w = (p).to(tl.bfloat16)
+        w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, v0, acc0)
     # Tiles before and after those, in which not every key is seen.
     edges = tl.maximum(stop - begin, 0) - (plain_stop - plain_begin)
     for edge in range(0, edges):
         tile = begin + edge
         tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
-        start = (tile + shift) * 64
+        start = tile * 64
         inside = start + n < end
-        key = start + n
         base = (batch * 8 + head) * slots + start
         k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0, mask=inside[:, None], other=0.0)
-        k0 = k0
         s = tl.dot(q0, tl.trans(k0))
         s = s * 0.12751743082459868
         s = tl.where(inside[None, :], s, float("-inf"))
         v0 = tl.load(values_data_ptr + base * 128 + n[:, None] * 128 + vc0, mask=inside[:, None], other=0.0)
-        v0 = v0
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
         total = total * alpha + tl.sum(p, 1)
         top = highest
         acc0 = acc0 * alpha[:, None]
-        w = (p).to(tl.bfloat16)
+        w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, v0, acc0)
 
     row = ((batch * 8 + head) * splits + split) * 4 + m

@@ -33,7 +33,6 @@ def decode_attention(
     heads = head * 2 + m
     real = m < 2
     position = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
-    length = position + 1
     near = position
     far = position
     kc0 = tl.arange(0, 256)[None, :]
@@ -51,7 +50,6 @@ def decode_attention(
 
     # the cache
     end = far + 1
-    low = 0
     low = tl.maximum((near - 4095), 0)
     far_low = tl.maximum((far - 4095), 0)
     shift = low // 32

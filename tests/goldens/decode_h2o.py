@@ -32,8 +32,6 @@ def decode_attention(
     real = m < 3
     position = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
     length = position + 1
-    near = position
-    far = position
     kc0 = tl.arange(0, 64)[None, :]
     vc0 = tl.arange(0, 64)[None, :]
     q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + kc0, mask=real[:, None], other=0.0)
@@ -52,22 +50,20 @@ def decode_attention(
     plain_begin = tl.minimum(tl.maximum(begin, plain_from), stop)
     plain_stop = tl.maximum(tl.minimum(stop, plain_to), plain_begin)
     for tile in range(plain_begin, plain_stop):
-        start = (tile) * 64
+        start = tile * 64
         base = (batch * 3 + head) * 1024 + start
         k0 = tl.load(keys_data_ptr + base * 64 + n[:, None] * 64 + kc0)
-        k0 = k0
         s = tl.dot(q0, tl.trans(k0))
         s = s * 0.18033688011112042
-        tl.store(logits_ptr + ((batch * 3 + head) * 3 + m[:, None]) * 1024 + (start + n)[None, :], s, mask=real[:, None] & ((start + n) < 1024)[None, :])
+        tl.store(logits_ptr + ((batch * 3 + head) * 3 + m[:, None]) * 1024 + (start + n)[None, :], s, mask=real[:, None] & (start + n < 1024)[None, :])
         v0 = tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0)
-        v0 = v0
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
         total = total * alpha + tl.sum(p, 1)
         top = highest
         acc0 = acc0 * alpha[:, None]
-        w = (p).to(tl.bfloat16)
+        w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, v0, acc0)
     # Tiles before and after those, in which not every key is seen.
     edges = tl.maximum(stop - begin, 0) - (plain_stop - plain_begin)
@@ -78,20 +74,18 @@ def decode_attention(
         inside = start + n < end
         base = (batch * 3 + head) * 1024 + start
         k0 = tl.load(keys_data_ptr + base * 64 + n[:, None] * 64 + kc0, mask=inside[:, None], other=0.0)
-        k0 = k0
         s = tl.dot(q0, tl.trans(k0))
         s = s * 0.18033688011112042
         s = tl.where(inside[None, :], s, float("-inf"))
-        tl.store(logits_ptr + ((batch * 3 + head) * 3 + m[:, None]) * 1024 + (start + n)[None, :], s, mask=real[:, None] & ((start + n) < 1024)[None, :])
+        tl.store(logits_ptr + ((batch * 3 + head) * 3 + m[:, None]) * 1024 + (start + n)[None, :], s, mask=real[:, None] & (start + n < 1024)[None, :])
         v0 = tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0, mask=inside[:, None], other=0.0)
-        v0 = v0
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
         total = total * alpha + tl.sum(p, 1)
         top = highest
         acc0 = acc0 * alpha[:, None]
-        w = (p).to(tl.bfloat16)
+        w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, v0, acc0)
 
     row = ((batch * 3 + head) * splits + split) * 3 + m

@@ -93,7 +93,6 @@ def decode_attention(
     heads = head * 4 + m
     real = m < 4
     position = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
-    length = position + 1
     near = position
     far = position
     kc0 = tl.arange(0, 32)[None, :]
@@ -118,10 +117,10 @@ def decode_attention(
     q2 = q2 / norm[:, None]
     q3 = q3 / norm[:, None]
     row_scale = norm * 0.12751743082459868
-    q_sum0 = tl.sum(q0.to(tl.float32), 1)
-    q_sum1 = tl.sum(q1.to(tl.float32), 1)
-    q_sum2 = tl.sum(q2.to(tl.float32), 1)
-    q_sum3 = tl.sum(q3.to(tl.float32), 1)
+    q_sum0 = tl.sum(q0, 1)
+    q_sum1 = tl.sum(q1, 1)
+    q_sum2 = tl.sum(q2, 1)
+    q_sum3 = tl.sum(q3, 1)
     q0 = q0.to(tl.float16)
     q1 = q1.to(tl.float16)
     q2 = q2.to(tl.float16)
@@ -140,19 +139,17 @@ def decode_attention(
 
     # the cache
     end = far + 1
-    low = 0
-    shift = low // 128
-    tiles = tl.maximum((tl.maximum(end, 0) + 127) // 128 - shift, 0)
-    plain_from = (0 + 127) // 128 - shift
+    tiles = (tl.maximum(end, 0) + 127) // 128
+    plain_from = 0
     plain_end = near + 1
-    plain_to = tl.maximum(plain_end, 0) // 128 - shift
+    plain_to = tl.maximum(plain_end, 0) // 128
     share = (tiles + splits - 1) // splits
     begin = split * share
     stop = tl.minimum(begin + share, tiles)
     plain_begin = tl.minimum(tl.maximum(begin, plain_from), stop)
     plain_stop = tl.maximum(tl.minimum(stop, plain_to), plain_begin)
     for tile in range(plain_begin, plain_stop):
-        start = (tile + shift) * 128
+        start = tile * 128
         base = (batch * 8 + head) * slots + start
         k_scale = tl.load(keys_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
         k_scale_0, k_scale_1 = tl.split(tl.reshape(k_scale, [128, 2, 2]))
@@ -232,9 +229,8 @@ def decode_attention(
     for edge in range(0, edges):
         tile = begin + edge
         tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
-        start = (tile + shift) * 128
+        start = tile * 128
         inside = start + n < end
-        key = start + n
         base = (batch * 8 + head) * slots + start
         k_scale = tl.load(keys_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
         k_scale_0, k_scale_1 = tl.split(tl.reshape(k_scale, [128, 2, 2]))

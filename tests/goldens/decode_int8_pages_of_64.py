@@ -57,7 +57,6 @@ def decode_attention(
     heads = head * 4 + m
     real = m < 4
     position = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
-    length = position + 1
     near = position
     far = position
     kc0 = tl.arange(0, 128)[None, :]
@@ -75,19 +74,17 @@ def decode_attention(
 
     # the cache
     end = far + 1
-    low = 0
-    shift = low // 64
-    tiles = tl.maximum((tl.maximum(end, 0) + 63) // 64 - shift, 0)
-    plain_from = (0 + 63) // 64 - shift
+    tiles = (tl.maximum(end, 0) + 63) // 64
+    plain_from = 0
     plain_end = near + 1
-    plain_to = tl.maximum(plain_end, 0) // 64 - shift
+    plain_to = tl.maximum(plain_end, 0) // 64
     share = (tiles + splits - 1) // splits
     begin = split * share
     stop = tl.minimum(begin + share, tiles)
     plain_begin = tl.minimum(tl.maximum(begin, plain_from), stop)
     plain_stop = tl.maximum(tl.minimum(stop, plain_to), plain_begin)
     for tile in range(plain_begin, plain_stop):
-        start = (tile + shift) * 64
+        start = tile * 64
         page = tl.load(page_table_ptr + batch * page_table_s0 + (start // 64)).to(tl.int64)
         base = (page * 8 + head) * 64 + (start % 64)
         k_scale = tl.load(keys_scale_ptr + base + n).to(tl.float32)
@@ -116,9 +113,8 @@ def decode_attention(
     for edge in range(0, edges):
         tile = begin + edge
         tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
-        start = (tile + shift) * 64
+        start = tile * 64
         inside = start + n < end
-        key = start + n
         page = tl.load(page_table_ptr + batch * page_table_s0 + (start // 64)).to(tl.int64)
         base = (page * 8 + head) * 64 + (start % 64)
         k_scale = tl.load(keys_scale_ptr + base + n, mask=inside, other=0.0).to(tl.float32)

@@ -114,8 +114,6 @@ def decode_attention(
     q0 = q0 / norm[:, None]
     q1 = q1 / norm[:, None]
     row_scale = norm * 0.12751743082459868
-    q0 = q0.to(tl.float32)
-    q1 = q1.to(tl.float32)
     top = tl.full([16], -1.0e30, tl.float32)
     total = tl.zeros([16], tl.float32)
     acc0 = tl.zeros([16, 32], tl.float32)
@@ -130,21 +128,19 @@ def decode_attention(
 
     # the cache
     end = far + 1
-    low = 0
-    shift = low // 32
-    tiles = tl.maximum((tl.maximum(end, 0) + 31) // 32 - shift, 0)
-    plain_from = (0 + 31) // 32 - shift
+    tiles = (tl.maximum(end, 0) + 31) // 32
+    plain_from = 0
     plain_end = near + 1
-    plain_end = tl.minimum(plain_end, (tl.maximum(near + 1, 0) + ((-1) * (tl.maximum(near + 1, 0) % 128))))
-    plain_end = tl.minimum(plain_end, ((-128) + tl.maximum(near + 1, 0)))
-    plain_to = tl.maximum(plain_end, 0) // 32 - shift
+    plain_end = tl.minimum(plain_end, (tl.maximum(near + 1, 0) - (tl.maximum(near + 1, 0) % 128)))
+    plain_end = tl.minimum(plain_end, (tl.maximum(near + 1, 0) - 128))
+    plain_to = tl.maximum(plain_end, 0) // 32
     share = (tiles + splits - 1) // splits
     begin = split * share
     stop = tl.minimum(begin + share, tiles)
     plain_begin = tl.minimum(tl.maximum(begin, plain_from), stop)
     plain_stop = tl.maximum(tl.minimum(stop, plain_to), plain_begin)
     for tile in range(plain_begin, plain_stop):
-        start = (tile + shift) * 32
+        start = tile * 32
         base = (batch * 8 + head) * slots + start
         base_32 = (batch * 8 + head) * ((slots + 31) // 32 * 32) + start
         k_scale0 = tl.load(keys_scale_ptr + base_32 // 32 * 128 + kc0).to(tl.float32)
@@ -206,13 +202,13 @@ def decode_attention(
     for edge in range(0, edges):
         tile = begin + edge
         tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
-        start = (tile + shift) * 32
+        start = tile * 32
         inside = start + n < end
         key = start + n
         base = (batch * 8 + head) * slots + start
         base_32 = (batch * 8 + head) * ((slots + 31) // 32 * 32) + start
-        k_in_full = ((key >= (length + ((-1) * (length % 128))))) & inside
-        v_in_full = ((key >= ((-128) + length))) & inside
+        k_in_full = ((key >= (length - (length % 128)))) & inside
+        v_in_full = ((key >= (length - 128))) & inside
         every = inside
         inside = (inside & ~k_in_full)
         k_scale0 = tl.load(keys_scale_ptr + base_32 // 32 * 128 + kc0).to(tl.float32)

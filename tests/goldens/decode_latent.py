@@ -30,7 +30,6 @@ def decode_attention(
     heads = head * 16 + m
     real = m < 16
     position = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
-    length = position + 1
     near = position
     far = position
     kc0 = tl.arange(0, 512)[None, :]
@@ -43,24 +42,20 @@ def decode_attention(
 
     # the cache
     end = far + 1
-    low = 0
-    shift = low // 32
-    tiles = tl.maximum((tl.maximum(end, 0) + 31) // 32 - shift, 0)
-    plain_from = (0 + 31) // 32 - shift
+    tiles = (tl.maximum(end, 0) + 31) // 32
+    plain_from = 0
     plain_end = near + 1
-    plain_to = tl.maximum(plain_end, 0) // 32 - shift
+    plain_to = tl.maximum(plain_end, 0) // 32
     share = (tiles + splits - 1) // splits
     begin = split * share
     stop = tl.minimum(begin + share, tiles)
     plain_begin = tl.minimum(tl.maximum(begin, plain_from), stop)
     plain_stop = tl.maximum(tl.minimum(stop, plain_to), plain_begin)
     for tile in range(plain_begin, plain_stop):
-        start = (tile + shift) * 32
+        start = tile * 32
         base = (batch * 1 + head) * slots + start
         k0 = tl.load(keys_data_ptr + base * 576 + n[:, None] * 576 + kc0)
-        k0 = k0
         k1 = tl.load(keys_data_ptr + base * 576 + n[:, None] * 576 + kc1)
-        k1 = k1
         s = tl.dot(q0, tl.trans(k0))
         s = tl.dot(q1, tl.trans(k1), s)
         s = s * 0.06011229337037347
@@ -70,21 +65,18 @@ def decode_attention(
         total = total * alpha + tl.sum(p, 1)
         top = highest
         acc0 = acc0 * alpha[:, None]
-        w = (p).to(tl.bfloat16)
+        w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, k0, acc0)
     # Tiles before and after those, in which not every key is seen.
     edges = tl.maximum(stop - begin, 0) - (plain_stop - plain_begin)
     for edge in range(0, edges):
         tile = begin + edge
         tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
-        start = (tile + shift) * 32
+        start = tile * 32
         inside = start + n < end
-        key = start + n
         base = (batch * 1 + head) * slots + start
         k0 = tl.load(keys_data_ptr + base * 576 + n[:, None] * 576 + kc0, mask=inside[:, None], other=0.0)
-        k0 = k0
         k1 = tl.load(keys_data_ptr + base * 576 + n[:, None] * 576 + kc1, mask=inside[:, None], other=0.0)
-        k1 = k1
         s = tl.dot(q0, tl.trans(k0))
         s = tl.dot(q1, tl.trans(k1), s)
         s = s * 0.06011229337037347
@@ -95,7 +87,7 @@ def decode_attention(
         total = total * alpha + tl.sum(p, 1)
         top = highest
         acc0 = acc0 * alpha[:, None]
-        w = (p).to(tl.bfloat16)
+        w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, k0, acc0)
 
     row = ((batch * 1 + head) * splits + split) * 16 + m

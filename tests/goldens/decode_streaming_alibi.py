@@ -32,8 +32,6 @@ def decode_attention(
     real = m < 1
     position = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
     length = position + 1
-    near = position
-    far = position
     kc0 = tl.arange(0, 128)[None, :]
     vc0 = tl.arange(0, 128)[None, :]
     q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + kc0, mask=real[:, None], other=0.0)
@@ -53,23 +51,21 @@ def decode_attention(
     plain_begin = tl.minimum(tl.maximum(begin, plain_from), stop)
     plain_stop = tl.maximum(tl.minimum(stop, plain_to), plain_begin)
     for tile in range(plain_begin, plain_stop):
-        start = (tile) * 64
-        key = tl.where(((start + n) < 4), (start + n), ((-1) + length + ((-1) * (((1019 + length + ((-1) * (start + n))) % 1020 + 1020) % 1020))))
+        start = tile * 64
+        key = tl.where(((start + n) < 4), (start + n), (length - 1 - (((1019 + length - (start + n)) % 1020 + 1020) % 1020)))
         base = (batch * 32 + head) * 1024 + start
         k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0)
-        k0 = k0
         s = tl.dot(q0, tl.trans(k0))
         s = s * 0.12751743082459868
         s = s - slope[:, None] * (position - key[None, :]).to(tl.float32)
         v0 = tl.load(values_data_ptr + base * 128 + n[:, None] * 128 + vc0)
-        v0 = v0
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
         total = total * alpha + tl.sum(p, 1)
         top = highest
         acc0 = acc0 * alpha[:, None]
-        w = (p).to(tl.bfloat16)
+        w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, v0, acc0)
     # Tiles before and after those, in which not every key is seen.
     edges = tl.maximum(stop - begin, 0) - (plain_stop - plain_begin)
@@ -78,23 +74,21 @@ def decode_attention(
         tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
         start = tile * 64
         inside = start + n < end
-        key = tl.where(((start + n) < 4), (start + n), ((-1) + length + ((-1) * (((1019 + length + ((-1) * (start + n))) % 1020 + 1020) % 1020))))
+        key = tl.where(((start + n) < 4), (start + n), (length - 1 - (((1019 + length - (start + n)) % 1020 + 1020) % 1020)))
         base = (batch * 32 + head) * 1024 + start
         k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0, mask=inside[:, None], other=0.0)
-        k0 = k0
         s = tl.dot(q0, tl.trans(k0))
         s = s * 0.12751743082459868
         s = s - slope[:, None] * (position - key[None, :]).to(tl.float32)
         s = tl.where(inside[None, :], s, float("-inf"))
         v0 = tl.load(values_data_ptr + base * 128 + n[:, None] * 128 + vc0, mask=inside[:, None], other=0.0)
-        v0 = v0
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
         total = total * alpha + tl.sum(p, 1)
         top = highest
         acc0 = acc0 * alpha[:, None]
-        w = (p).to(tl.bfloat16)
+        w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, v0, acc0)
 
     row = ((batch * 32 + head) * splits + split) * 1 + m

@@ -33,6 +33,7 @@ def prefill_attention(
     real = token < tokens
     first = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
     position = first + token
+    # The first and the last query of the tile.
     near = first + below // 4
     far = first + tl.minimum((below + 63) // 4, tokens - 1)
     kc0 = tl.arange(0, 128)[None, :]
@@ -44,56 +45,50 @@ def prefill_attention(
 
     # the cache
     end = far + 1
-    low = 0
-    shift = low // 64
-    tiles = tl.maximum((tl.maximum(end, 0) + 63) // 64 - shift, 0)
-    plain_from = (0 + 63) // 64 - shift
+    tiles = (tl.maximum(end, 0) + 63) // 64
+    plain_from = 0
     plain_end = near + 1
-    plain_to = tl.maximum(plain_end, 0) // 64 - shift
+    plain_to = tl.maximum(plain_end, 0) // 64
     begin = 0
     stop = tiles
     plain_begin = tl.minimum(tl.maximum(begin, plain_from), stop)
     plain_stop = tl.maximum(tl.minimum(stop, plain_to), plain_begin)
     for tile in range(plain_begin, plain_stop):
-        start = (tile + shift) * 64
+        start = tile * 64
         base = (batch * 8 + head) * slots + start
         k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0)
-        k0 = k0
         s = tl.dot(q0, tl.trans(k0))
         s = s * 0.12751743082459868
         v0 = tl.load(values_data_ptr + base * 128 + n[:, None] * 128 + vc0)
-        v0 = v0
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
         total = total * alpha + tl.sum(p, 1)
         top = highest
         acc0 = acc0 * alpha[:, None]
-        w = (p).to(tl.bfloat16)
+        w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, v0, acc0)
     # Tiles before and after those, in which not every key is seen.
     edges = tl.maximum(stop - begin, 0) - (plain_stop - plain_begin)
     for edge in range(0, edges):
         tile = begin + edge
         tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
-        start = (tile + shift) * 64
+        start = tile * 64
         inside = start + n < end
         key = start + n
         base = (batch * 8 + head) * slots + start
         k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0, mask=inside[:, None], other=0.0)
-        k0 = k0
         s = tl.dot(q0, tl.trans(k0))
         s = s * 0.12751743082459868
         s = tl.where(inside[None, :] & (key[None, :] <= position[:, None]), s, float("-inf"))
         v0 = tl.load(values_data_ptr + base * 128 + n[:, None] * 128 + vc0, mask=inside[:, None], other=0.0)
-        v0 = v0
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
         total = total * alpha + tl.sum(p, 1)
         top = highest
         acc0 = acc0 * alpha[:, None]
-        w = (p).to(tl.bfloat16)
+        w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, v0, acc0)
 
     # A query of padding sees nothing, and gives 0.

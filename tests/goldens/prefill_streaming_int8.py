@@ -62,6 +62,7 @@ def prefill_attention(
     real = token < tokens
     first = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
     position = first + token
+    # The first and the last query of the tile.
     near = first + below // 4
     far = first + tl.minimum((below + 63) // 4, tokens - 1)
     kc0 = tl.arange(0, 128)[None, :]
@@ -85,7 +86,7 @@ def prefill_attention(
     for tile in range(begin, stop):
         start = tile * 64
         inside = start + n < end
-        key = tl.where(((start + n) < 4), (start + n), ((-1) + tl.maximum(first, 0) + ((-1) * (((1019 + tl.maximum(first, 0) + ((-1) * (start + n))) % 1020 + 1020) % 1020))))
+        key = tl.where(((start + n) < 4), (start + n), (tl.maximum(first, 0) - 1 - (((1019 + tl.maximum(first, 0) - (start + n)) % 1020 + 1020) % 1020)))
         base = (batch * 8 + head) * 1024 + start
         k_scale = tl.load(keys_scale_ptr + base + n, mask=inside, other=0.0).to(tl.float32)
         k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0, mask=inside[:, None], other=0)
@@ -113,14 +114,12 @@ def prefill_attention(
     # the new tokens
     end = far + 1 - first
     end = tl.minimum(end, tokens)
-    low = tl.maximum(-first, 0)
     low = tl.maximum((near - 1019) - first, tl.maximum(-first, 0))
     far_low = tl.maximum((far - 1019) - first, tl.maximum(-first, 0))
     sink_tiles = (tl.maximum(tl.minimum(4 - first, end), 0) + 63) // 64
     shift = tl.maximum(low // 64, sink_tiles) - sink_tiles
     tiles = tl.maximum((tl.maximum(end, 0) + 63) // 64 - shift, sink_tiles)
     plain_from = (far_low + 63) // 64 - shift
-    plain_from = tl.maximum(plain_from, sink_tiles)
     plain_end = near + 1 - first
     plain_end = tl.minimum(plain_end, tokens)
     plain_to = tl.maximum(plain_end, 0) // 64 - shift
