@@ -87,8 +87,8 @@ def decode_attention(
     split = tl.program_id(0)
     splits = tl.num_programs(0)
     head = tl.program_id(1)
-    batch = tl.program_id(2).to(tl.int64)
     m = tl.arange(0, 16)
+    batch = tl.program_id(2).to(tl.int64)
     n = tl.arange(0, 128)
     heads = head * 4 + m
     real = m < 4
