@@ -95,7 +95,7 @@ def test_fp8_becomes_float16(name: str, dtype: torch.dtype) -> None:
     """All that is ever stored: finite numbers."""
     known = torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float16).numpy()
     stored = [byte for byte in range(256) if np.isfinite(known[byte])]
-    for start in range(0, len(stored) - 3):
+    for start in range(len(stored) - 3):
         four = stored[start : start + 4]
         out = run(assembly()[f"fp8_{name}_halves"], {"$2": sum(b << 8 * i for i, b in enumerate(four))})
         assert [*halves(out["$0"]), *halves(out["$1"])] == [known[b] for b in four]
