@@ -67,6 +67,13 @@ RINGS = {
     ),
     "H2O": Case(CacheLayout(Int8(), Int8(), Slots(), replace(H2O, heavy=30)), (4, 2), chunks=(24, 15, 1)),
 }
+# Groups of more heads than a tile of decode has rows.
+LARGE = {
+    "group of 20": Case(CacheLayout(Int8(), Affine(4, 16)), (40, 2), score=ALIBI, chunks=(9, 1, 1)),
+    "H2O, group of 20": Case(
+        CacheLayout(Int8(), Int8(), Slots(), H2O), (40, 2), score=SINKS, chunks=(9, 1, 1)
+    ),
+}
 
 
 # ---- decode and combine
@@ -198,18 +205,18 @@ def test_logits_are_those_of_the_slots() -> None:
     [
         *((name, (32, 32)) for name in (*IN_ORDER, *RINGS)),
         *((name, (64, 16)) for name in ("plain", "in full", "sinks and window", "ring", "H2O")),
+        *((name, (16, 16)) for name in LARGE),
     ],
 )
 def test_any_tiles(monkeypatch: pytest.MonkeyPatch, name: str, tile: tuple[int, int]) -> None:
     """What a table of configurations may say changes nothing: rows and slots of tiles, and splits."""
-    case = (IN_ORDER | RINGS)[name]
+    case = (IN_ORDER | RINGS | LARGE)[name]
 
     def config(kernels: attention.Kernels, role: str) -> Config:
-        rows = max(16, 1 << (kernels.num_qo_heads // kernels.num_kv_heads - 1).bit_length())
-        return Config(rows if role == "decode" else tile[0], tile[1], waves=6.0)
+        return Config(16 if role == "decode" else tile[0], tile[1], waves=6.0)
 
     monkeypatch.setattr(attention.Kernels, "config", config)
-    check(replace(case, pads=(0, 7)))
+    check(replace(case, pads=(0, 7) if name not in LARGE else (3,)))
 
 
 def test_the_log_sum_exp_of_many_queries() -> None:
