@@ -15,14 +15,20 @@ from tests.models import tiny_hf
 from tests.triton_write import kernels_folder  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
-STREAM = {"cache": {"retention": {"kind": "sink_window", "sinks": 2, "window": 9, "positions": "in_cache"}}}
+# What sliding layers do not show cannot be kept for them.
+SLIDING = [{"where": {"attention": "sliding"}, "cache": {"retention": {"kind": "window"}}}]
+STREAM = {
+    "cache": {"retention": {"kind": "sink_window", "sinks": 2, "window": 9, "positions": "in_cache"}},
+    "layers": SLIDING,
+}
 PAGES = {"cache": {"keys": {"dtype": "int8"}, "placement": {"kind": "paged", "page_size": 8}}}
 H2O = {
     "cache": {
         "keys": {"dtype": "int8"},
         "values": {"dtype": "int8"},
         "retention": {"kind": "h2o", "sinks": 1, "heavy": 6, "recent": 5},
-    }
+    },
+    "layers": SLIDING,
 }
 RECENT = {"cache": {"keys": {"dtype": "int4", "residual": 6}, "values": {"dtype": "int8", "residual": 4}}}
 
@@ -73,7 +79,9 @@ def test_models_generate_what_the_reference_does(kind: str, recipe: Any) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "bloom", "phi", "mixtral"])
-@pytest.mark.parametrize("recipe", [PAGES, H2O, STREAM, RECENT, "int8"], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [PAGES, H2O, STREAM, RECENT, "int8"], ids=["pages", "H2O", "stream", "recent", "int8"]
+)
 def test_more_models(kind: str, recipe: Any) -> None:
     check(model_of(kind), recipe)
 
