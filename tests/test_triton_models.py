@@ -35,18 +35,19 @@ def model_of(kind: str, **changes: Any) -> nn.Module:
     return tiny_hf(kind, attn, 2 if kind in ("gpt_oss", "gemma2") else 1, **changes)
 
 
-def generated(model: nn.Module, recipe: Any, kernels: str, verify: str, **more: Any) -> Any:
-    """The tokens that follow two prompts, one of them padded on the left."""
+def generated(model: Any, recipe: Any, kernels: str, verify: str, **more: Any) -> Any:
+    """The tokens that follow two prompts, one of them padded on the left where the model can have that."""
     own = {"compile": {"mode": "none", "kernels": kernels}, "verify": verify, "max_tokens": 64}
     fast: Any = kvcompile.optimize(model, recipe, **(own | more))
     assert {decision.kernels for decision in fast.plan.decisions} == {kernels}
     ids = torch.randint(3, 61, (2, 12), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
-    mask[1, :4] = 0
+    if model.config.model_type != "bloom":  # it counts positions itself
+        mask[1, :4] = 0
     return fast.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False)
 
 
-def check(model: nn.Module, recipe: Any, **more: Any) -> None:
+def check(model: Any, recipe: Any, **more: Any) -> None:
     """What a model generates has a margin over other tokens that kernels' rounding does not use up."""
     tokens = generated(model, recipe, "triton", "quick", **more)
     assert torch.equal(tokens, generated(model, recipe, "reference", "off", **more))
