@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import kvcompile
-from kvcompile import pipeline, verify
+from kvcompile import pipeline
 from kvcompile.api import build
 from kvcompile.errors import PlanError, RecipeError
 from kvcompile.explain import Explanation
@@ -334,5 +334,8 @@ def test_verification_runs_the_kernels_that_were_chosen(monkeypatch: pytest.Monk
         return "too small" if site.layout.placement == Paged(4) else None
 
     monkeypatch.setattr(importlib.import_module("kvcompile.verify.shrink"), "refusal", refuses)
-    small = [verify._shrink(of).decisions[0].layout.placement for of in (plan, generated)]
+    small = [
+        importlib.import_module("kvcompile.verify.shrink").shrink(of).decisions[0].layout.placement
+        for of in (plan, generated)
+    ]
     assert small == [Paged(4), Paged(16)] and asked[:2] == [Paged(4), Paged(16)]
