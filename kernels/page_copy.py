@@ -23,15 +23,11 @@ def page_copy(kernels: Kernels) -> PageCopy:
 
 
 def _reference(pool: Tensor, sources: Tensor, targets: Tensor) -> None:
-    flat = _bytes(pool)
+    # torch gathers no fp8
+    flat = pool.view(torch.uint8) if pool.is_floating_point() and pool.itemsize == 1 else pool
     flat[targets] = flat[sources]
 
 
 def _generated(pool: Tensor, sources: Tensor, targets: Tensor) -> None:
-    importlib.import_module("kvcompile.kernels.triton.ops")  # registers it
-    torch.ops.kvcompile.triton_page_copy(_bytes(pool), sources, targets)
-
-
-def _bytes(pool: Tensor) -> Tensor:
-    """The pool as something that can be gathered: torch gathers no fp8."""
-    return pool.view(torch.uint8) if pool.is_floating_point() and pool.itemsize == 1 else pool
+    # Without a layer of generated kernels, nothing of theirs is imported.
+    importlib.import_module("kvcompile.kernels.triton.pages").copy_pages(pool, sources, targets)

@@ -5,10 +5,8 @@ There is no GPU here, so what waits is told by what would: every way from a tens
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import kvcompile
 from kvcompile.api import build
 from kvcompile.kernels.page_copy import page_copy
 from kvcompile.pipeline import understand
@@ -133,22 +132,26 @@ def test_nor_does_generate_between_the_steps() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.float8_e4m3fn])
-def test_page_copies(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By PyTorch, and by the generated kernel's op, of which a stand-in is registered."""
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_page_copies(kernels: Any, dtype: torch.dtype) -> None:
+    """By PyTorch, and by the generated kernel."""
     made = torch.randint(0, 100, (6, 2, 4, 3)).to(torch.uint8 if dtype.itemsize == 1 else dtype)
     wanted = made.clone()
     wanted[[4, 5]] = made[[1, 3]]
-    asked = []
+    pool = made.clone().view(dtype)
+    page_copy(kernels)(pool, torch.tensor([1, 3]), torch.tensor([4, 5]))
+    assert torch.equal(pool.view(made.dtype), wanted)
 
-    def stand_in(pool: Tensor, sources: Tensor, targets: Tensor) -> None:
-        asked.append(pool.dtype)
-        pool[targets] = pool[sources]
 
-    module = ModuleType("kvcompile.kernels.triton.ops")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(torch.ops.kvcompile, "triton_page_copy", stand_in, raising=False)
+def test_beams_of_a_model_on_generated_kernels_copy_their_pages() -> None:
+    """A sequence that is chosen twice goes on by itself, as it does where the reference runs the layers."""
+    model = tiny_hf("llama")
+    ids = torch.randint(3, 61, (2, 11), generator=torch.Generator().manual_seed(0))
+    more: dict[str, Any] = {"max_tokens": 64, "verify": "off"}
+    logits = []
     for kernels in ("reference", "triton"):
-        pool = made.clone().view(dtype)
-        page_copy(kernels)(pool, torch.tensor([1, 3]), torch.tensor([4, 5]))  # type: ignore[arg-type]
-        assert torch.equal(pool.view(made.dtype), wanted)
-    assert asked == [torch.uint8 if dtype.itemsize == 1 else dtype]
+        fast: Any = kvcompile.optimize(model, "paged", compile={"mode": "none", "kernels": kernels}, **more)
+        fast(ids)
+        fast.cache.reorder(torch.tensor([1, 1]))
+        logits.append(torch.cat([fast(torch.tensor([[5 + step], [9]])).logits for step in range(3)]))
+    assert (logits[0] - logits[1]).abs().max() <= 64 * torch.finfo(torch.float32).eps * logits[0].abs().max()
