@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.bits import pack, unpack
+from kvcompile.kernels.dialect import current
+from kvcompile.kernels.fp8_codes import from_code, to_code
 from kvcompile.kernels.hadamard import hadamard
 from kvcompile.layouts import (
     Affine,
@@ -48,14 +50,12 @@ def encode(storage: Storage, x: Tensor, parts: Sequence[Tensor] = ()) -> list[Te
         case Float():
             return [clamped(x, storage.torch_dtype)]
         case Fp8(scale="none"):
-            return [clamped(x.float(), storage.torch_dtype)]
+            return [_fp8(x.float(), storage)]
         case Fp8(scale="tensor" | "head"):
-            scaled = x.float() / parts[1][..., None]
-            return [scaled.clamp(-storage.largest, storage.largest).to(storage.torch_dtype)]
+            return [_fp8(x.float() / parts[1][..., None], storage)]
         case Fp8():
             scale = clamped(x.float().abs().amax(-1) / storage.largest, scale_dtype(storage.scale_dtype))
-            scaled = (x.float() / _divisor(scale)[..., None]).clamp(-storage.largest, storage.largest)
-            return [scaled.to(storage.torch_dtype), scale]
+            return [_fp8(x.float() / _divisor(scale)[..., None], storage), scale]
         case Int8():
             scale = clamped(x.float().abs().amax(-1) / 127, scale_dtype(storage.scale_dtype))
             q = torch.round(x.float() / _divisor(scale)[..., None]).clamp(-127, 127)
@@ -74,11 +74,13 @@ def encode(storage: Storage, x: Tensor, parts: Sequence[Tensor] = ()) -> list[Te
 def decode(storage: Storage, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
     """The storage's parts -> x [..., dim] in `dtype`."""
     match storage:
-        case ModelDtype() | Float() | Fp8(scale="none"):
+        case ModelDtype() | Float():
             return parts[0].to(dtype)
+        case Fp8(scale="none"):
+            return _numbers(storage, parts[0]).to(dtype)
         case Int8() | Fp8():
             data, scale = parts
-            return (data.float() * scale.float()[..., None]).to(dtype)
+            return (_numbers(storage, data).float() * scale.float()[..., None]).to(dtype)
         case Affine():
             data, scale, minimum = parts
             q = unpack(data, storage.bits)
@@ -99,13 +101,13 @@ def as_stored(storage: Storage, read: Storage, x: Tensor, parts: Sequence[Tensor
 
 
 def quantized(x: Tensor, dim: int, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x fp32 -> codes uint8 of its shape, and scale and minimum in `dtype`, without `dim`, which shares them."""
+    """x fp32 -> codes uint8 of its shape (as `unpack` has them), and scale and minimum in `dtype`, without `dim`, which shares them."""
     low, high, levels = x.amin(dim), x.amax(dim), 2**bits - 1
     minimum = clamped(low, dtype)
     scale = clamped((high - low) / levels, dtype)
     shifted = x - minimum.float().unsqueeze(dim)
     q = torch.round(shifted / _divisor(scale).unsqueeze(dim)).clamp(0, levels)
-    return q.to(torch.uint8), scale, minimum
+    return q if current().portable else q.to(torch.uint8), scale, minimum
 
 
 def dequantized(codes: Tensor, scale: Tensor, minimum: Tensor, dim: int) -> Tensor:
@@ -133,7 +135,7 @@ def dot_keys(storage: Storage, q: Tensor, parts: list[Tensor]) -> Tensor:
     """
     if _scaled(storage):
         data, scale = parts
-        return _dot(q, data) * scale.float()[:, :, None]
+        return _dot(q, _numbers(storage, data)) * scale.float()[:, :, None]
     return _dot(q, decode(storage, parts, q.dtype))
 
 
@@ -141,7 +143,7 @@ def weigh_values(storage: Storage, p: Tensor, parts: list[Tensor]) -> Tensor:
     """Probabilities times stored values: p fp32 [B, Hkv, G, T], parts [B, Hkv, T, ...] -> fp32 [B, Hkv, G, Dv]."""
     if _scaled(storage):
         data, scale = parts
-        return _weigh(p * scale.float()[:, :, None], data)
+        return _weigh(p * scale.float()[:, :, None], _numbers(storage, data))
     return _weigh(p, decode(storage, parts, torch.float32))
 
 
@@ -159,7 +161,22 @@ def _scaled(storage: Storage) -> bool:
     return isinstance(storage, Int8) or (isinstance(storage, Fp8) and storage.scale != "none")
 
 
+def _fp8(x: Tensor, storage: Fp8) -> Tensor:
+    """x fp32 as the dialect stores it."""
+    x = x.clamp(-storage.largest, storage.largest)
+    return to_code(x, storage.torch_dtype) if current().portable else x.to(storage.torch_dtype)
+
+
+def _numbers(storage: Storage, data: Tensor) -> Tensor:
+    """Stored numbers as numbers: what the dialect keeps as codes is decoded."""
+    if isinstance(storage, Fp8) and data.dtype != storage.torch_dtype:
+        return from_code(data, storage.torch_dtype)
+    return data
+
+
 def _dot(q: Tensor, k: Tensor) -> Tensor:
+    if current().portable:
+        return torch.matmul(q.float(), k.float().transpose(-1, -2))
     # A product and a sum, not a matmul: for one query, Inductor fuses it with the dequantization and reads
     # each key once from memory, where a batched GEMV of one row is 1.1x (fp32) to 3x (int8) slower on CPUs.
     product: Tensor = q.float()[:, :, :, None] * k.float()[:, :, None]
@@ -167,6 +184,8 @@ def _dot(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _weigh(p: Tensor, v: Tensor) -> Tensor:
+    if current().portable:
+        return torch.matmul(p, v.float())
     return (p[..., None] * v.float()[:, :, None]).sum(-2)
 
 

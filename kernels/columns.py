@@ -5,16 +5,17 @@
 
 Retention by scores needs both (`layouts/scored.py`). The probabilities of all queries at once would take S * T numbers
 a head, so queries come in blocks, each of which is dropped when it has been summed: an op of its own, which compilers
-call and do not look into.
+call and do not look into. A portable graph (`dialect.py`) has them all at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from kvcompile.kernels.dialect import current
 from kvcompile.kernels.forms import PAIRS, may_see
 from kvcompile.kernels.scores import bias_by_heads, probabilities, soft_capped
 from kvcompile.kernels.spec import SiteSpec
@@ -47,7 +48,7 @@ def counted_from(retention: Scored, queries: int) -> int:
     """The first of `queries` queries of a pass whose probabilities count."""
     if retention.score == "last":
         return queries - 1
-    return max(queries - retention.rows, 0) if retention.rows else 0
+    return torch.sym_max(queries - retention.rows, 0) if retention.rows else 0
 
 
 def attend_columns(
@@ -88,9 +89,11 @@ def attend_columns(
     out = q.new_empty(batch, heads, count, v.shape[3])
     columns = torch.zeros(tokens.shape[0], _score_heads(retention, kv_heads), total, device=q.device)
     rows, keys, values = q.unflatten(1, (kv_heads, group)), k.float(), v.float()
-    block = max(1, _ELEMENTS // (batch * heads * total))
-    for start in range(0, count, block):
-        end = min(start + block, count)
+    blocks: Iterable[tuple[int, int]] = [(0, count)]  # of a graph for any count, which has no loops
+    if not current().portable:
+        block = max(1, _ELEMENTS // (batch * heads * total))
+        blocks = ((start, min(start + block, count)) for start in range(0, count, block))
+    for start, end in blocks:
         # Later keys are later tokens.
         seen_to = old + end if len(forms) == 1 else total
         part = rows[:, :, :, start:end].float()
@@ -112,7 +115,7 @@ def attend_columns(
         p = probabilities(scores.masked_fill(~seen[:, :, None], float("-inf")), sinks)
         weighed = p.flatten(2, 3) @ values[:, :, :seen_to]
         out[:, :, start:end] = weighed.unflatten(2, (group, end - start)).flatten(1, 2).to(q.dtype)
-        if end > counted:
+        if current().portable or end > counted:
             counts = (positions[:, start:end] >= 0) & (torch.arange(start, end, device=q.device) >= counted)
             shares = pooled(p, retention).masked_fill(~counts[:, None, :, None], 0.0)
             columns[:, :, :seen_to] += shares.sum(2)

@@ -299,13 +299,14 @@ def _prefill(
             rotate(q, positions, *rope, form=spec.rotary),
             rotate(k, key_positions, *rope, form=spec.rotary),
         )
+    grouped_heads = q.shape[1] != k.shape[1]
     if spec.layout.retention.in_cache:
         scores = _scores_in_cache(q, k, key_positions, positions, seq_lens, rope, spec, bias)
     elif spec.score.plain and dynamic is not None:
         added = _added(dynamic, positions).masked_fill(~seen, float("-inf")).to(q.dtype)
-        return F.scaled_dot_product_attention(q, k, v, added, scale=spec.sm_scale, enable_gqa=True)
+        return F.scaled_dot_product_attention(q, k, v, added, scale=spec.sm_scale, enable_gqa=grouped_heads)
     elif spec.score.plain:
-        return F.scaled_dot_product_attention(q, k, v, seen, scale=spec.sm_scale, enable_gqa=True)
+        return F.scaled_dot_product_attention(q, k, v, seen, scale=spec.sm_scale, enable_gqa=grouped_heads)
     else:
         scores = _final(_scores(q, k), positions, key_positions, spec, bias)
     scores = scores.masked_fill(~seen[:, :, None], float("-inf"))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels import codec, columns, forms, paged, recent
+from kvcompile.kernels.dialect import current
 from kvcompile.kernels.rope import rotate, rotated_first
 from kvcompile.kernels.scores import bias_by_heads, probabilities, soft_capped
 from kvcompile.kernels.sides import as_read, sides, turned_back, weighed
@@ -150,7 +151,8 @@ def _many(
         k_all = rotate(k_all, places, *rope, form=spec.rotary)
     out: Tensor
     gained: Tensor
-    out, gained = columns.OP(
+    attend = columns.attend_columns if current().portable else columns.OP
+    out, gained = attend(
         q,
         k_all,
         v_all,

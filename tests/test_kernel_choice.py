@@ -29,6 +29,7 @@ from kvcompile.pipeline import plan_for, understand
 from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe
 from kvcompile.runtime.cache import KVCache
+from kvcompile.runtime.shape import CacheShape
 from kvcompile.types import RotaryForm
 from tests.models import tiny_hf
 from tests.test_shared_kv import CrossLayer
@@ -301,8 +302,8 @@ def test_fp8_comes_as_bytes_to_kernels_that_take_it_apart(monkeypatch: pytest.Mo
         ("native", generated, {torch.float8_e4m3fn, torch.float16}),
         ("bits", plan, {torch.float8_e4m3fn, torch.float16}),
     ):
-        monkeypatch.setattr("kvcompile.runtime.cache.fp8_form", lambda device, form=form: form)
-        cache = KVCache(of, names, CPU)
+        monkeypatch.setattr("kvcompile.runtime.shape.fp8_form", lambda device, form=form: form)
+        cache = KVCache(CacheShape.of(of, names, CPU), CPU)
         cache.reserve(2)
         assert (
             {x.dtype for x in cache.inputs().values()}

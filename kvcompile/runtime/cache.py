@@ -10,13 +10,9 @@ from torch import Tensor
 
 from kvcompile.errors import InputError, LimitError
 from kvcompile.kernels.page_copy import page_copy
-from kvcompile.kernels.spec import Kernels
-from kvcompile.kernels.triton.available import fp8_form
 from kvcompile.layouts.pages import SPARE_PAGES
-from kvcompile.plan import Plan
 from kvcompile.runtime.pages import PagePool
-
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+from kvcompile.runtime.shape import CacheShape
 
 
 class KVCache:
@@ -26,61 +22,18 @@ class KVCache:
     A batch is a rectangle of columns, padded on the left; each row (sequence) has its own length.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        names: tuple[tuple[str, ...], ...],
-        device: torch.device,
-        states: tuple[tuple[str, ...], ...] = (),
-    ):
-        """
-        names:  the graph's placeholder of each buffer, by layer, in the layout's order
-        states: the same of each recurrent state
-        """
-        self.plan = plan
+    def __init__(self, shape: CacheShape, device: torch.device):
+        self.shape = shape
         self.device = device
         self.batch = 0
         self.columns = 0
         self.seq_lens = torch.zeros(0, dtype=torch.int64, device=device)
         self.buffers: dict[str, Tensor] = {}
         self.version = 0  # of the buffers: another whenever some stand elsewhere in memory
-        limit = plan.limits.max_tokens
-        self._specs = {
-            name: spec
-            for decision, layer in zip(plan.decisions, names, strict=True)
-            for name, spec in zip(layer, decision.buffers(plan.torch_dtype, limit), strict=True)
-        }
-        # Rows that stand at their token's column. Those of a ring (the newest tokens in full) do not, and
-        # the first tokens in full move them further.
-        self._in_order = {
-            name
-            for decision, layer in zip(plan.decisions, names, strict=True)
-            for name in layer
-            if not decision.layout.bounded and not self._specs[name].fixed
-        }
-        # What kernels read as bytes comes to them as bytes: taken as such within a compiled region, it would be copied
-        # there, all of it, and back.
-        bits = any(d.kernels == "triton" for d in plan.decisions) and fp8_form(device) == "bits"
-        self._as_bytes = {
-            name
-            for decision, layer in zip(plan.decisions, names, strict=True)
-            for name in layer
-            if bits and decision.kernels == "triton" and self._specs[name].dtype in _FP8
-        }
-        self._states = {
-            name: slot
-            for state, of_state in zip(plan.states, states, strict=True)
-            for name, slot in zip(of_state, state.slots, strict=True)
-        }
         self._seen: list[int] = []  # tokens of each row, known without asking the device
-        self.pools = tuple(PagePool(group) for group in plan.page_groups)
-        self._paged = {name: spec for name, spec in self._specs.items() if spec.paged}
-        # The buffers of each pool. Sites that read another's cache name its buffers again.
-        of_layer = {d.layer: layer for d, layer in zip(plan.decisions, names, strict=True)}
-        self._in_pool = [
-            [name for layer in pool.group.layers for name in of_layer[layer] if name in self._paged]
-            for pool in self.pools
-        ]
+        self.pools = tuple(PagePool(pool.group) for pool in shape.pools)
+        self._in_pool = [pool.buffers for pool in shape.pools]
+        self._paged = {name: of.spec for name, of in shape.buffers.items() if of.spec.paged}
 
     @property
     def nbytes(self) -> int:
@@ -90,7 +43,7 @@ class KVCache:
     @property
     def span(self) -> int:
         """Slots of the contiguous layers; 0 where there are none."""
-        return 0 if self.plan.bounded else (self.plan.limits.max_tokens or 0)
+        return self.shape.span
 
     def report(self) -> dict[str, Any]:
         """JSON-ready: bytes of the buffers, sequences, columns, and of each pool its layers and pages (without those
@@ -113,10 +66,11 @@ class KVCache:
 
     def inputs(self) -> dict[str, Tensor]:
         """The buffers as the graph takes them."""
-        if not self._as_bytes:
+        as_bytes = {name for name, of in self.shape.buffers.items() if of.as_bytes}
+        if not as_bytes:
             return self.buffers
         return {
-            name: buffer.view(torch.uint8) if name in self._as_bytes else buffer
+            name: buffer.view(torch.uint8) if name in as_bytes else buffer
             for name, buffer in self.buffers.items()
         }
 
@@ -128,15 +82,16 @@ class KVCache:
         for number, names in enumerate(self._in_pool):
             for name in names:
                 shapes[name] = ((f"pages_{number}", *self._paged[name].shape), self._paged[name].dtype)
+        of = self.shape.buffers
         return {
-            name: (shape, torch.uint8 if name in self._as_bytes else dtype)
+            name: (shape, torch.uint8 if name in of and of[name].as_bytes else dtype)
             for name, (shape, dtype) in shapes.items()
         }
 
     def _rows_of(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape without batch, and dtype, of what every sequence has a row of."""
-        rows = {name: (spec.shape, spec.dtype) for name, spec in self._specs.items() if not spec.paged}
-        rows |= {name: (slot.shape, slot.torch_dtype) for name, slot in self._states.items()}
+        specs = {name: of.spec for name, of in self.shape.buffers.items()}
+        rows = {name: (spec.shape, spec.dtype) for name, spec in specs.items() if not spec.paged}
         return rows | {
             pool.group.name: ((pool.group.pages_per_sequence,), torch.int32) for pool in self.pools
         }
@@ -151,7 +106,7 @@ class KVCache:
         Raises:
             LimitError: more than the limits.
         """
-        limits = self.plan.limits
+        limits = self.shape.limits
         if batch > limits.max_batch:
             raise LimitError(
                 f"{batch} sequences, but runtime.max_batch is {limits.max_batch}: raise it in the recipe, or "
@@ -170,7 +125,7 @@ class KVCache:
             LimitError: more sequences or tokens than the limits.
             InputError: another number of sequences than the cache holds.
         """
-        limit = self.plan.limits.max_tokens
+        limit = self.shape.limits.max_tokens
         if self.columns and batch != self.batch:
             raise InputError(
                 f"the cache holds {self.batch} sequences of {self.columns} tokens, and this call has {batch}"
@@ -224,7 +179,7 @@ class KVCache:
                 table = self.buffers[pool.group.name]
                 table[row, kept:] = 0
 
-    def _grow(self, pool: PagePool, names: list[str], lacking: int) -> None:
+    def _grow(self, pool: PagePool, names: Sequence[str], lacking: int) -> None:
         """Let a pool grow, one tensor after the other: each stands in memory twice while it is copied."""
         if not lacking:
             return
@@ -269,9 +224,9 @@ class KVCache:
         }
         for pool in self.pools:
             pool.clear(batch)
-        for name, spec in self._specs.items():
-            if not spec.paged:  # what a pool holds is there when tokens come
-                spec.written(self.buffers[name])
+        for name, of in self.shape.buffers.items():
+            if not of.spec.paged:  # what a pool holds is there when tokens come
+                of.spec.written(self.buffers[name])
         self.batch = batch
         self._seen = [0] * batch
         self.seq_lens = torch.zeros(batch, dtype=torch.int64, device=self.device)
@@ -318,16 +273,11 @@ class KVCache:
             if name in self._paged or name in tables:
                 continue
             # Of a contiguous layer only the slots that hold something.
-            used = buffer[:, :, : self.columns] if name in self._in_order else buffer
+            used = buffer[:, :, : self.columns] if self.shape.buffers[name].in_order else buffer
             used.copy_(used.index_select(0, index))
         self.seq_lens = self.seq_lens.index_select(0, index)
-        if self._states or self.pools:
+        if self.shape.state or self.pools:
             self._seen = [self._seen[i] for i in index.tolist()]
-
-    def _kernels_of(self, pool: PagePool) -> Kernels:
-        """What runs the layers of a pool, and so copies its pages."""
-        used = {d.kernels for d in self.plan.decisions if d.layer in pool.group.layers}
-        return "triton" if used == {"triton"} else "reference"
 
     def _reorder_pages(self, index: list[int]) -> None:
         """Pages follow their sequences; only a sequence that is chosen again is copied."""
@@ -335,13 +285,13 @@ class KVCache:
         self.check_pages(lengths, kept=False)
         for pool, names in zip(self.pools, self._in_pool, strict=True):
             self._grow(pool, names, pool.moves(index).more)
-        for pool, names in zip(self.pools, self._in_pool, strict=True):
+        for pool, shape in zip(self.pools, self.shape.pools, strict=True):
             moves = pool.moves(index)
             changed = [row for row in range(self.batch) if moves.rows[row] != tuple(pool.rows[row])]
             if moves.copies:
                 sources, targets = torch.tensor(moves.copies, device=self.device).unbind(1)
-                copy = page_copy(self._kernels_of(pool))
-                for name in names:
+                copy = page_copy("triton" if shape.triton else "reference")
+                for name in shape.buffers:
                     copy(self.buffers[name], sources, targets)
             pool.move(moves)
             for row in changed:

@@ -44,7 +44,7 @@ class CacheHandle:
         return self._cache.columns
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        limit = self._cache.plan.limits.max_tokens
+        limit = self._cache.shape.limits.max_tokens
         return -1 if limit is None else limit
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -16,6 +16,7 @@ from kvcompile.pipeline import Analysis
 from kvcompile.plan import Plan
 from kvcompile.runtime.cache import KVCache
 from kvcompile.runtime.program import Program
+from kvcompile.runtime.shape import CacheShape
 
 _SPAN_STEP = 64  # slots are read in whole blocks, so that lengths next to each other read the same shapes
 _GRAPH_SPAN = 512  # the least span of a captured step
@@ -36,7 +37,8 @@ class CachedModel(nn.Module):
         self.executor = executor
         self.report: dict[str, Any] = {}
         self.analysis: Analysis | None = None
-        self.cache = KVCache(plan, program.caches, program.device, program.states)
+        shape = CacheShape.of(plan, program.caches, program.device, program.states)
+        self.cache = KVCache(shape, program.device)
         self._prepared: set[ShapeClass] = set()
         self.train(False)
 

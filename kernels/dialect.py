@@ -1,0 +1,54 @@
+"""How the reference says what its target has no words for: a graph for another runtime is traced under a dialect.
+
+| primitive | PyTorch | portable |
+|---|---|---|
+| small integers in bytes | shifts and masks | quotients, exact in fp32 (`bits.py`) |
+| fp8 | a dtype | its code in a byte (`fp8_codes.py`) |
+| one query's scores | product and sum, which Inductor fuses | a matrix product |
+| many queries and their columns | blocks of queries | all queries at once |
+
+The numbers are the same but for the order of sums. Which form is meant is decided while tracing and never at run time:
+a graph has one of them in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One target's words.
+
+    portable: whether primitives are said in the portable way of the table above
+    byte:     the dtype that holds packed integers and codes of fp8: uint8, or int8 with the same bits
+    """
+
+    portable: bool = False
+    byte: torch.dtype = torch.uint8
+
+
+PYTORCH = Dialect()
+ONNX = Dialect(portable=True)
+TENSORRT = Dialect(portable=True, byte=torch.int8)
+
+_CURRENT: ContextVar[Dialect] = ContextVar("dialect", default=PYTORCH)
+
+
+def current() -> Dialect:
+    return _CURRENT.get()
+
+
+@contextmanager
+def speaking(dialect: Dialect) -> Iterator[None]:
+    """What is traced within is said in `dialect`."""
+    token = _CURRENT.set(dialect)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)

@@ -1,0 +1,55 @@
+"""fp8 by arithmetic, for targets whose fp8 tensors cannot be scattered or gathered: the code of a number in a byte.
+
+A number x of a format with m mantissa bits and exponent bias b has, with e = max(floor(log2 |x|), 1 - b),
+
+    code = (e + b - 1) 2^m + round(|x| 2^(m - e)),   + 128 where x < 0
+
+Subnormal numbers are those of the least e, and a mantissa that rounds up to 2^(m + 1) is the next exponent's first
+number: neither is a case of its own. Nor is a logarithm that is off by rounding next to a power of two: both sides of
+it round to that power. Codes are decoded by a table of the 256 numbers.
+
+Source: Micikevicius et al. 2022, "FP8 formats for deep learning", table 1.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvcompile.kernels.bits import as_byte, from_byte
+
+_MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+_BIAS = {torch.float8_e4m3fn: 7, torch.float8_e5m2: 15}
+
+
+def to_code(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x, at most the format's largest number -> the bytes of `x.to(dtype)`, in the dialect's byte.
+
+    A negative number that rounds to zero has the code of -0, as there; -0 itself that of 0.
+    """
+    mantissa, bias = _MANTISSA[dtype], _BIAS[dtype]
+    x = x.float()
+    size, least = x.abs(), 1 - bias
+    exponent = torch.floor(torch.log2(size.clamp(min=2.0**least)))
+    # By a table: targets need not have an exact power.
+    highest = _highest(dtype)
+    steps = torch.tensor([2.0 ** (mantissa - e) for e in range(least, highest + 2)], device=x.device)
+    step = _looked_up(steps, (exponent - least).to(torch.int64))
+    code = (exponent - least) * 2**mantissa + torch.round(size * step)
+    return as_byte(code + 128.0 * (x < 0).float())
+
+
+def from_code(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes of fp8 numbers -> the numbers, fp32."""
+    table = torch.arange(256, dtype=torch.uint8).view(dtype).float().to(codes.device)
+    return _looked_up(table, from_byte(codes).to(torch.int64))
+
+
+def _highest(dtype: torch.dtype) -> int:
+    """The exponent of the largest number."""
+    return int(torch.tensor(torch.finfo(dtype).max).log2().floor())
+
+
+def _looked_up(table: Tensor, index: Tensor) -> Tensor:
+    return F.embedding(index, table[:, None]).squeeze(-1)

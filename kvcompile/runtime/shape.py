@@ -1,0 +1,89 @@
+"""CacheShape: what a cache holds, told apart from the plan that chose it, so that an artifact can tell it, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvcompile.kernels.triton.available import fp8_form
+from kvcompile.layouts import BufferSpec, PageGroup
+from kvcompile.plan import Limits, Plan
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One cache tensor, without its leading dim: the batch, or the pages of a pool where `spec.paged`.
+
+    in_order: whether a row stands at its token's column, so that those beyond the columns hold nothing
+    as_bytes: whether kernels take it as bytes, which its dtype has
+    """
+
+    spec: BufferSpec
+    in_order: bool = False
+    as_bytes: bool = False
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Layers whose sequences have the same pages, and their buffers by name; triton: whether kernels copy pages."""
+
+    group: PageGroup
+    buffers: tuple[str, ...]
+    triton: bool = False
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """All buffers by name, and what they may hold.
+
+    span:  slots of the layers whose slots stand in the order of tokens and are not in pages; 0 where there are none
+    state: names of the buffers that hold recurrent state
+    """
+
+    buffers: dict[str, Buffer]
+    pools: tuple[Pool, ...]
+    limits: Limits
+    span: int
+    state: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(
+        plan: Plan,
+        names: Sequence[Sequence[str]],
+        device: torch.device,
+        states: Sequence[Sequence[str]] = (),
+    ) -> CacheShape:
+        """
+        names:  the graph's placeholder of each buffer, by layer, in the layout's order
+        states: the same of each recurrent state
+        """
+        # What kernels read as bytes comes to them as bytes: taken as such within a compiled region, it would be copied
+        # there, all of it, and back.
+        bits = any(d.kernels == "triton" for d in plan.decisions) and fp8_form(device) == "bits"
+        buffers: dict[str, Buffer] = {}
+        for decision, layer in zip(plan.decisions, names, strict=True):
+            specs = decision.buffers(plan.torch_dtype, plan.limits.max_tokens)
+            for name, spec in zip(layer, specs, strict=True):
+                # Rows of a ring (the newest tokens in full) do not stand at their token's column, and the first tokens
+                # in full move them further.
+                in_order = not decision.layout.bounded and not spec.fixed
+                as_bytes = bits and decision.kernels == "triton" and spec.dtype in _FP8
+                buffers[name] = Buffer(spec, in_order, as_bytes)
+        kept = []
+        for state, of_state in zip(plan.states, states, strict=True):
+            for name, slot in zip(of_state, state.slots, strict=True):
+                buffers[name] = Buffer(BufferSpec(name, slot.shape, slot.torch_dtype))
+                kept.append(name)
+        of_layer = {d.layer: layer for d, layer in zip(plan.decisions, names, strict=True)}
+        pools = []
+        for group in plan.page_groups:
+            # Sites that read another's cache name its buffers again.
+            own = [name for layer in group.layers for name in of_layer[layer] if buffers[name].spec.paged]
+            triton = {d.kernels for d in plan.decisions if d.layer in group.layers} == {"triton"}
+            pools.append(Pool(group, tuple(own), triton))
+        span = 0 if plan.bounded else (plan.limits.max_tokens or 0)
+        return CacheShape(buffers, tuple(pools), plan.limits, span, tuple(kept))
