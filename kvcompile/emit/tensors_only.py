@@ -71,7 +71,7 @@ def tensors_only(module: GraphModule, inputs: Sequence[Any], outputs: Sequence[A
     sizes: dict[Any, Size] = {}
     for place, value in enumerate(inputs):
         if isinstance(value, Tensor):
-            for dim, size in enumerate(value.shape):
+            for dim, size in enumerate(_sizes(value)):
                 if isinstance(size, torch.SymInt):
                     sizes.setdefault(size.node.expr, Size(place, dim))
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -89,7 +89,7 @@ def tensors_only(module: GraphModule, inputs: Sequence[Any], outputs: Sequence[A
     (results,) = next(node for node in module.graph.nodes if node.op == "output").args
     order: list[Output] = []
     constants: dict[int, int] = {}
-    tensors = []
+    tensors: list[Any] = []
     assert isinstance(results, list | tuple)
     for number, (result, value) in enumerate(zip(results, outputs, strict=True)):
         if isinstance(value, Tensor):
@@ -105,6 +105,11 @@ def tensors_only(module: GraphModule, inputs: Sequence[Any], outputs: Sequence[A
     taken = tuple(place for place, value in enumerate(inputs) if isinstance(value, Tensor))
     program = GraphModule(torch.nn.Module(), graph, type(module).__name__)
     return TensorRegion(program, taken, tuple(order), constants)
+
+
+def _sizes(tensor: Tensor) -> tuple[Any, ...]:
+    """Integers, and symbols of them."""
+    return tuple(tensor.shape)
 
 
 def _number(graph: Graph, name: str, value: Any, sizes: dict[Any, Size], made: list[Any]) -> Any:

@@ -154,7 +154,8 @@ class TorchTensorRT:
         """Each dimension: a size, or a name and its range."""
         names = {size.node.expr: name for name, size in tracer.symbols().items()}
         shape: list[int | tuple[str, Range]] = []
-        for size in value.shape:
+        sizes: tuple[Any, ...] = tuple(value.shape)
+        for size in sizes:
             if not isinstance(size, torch.SymInt):
                 shape.append(size)
                 continue
