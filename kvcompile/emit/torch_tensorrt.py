@@ -61,6 +61,7 @@ class Built:
     inputs:   dtype, and the shape: a size, or [min, opt, max]
     engines:  TensorRT engines
     in_torch: operations that PyTorch runs between them, with how often
+    settings: what torch_tensorrt was asked for
     """
 
     region: str
@@ -69,6 +70,7 @@ class Built:
     inputs: tuple[tuple[str, tuple[int | tuple[int, int, int], ...]], ...] = ()
     engines: int = 0
     in_torch: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -125,7 +127,8 @@ class TorchTensorRT:
             return compile_region(module, inputs, tracer, self.mode)
         tensors = [inputs[place] for place in region.inputs]
         try:
-            program, engines, in_torch = self._engines(region, tensors, shapes)
+            asked = settings(_floating(tensors))
+            program, engines, in_torch = self._engines(region, tensors, shapes, asked)
         except Exception as error:
             raise CompileError(
                 f"torch_tensorrt could not compile {name}: {type(error).__name__}: {error}. "
@@ -137,16 +140,15 @@ class TorchTensorRT:
             (str(x.dtype).removeprefix("torch."), tuple(_told(d) for d in s))
             for x, s in zip(tensors, shapes, strict=True)
         )
-        self.built.append(Built(name, "torch_tensorrt", "", told, engines, in_torch))
+        self.built.append(Built(name, "torch_tensorrt", "", told, engines, in_torch, asked))
         return region.bind(program)
 
     def manifest(self) -> dict[str, Any]:
-        """What was compiled by what, JSON-ready: versions, settings, and each region's `Built`."""
+        """What was compiled by what, JSON-ready: versions, and each region's `Built`."""
         backend = importlib.import_module("torch_tensorrt")
         return {
             "backend": "torch_tensorrt",
             "versions": {"torch": torch.__version__, "torch_tensorrt": str(backend.__version__)},
-            "settings": settings(torch.float32),
             "regions": [asdict(built) for built in self.built],
         }
 
@@ -162,17 +164,22 @@ class TorchTensorRT:
             known = names.get(size.node.expr)
             if known not in self.ranges:
                 raise HasNumbers(f"an input has the size {size}, which has no bounds")
-            shape.append((known, self.ranges[known]))
+            bounds = self.ranges[known]
+            shape.append(bounds.min if bounds.min == bounds.max else (known, bounds))
         return tuple(shape)
 
     def _engines(
-        self, region: TensorRegion, tensors: Sequence[Tensor], shapes: Sequence[tuple[Any, ...]]
+        self,
+        region: TensorRegion,
+        tensors: Sequence[Tensor],
+        shapes: Sequence[tuple[Any, ...]],
+        asked: dict[str, Any],
     ) -> tuple[Compiled, int, dict[str, int]]:
         backend = importlib.import_module("torch_tensorrt")
         exported = export(region.module, tensors, shapes)
         inputs = [_input(backend, tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True)]
         compiled: GraphModule = backend.dynamo.compile(
-            exported, arg_inputs=inputs, **settings(_floating(tensors)), device=tensors[0].device
+            exported, arg_inputs=inputs, **asked, device=tensors[0].device
         )
         engines, rest = 0, Counter[str]()
         for name, part in compiled.named_children():
