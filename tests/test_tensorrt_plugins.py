@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,8 +201,6 @@ def test_a_kernel_that_needs_scratch_memory_is_refused() -> None:
 
 
 def test_what_does_not_assemble_says_which() -> None:
-    from dataclasses import replace
-
     broken = replace(plugins("contiguous", one=True)[0], num_warps=3)
     with pytest.raises(
         KernelError, match=rf"does not assemble(.|\n)*num_warps(.|\n)*{broken.name} for sm_89"
@@ -226,6 +225,7 @@ def test_registration(layout: str, one: bool, monkeypatch: pytest.MonkeyPatch) -
     for plugin, launch in zip(plugins(layout, one), real(layout, batch, tokens), strict=True):
         definition = qdp.register(plugin, stub(plugin), trt)
         assert definition is qdp.register(plugin, stub(plugin), trt)  # once
+        assert definition is not qdp.register(plugin, replace(stub(plugin), arch=90), trt)
         descs = [
             Desc(tuple(map(Number, launch.tensors[t.name].shape)), qdp._dtype(trt, t.dtype))
             for t in plugin.inputs
@@ -304,10 +304,11 @@ def test_with_the_real_tensorrt(layout: str) -> None:
     made = plugins(layout, one=True)
     for plugin, code in zip(made, ptx.assembled(made, 89), strict=True):
         qdp.register(plugin, code, trt)
-        creator = trt.get_plugin_registry().get_creator(plugin.name, "1", "kvcompile")
+        name = qdp.name_of(plugin, code)
+        creator = trt.get_plugin_registry().get_creator(name, "1", "kvcompile")
         fields, build = trt.PluginFieldCollection([]), trt.TensorRTPhase.BUILD
         ahead = trt.QuickPluginCreationRequest.STRICT_AOT
-        instance = creator.create_plugin(plugin.name, "kvcompile", fields, build, ahead)
+        instance = creator.create_plugin(name, "kvcompile", fields, build, ahead)
         assert isinstance(instance, trt.IPluginV3QuickAOTBuild)
         kinds = [qdp._dtype(trt, tensor.dtype) for tensor in plugin.inputs]
         ranks = [len(tensor.shape) for tensor in plugin.inputs]

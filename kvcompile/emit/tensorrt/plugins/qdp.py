@@ -65,16 +65,22 @@ def frontend(trt: Any) -> Any:
     raise KernelError(problem)
 
 
+def name_of(plugin: Plugin, made: Ptx) -> str:
+    """What a plugin is registered as: the same kernel for another architecture is another plugin."""
+    return f"{plugin.name}_sm{made.arch}"
+
+
 def register(plugin: Plugin, made: Ptx, trt: Any) -> Any:
-    """Register a plugin with `trt` (once in a process), and return its definition: called with tensors, `add` takes it.
+    """Register a plugin with `trt` (once in a process and architecture), and return its definition, which `add` takes.
 
     Raises:
         KernelError: this TensorRT takes no such plugins.
     """
     qdp = frontend(trt)
     space = getattr(qdp.op, NAMESPACE, None)
-    if space is not None and hasattr(space, plugin.name):
-        return getattr(space, plugin.name)
+    name = name_of(plugin, made)
+    if space is not None and hasattr(space, name):
+        return getattr(space, name)
     count = len(plugin.inputs)
 
     def expressions(descs: Sequence[Any]) -> Any:
@@ -108,9 +114,9 @@ def register(plugin: Plugin, made: Ptx, trt: Any) -> Any:
     _sign(describe, dict.fromkeys(names, qdp.TensorDesc), outputs)
     wanted = {**dict.fromkeys(names, qdp.TensorDesc), "outputs": outputs, "tactic": int}
     _sign(compiled, wanted, GenericAlias(tuple, (str, str, qdp.KernelLaunchParams, qdp.SymIntExprs)))
-    qdp.register(plugin.id)(describe)
-    qdp.aot_impl(plugin.id)(compiled)
-    return getattr(getattr(qdp.op, NAMESPACE), plugin.name)
+    qdp.register(f"{NAMESPACE}::{name}")(describe)
+    qdp.aot_impl(f"{NAMESPACE}::{name}")(compiled)
+    return getattr(getattr(qdp.op, NAMESPACE), name)
 
 
 def add(network: Any, plugin: Plugin, definition: Any, tensors: Sequence[Any]) -> Any:
