@@ -27,15 +27,13 @@ from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import append as append_role
 from kvcompile.kernels.triton import ops_attend, ops_write, places
 from kvcompile.kernels.triton.attend import row_tiles
-from kvcompile.kernels.triton.available import interpreted
 from kvcompile.kernels.triton.combine import turns
-from kvcompile.kernels.triton.config import Config, case_of, config, device_of
-from kvcompile.kernels.triton.spec import Fp8Form, KernelSpec, Role
+from kvcompile.kernels.triton.config import Config, case_of, config
+from kvcompile.kernels.triton.device import Fp8Form, device_of, fp8_of, interpreted
+from kvcompile.kernels.triton.spec import KernelSpec, Role
 from kvcompile.kernels.triton.write.parts import sides
 from kvcompile.layouts import InKeys, PerChannel, Rotated, Scored
 from kvcompile.layouts.storage import as_kept
-
-_NATIVE_FP8 = 89  # the first architecture that converts fp8
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class Kernels:
 
     @property
     def fp8(self) -> Fp8Form:
-        return "native" if device_of(self.device).arch >= _NATIVE_FP8 else "bits"
+        return fp8_of(device_of(self.device).arch)
 
     def transforms(self, one: bool) -> tuple[str, ...]:
         """Options of append that say what happens to queries, `one` a sequence or many, before they meet keys."""

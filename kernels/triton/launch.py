@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.triton.available import interpreted
+from kvcompile.kernels.triton.device import interpreted
 from kvcompile.kernels.triton.params import TensorParam
 from kvcompile.kernels.triton.source import Kernel
 from kvcompile.kernels.triton.spec import KernelSpec

@@ -27,13 +27,12 @@ from typing import Literal
 import torch
 
 from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton.device import Fp8Form
 from kvcompile.layouts import CacheLayout
 
 Role = Literal["append", "group", "decode", "combine", "prefill", "columns", "score", "evict", "page_copy"]
 # What products are computed in. The interpreter has no bfloat16 products: there it is float32.
 DotType = Literal["float16", "bfloat16", "float32"]
-# Whether fp8 numbers are converted by the hardware (sm_89 on), or as bits.
-Fp8Form = Literal["native", "bits"]
 # Source: the cache, or the new tokens of a prompt that are not in it yet (a contiguous array of the same storage).
 _PREFIX = 16
 
