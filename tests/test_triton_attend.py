@@ -283,9 +283,9 @@ def test_columns(monkeypatch: pytest.MonkeyPatch, retention: Scored, chunks: tup
         gains["reference"].append(by_token(tokens, gained))
         return own_after(score, gained, tokens, *args)
 
-    own_staying, own_after = attention_scored.staying, scored._after
+    own_staying, own_after = attention_scored.staying, scored.scores_after
     monkeypatch.setattr(attention_scored, "staying", staying)
-    monkeypatch.setattr(scored, "_after", after)
+    monkeypatch.setattr(scored, "scores_after", after)
     mine, theirs = ran(case, "triton"), ran(case, "reference")
     for a, b in zip(mine.held, theirs.held, strict=True):
         assert torch.equal(a.sort(-1).values, b.sort(-1).values)
