@@ -29,7 +29,7 @@ from kvcompile.kernels.triton.combine import weighed
 from kvcompile.kernels.triton.full import InFull
 from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, TensorParam
 from kvcompile.kernels.triton.pieces import between, in_pairs, paired
-from kvcompile.kernels.triton.read import Reader, _edges, reader, settled
+from kvcompile.kernels.triton.read import Reader, edges, reader, settled
 from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.rows import Source
 from kvcompile.kernels.triton.spec import KernelSpec
@@ -86,7 +86,7 @@ class Attend:
         if not isinstance(spec.layout.values, InKeys):
             return reader(spec, "keys")
         kept = settled(spec.layout.keys)
-        pieces = between(spec.head_dim, [*_edges(kept, spec.head_dim), weighed(spec)])
+        pieces = between(spec.head_dim, [*edges(kept, spec.head_dim), weighed(spec)])
         # What a scale per channel is folded into would be the queries, not the probabilities.
         return reader(spec, "keys", pieces, elementwise=isinstance(kept, PerChannel))
 

@@ -30,8 +30,8 @@ from kvcompile.kernels.triton.attend import row_tiles
 from kvcompile.kernels.triton.combine import turns
 from kvcompile.kernels.triton.config import Config, case_of, config
 from kvcompile.kernels.triton.device import Fp8Form, device_of, fp8_of, interpreted
+from kvcompile.kernels.triton.params import taken_as
 from kvcompile.kernels.triton.spec import KernelSpec, Role
-from kvcompile.kernels.triton.write.parts import sides
 from kvcompile.layouts import InKeys, PerChannel, Rotated, Scored
 from kvcompile.layouts.storage import as_kept
 
@@ -99,7 +99,7 @@ class Kernels:
     @property
     def in_full(self) -> bool:
         """Whether any vectors stand in full beside their slots."""
-        return any(side.in_full for side in sides(self.spec("append")))
+        return self.site.layout.in_full
 
     def outs(self) -> tuple[str, ...]:
         """Options of append for k and v as they are kept, where that is not as they come."""
@@ -299,18 +299,16 @@ def staged(call: Call) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     batch, heads, tokens, _ = call.k.shape
     buffers, new = [], []
     keys = layout.num_key_parts
-    dtype = made.dtype
     for storage, dim, own in (
         (layout.keys, made.head_dim, call.buffers[:keys]),
         (layout.values, made.v_head_dim, call.buffers[keys:]),
     ):
-        for part, kept in zip(storage.parts(dim, dtype), own, strict=False):
+        for part, kept in zip(storage.parts(dim, made.dtype), own, strict=False):
             if part.fixed:
                 buffers.append(kept)
                 continue
-            fp8 = part.dtype.is_floating_point and part.dtype.itemsize == 1
-            own_dtype = torch.uint8 if fp8 and made.fp8 == "bits" else part.dtype
-            fresh = call.k.new_empty((batch, heads, tokens, *part.shape), dtype=own_dtype)
+            dtype = taken_as(part.dtype, made.fp8)
+            fresh = call.k.new_empty((batch, heads, tokens, *part.shape), dtype=dtype)
             buffers.append(fresh)
             new.append(fresh)
     wanted = ["staged", *made.transforms(one=False), *(made.outs() if made.in_full else [])]

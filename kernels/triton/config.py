@@ -115,7 +115,7 @@ def case_of(
         max(head_dim, v_head_dim),
         num_qo_heads // num_kv_heads,
         placement.page_size if isinstance(placement, Paged) else 0,
-        any(storage.residual or storage.sinks for storage in (site.layout.keys, site.layout.values)),
+        site.layout.in_full,
         site.layout.rotates_on_read and site.rotary is not None,
     )
 

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from kvcompile.kernels.triton import dots
-from kvcompile.kernels.triton.params import Param, TensorParam
+from kvcompile.kernels.triton.device import Fp8Form
+from kvcompile.kernels.triton.params import Param, TensorParam, taken_as
 from kvcompile.kernels.triton.pieces import Piece, between
 from kvcompile.kernels.triton.rows import Source
 from kvcompile.kernels.triton.spec import DotType, KernelSpec
@@ -51,7 +54,7 @@ class Reader:
     pieces: tuple[Piece, ...]
     dot: DotType
     model: str
-    fp8: str
+    fp8: Fp8Form
     block_n: int
     elementwise: bool
     assembly: bool
@@ -90,14 +93,10 @@ class Reader:
     def params(self, source: Source) -> tuple[Param, ...]:
         """The parts in memory, as tensors [array, KV head, row, ...]."""
         found = []
-        import torch
-
         for part in self.storage.parts(self.dim, getattr(torch, self.model)):
             if part.fixed and (part.name == "full" or source.prefix):
                 continue
-            dtype = part.dtype
-            if dtype.is_floating_point and dtype.itemsize == 1 and self.fp8 == "bits":
-                dtype = torch.uint8
+            dtype = taken_as(part.dtype, self.fp8)
             found.append(TensorParam(f"{source.prefix}{self.side}_{part.name}", dtype))
         return tuple(found)
 
@@ -335,7 +334,7 @@ def reader(
     dot = dots.of_model(spec) if elementwise or isinstance(kept, PerChannel) else dots.of_codes(kept, spec)
     if isinstance(kept, PerChannel) and side == "keys" and not elementwise and kept.group % spec.block_n == 0:
         dot = dots.of_codes(kept, spec)
-    own = pieces or between(dim, _edges(kept, dim))
+    own = pieces or between(dim, edges(kept, dim))
     assembly = "interpreted" not in spec.options and dot == "float16"
     return Reader(side, kept, dim, own, dot, spec.dtype, spec.fp8, spec.block_n, elementwise, assembly)
 
@@ -346,7 +345,7 @@ def settled(storage: Storage) -> Storage:
     return kept.inner if isinstance(kept, Recent) else kept
 
 
-def _edges(kept: Storage, dim: int) -> list[int]:
+def edges(kept: Storage, dim: int) -> list[int]:
     """Channels before which a piece must end."""
     if not isinstance(kept, (Affine, PerChannel)):
         return []

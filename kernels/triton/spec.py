@@ -10,7 +10,7 @@
 | columns | key tiles x score heads x batch | each key's share of the probabilities of many queries |
 | score | slot tiles x score heads x batch | what one query's logits add to the scores of the slots |
 | evict | score heads x batch | the slot that a retention by scores gives up |
-| page_copy | parts x pages | pages of a pool onto others |
+| page_copy | tiles of a page x copies | pages of a pool onto others |
 
 Names in a kernel: q, k, v are new vectors, `keys_*` and `values_*` the parts of the cache by `Part.name`
 (`keys_data`, `keys_scale`, `keys_minimum`, `keys_full`, ...). A tensor `x` comes as `x_ptr` and its strides in elements
@@ -33,8 +33,7 @@ from kvcompile.layouts import CacheLayout
 Role = Literal["append", "group", "decode", "combine", "prefill", "columns", "score", "evict", "page_copy"]
 # What products are computed in. The interpreter has no bfloat16 products: there it is float32.
 DotType = Literal["float16", "bfloat16", "float32"]
-# Source: the cache, or the new tokens of a prompt that are not in it yet (a contiguous array of the same storage).
-_PREFIX = 16
+_PREFIX = 16  # characters of `key`
 
 
 @dataclass(frozen=True)
