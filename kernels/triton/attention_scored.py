@@ -19,7 +19,7 @@ from torch import Tensor
 from kvcompile.kernels.retained import held_in, ranks
 from kvcompile.kernels.triton import evict as evict_role
 from kvcompile.kernels.triton import ops_attend, ops_write
-from kvcompile.kernels.triton.attend import Attend
+from kvcompile.kernels.triton.attend.parts import Attend
 from kvcompile.kernels.triton.attention import Call, append, decode, prefill, settle, staged, turned_back
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.stay import staying

@@ -42,7 +42,7 @@ def decode(
     num_stages: int,
     spec: str,
 ) -> list[Tensor]:
-    """One query per sequence against the slots, shared out over `splits` programs; see `attend.py`.
+    """One query per sequence against the slots, shared out over `splits` programs; see `attend/`.
 
     Args:
         q: [B, Hq, 1, D], as the stored keys are met (after RoPE, turned).
@@ -109,7 +109,7 @@ def prefill(
     num_stages: int,
     spec: str,
 ) -> list[Tensor]:
-    """Many queries against the slots and, with option new, against the tokens of the pass; see `attend.py`.
+    """Many queries against the slots and, with option new, against the tokens of the pass; see `attend/`.
 
     Args:
         q, q_sinks: [B, Hq, S, D]; k, v: [B, Hkv, S, D] in the basis of the storage, where some stand in full.
