@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels import ops, scored
-from kvcompile.kernels.triton import attention, attention_scored, columns, ops_attend
+from kvcompile.kernels.triton import attention_scored, columns, ops_attend
+from kvcompile.kernels.triton.call import Call, prefill, transformed
 from kvcompile.kernels.triton.config import Config
+from kvcompile.kernels.triton.site_kernels import Kernels, kernels_of
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.layouts import (
     Affine,
@@ -80,7 +82,7 @@ LARGE = {
 # ---- decode and combine
 
 
-def at_the_end(case: Case, pads: tuple[int, ...]) -> tuple[Case, Ran, attention.Call]:
+def at_the_end(case: Case, pads: tuple[int, ...]) -> tuple[Case, Ran, Call]:
     """A cache that the reference has filled, and the call of the last token; the cache holds it already."""
     case = replace(case, pads=pads)
     same = ran(case, "reference")
@@ -90,21 +92,21 @@ def at_the_end(case: Case, pads: tuple[int, ...]) -> tuple[Case, Ran, attention.
     if isinstance(case.layout.placement, Paged):
         table = shuffled(case.layout, len(pads), case.total + 2)
     site = replace(case.site, kernels="triton")
-    made = attention.kernels_of(site, case.heads, case.dims, case.dtype, q.device, False)
+    made = kernels_of(site, case.heads, case.dims, case.dtype, q.device, False)
     extra = case.extra()
-    call = attention.Call(
+    call = Call(
         made, q, k, v, same.buffers, positions, case.rope(), extra.get("sinks"), extra.get("bias"), table
     )
     return case, same, call
 
 
-def spec_of(call: attention.Call, role: Any, *options: str, **changes: Any) -> str:
+def spec_of(call: Call, role: Any, *options: str, **changes: Any) -> str:
     return replace(call.kernels.spec(role, options), **changes).to_json()
 
 
-def decoded(call: attention.Call, splits: int, block: int, *options: str) -> tuple[Tensor, ...]:
+def decoded(call: Call, splits: int, block: int, *options: str) -> tuple[Tensor, ...]:
     """Partial results, tops and totals of the last token (and logits), without an append."""
-    q = attention.transformed(call)
+    q = transformed(call)
     return tuple(
         ops_attend.decode(
             q,
@@ -147,7 +149,7 @@ def test_combine(splits: int, sinks: bool) -> None:
     """Against a softmax over all; splits at once are 16."""
     g = torch.Generator().manual_seed(splits)
     case = Case(CacheLayout(), (6, 2), (16, 24), score=ScoreSpec(sinks=sinks))
-    spec = attention.kernels_of(case.site, case.heads, case.dims, case.dtype, torch.device("cpu"), False)
+    spec = kernels_of(case.site, case.heads, case.dims, case.dtype, torch.device("cpu"), False)
     scores = 4 * torch.randn(2, 2, splits, 3, 8, generator=g).double()
     scores[:, :, ::3] = -math.inf  # shares with no tile
     scores[:, :, 0] = 4 * torch.randn(2, 2, 3, 8, generator=g)
@@ -179,9 +181,7 @@ def test_combine(splits: int, sinks: bool) -> None:
 
 
 def test_combine_of_padding_gives_nothing() -> None:
-    spec = attention.kernels_of(
-        Case(CacheLayout()).site, (2, 1), (16, 16), torch.float32, torch.device("cpu"), False
-    )
+    spec = kernels_of(Case(CacheLayout()).site, (2, 1), (16, 16), torch.float32, torch.device("cpu"), False)
     sums = torch.tensor([-1.0e30, 0.0]).expand(1, 1, 3, 2, 2).contiguous()
     (out,) = ops_attend.combine(torch.zeros(1, 1, 3, 2, 16), sums, None, spec.spec("combine").to_json())
     assert not out.any()
@@ -225,10 +225,10 @@ def test_any_tiles(monkeypatch: pytest.MonkeyPatch, name: str, tile: tuple[int, 
     """What a table of configurations may say changes nothing: rows and slots of tiles, and splits."""
     case = (IN_ORDER | RINGS | LARGE)[name]
 
-    def config(kernels: attention.Kernels, role: str) -> Config:
+    def config(kernels: Kernels, role: str) -> Config:
         return Config(16 if role == "decode" else tile[0], tile[1], waves=6.0)
 
-    monkeypatch.setattr(attention.Kernels, "config", config)
+    monkeypatch.setattr(Kernels, "config", config)
     check(replace(case, pads=(0, 7) if name not in LARGE else (3,)))
 
 
@@ -239,7 +239,7 @@ def test_the_log_sum_exp_of_many_queries() -> None:
     q, k, v = case.qkv()
     positions = torch.arange(19)[None] - torch.tensor([[0], [4]])
     call = replace(call, q=q, k=k, v=v, positions=positions)
-    out, lse = attention.prefill(call, q, k, v, [], ("lse",))
+    out, lse = prefill(call, q, k, v, [], ("lse",))
     shown = (positions[:, None, :] <= positions[:, :, None]) & (positions[:, None, :] >= 0)
 
     def summed(dtype: torch.dtype) -> Tensor:

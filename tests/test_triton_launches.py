@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from kvcompile.cli.app import app
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.kernels.triton.attention import Kernels
 from kvcompile.kernels.triton.available import fp8_form
 from kvcompile.kernels.triton.device import Device, acting_as, device_of
+from kvcompile.kernels.triton.site_kernels import Kernels
 from kvcompile.kernels.triton.spec import KernelSpec
 from tests.kernel_specs import DEVICES, H200, SHAPES, cache, recipe_layouts
 

@@ -20,7 +20,7 @@ from kvcompile.kernels.retained import held_in, ranks
 from kvcompile.kernels.triton import evict as evict_role
 from kvcompile.kernels.triton import ops_attend, ops_write
 from kvcompile.kernels.triton.attend.parts import Attend
-from kvcompile.kernels.triton.attention import Call, append, decode, prefill, settle, staged, turned_back
+from kvcompile.kernels.triton.call import Call, append, decode, prefill, settle, staged, turned_back
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.stay import staying
 from kvcompile.layouts import Scored
@@ -41,7 +41,7 @@ def one(call: Call) -> Tensor:
     spec = replace(spec, block_n=evict_role.block_n(retention.tokens))
     slots = ops_write.evict(token, score, call.positions, spec.to_json())
     options = ["one", *made.transforms(one=True), *(["full"] if made.in_full else [])]
-    outs = append(call, made.appends(options), slots)
+    outs = append(call, options, slots)
     q = outs[0] if outs else call.q
     tracked = ("logits",) if retention.score != "vote" else ()
     tokens, place = noted(made.spec("decode", tracked), token, call.positions[:, -1] + 1)
