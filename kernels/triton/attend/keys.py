@@ -7,7 +7,7 @@ k[i]   [BLOCK_N, W]   piece i of their channels, in the type of their products; 
 
 from __future__ import annotations
 
-from kvcompile.kernels.triton import seen
+from kvcompile.kernels.triton import elements, seen
 from kvcompile.kernels.triton.attend.parts import Attend
 from kvcompile.kernels.triton.pieces import paired
 from kvcompile.kernels.triton.rows import Source
@@ -84,7 +84,7 @@ def loaded(attend: Attend, source: Source, side: str, masked: bool) -> list[str]
     lines += part.load_scales(source, masked)
     if part.folded:
         lines += part.channel_scales(source)
-    lines += part.load(source, masked)
+    lines += elements.loaded(part, source, masked)
     if rows:
         lines += ["inside = every", *rows.load()]
     if side == "keys" and attend.rotary:
