@@ -37,15 +37,9 @@ def counted_from(retention: Scored, tokens: int) -> int:
     return torch.sym_max(tokens - retention.rows, 0) if retention.rows else 0
 
 
-def score_heads(spec: KernelSpec) -> int:
-    retention = spec.layout.retention
-    assert isinstance(retention, Scored)
-    return 1 if retention.granularity == "layer" else spec.num_kv_heads
-
-
 def grid(spec: KernelSpec, keys: int, batch: int) -> tuple[int, int, int]:
     """keys: slots, or new tokens."""
-    return -(-keys // spec.block_n), score_heads(spec), batch
+    return -(-keys // spec.block_n), spec.score_heads, batch
 
 
 def generate(spec: KernelSpec) -> KernelSource:

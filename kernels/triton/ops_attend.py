@@ -163,7 +163,7 @@ def columns(
     retention = own.layout.retention
     slots = own.layout.slots(None)
     counted = columns_role.counted_from(retention, tokens)  # type: ignore[arg-type]
-    sums = q.new_empty((batch, columns_role.score_heads(own), slots + tokens), dtype=torch.float32)
+    sums = q.new_empty((batch, own.score_heads, slots + tokens), dtype=torch.float32)
     for spec, keys in ((of_slots, slots), (of_new, tokens)):
         kernel = kernel_of(spec)
         given = {"q": q, "k": k, "lse": lse, "positions": positions, "bias": bias, "columns": sums}

@@ -29,6 +29,7 @@ import torch
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.device import Fp8Form
 from kvcompile.layouts import CacheLayout
+from kvcompile.layouts import symbols as sy
 
 Role = Literal["append", "group", "decode", "combine", "prefill", "columns", "score", "evict", "page_copy"]
 # What products are computed in. The interpreter has no bfloat16 products: there it is float32.
@@ -69,6 +70,11 @@ class KernelSpec:
     def group(self) -> int:
         """Query heads per KV head."""
         return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def score_heads(self) -> int:
+        """Heads that have scores of their own, of a retention by scores."""
+        return int(self.layout.state_heads.subs(sy.H, self.num_kv_heads))
 
     @property
     def torch_dtype(self) -> torch.dtype:

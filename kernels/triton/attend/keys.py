@@ -7,7 +7,7 @@ k[i]   [BLOCK_N, W]   piece i of their channels, in the type of their products; 
 
 from __future__ import annotations
 
-from kvcompile.kernels.triton import elements, seen
+from kvcompile.kernels.triton import elements, places, seen
 from kvcompile.kernels.triton.attend.parts import Attend
 from kvcompile.kernels.triton.pieces import paired
 from kvcompile.kernels.triton.rows import Source
@@ -65,10 +65,8 @@ def positions(attend: Attend, source: Source, masked: bool) -> list[str]:
     if isinstance(retention, Scored):
         if not attend.needs_token:
             return []
-        heads = 1 if retention.granularity == "layer" else spec.num_kv_heads
-        row = f"(batch * {heads} + {'0' if heads == 1 else 'head'}) * {spec.layout.slots(None)}"
         guard = ", mask=inside, other=-1" if masked else ""
-        return [f"key = tl.load(slots_token_ptr + {row} + start + n{guard})"]
+        return [f"key = tl.load(slots_token_ptr + {places.row_of_slots(spec)} + start + n{guard})"]
     length = "tl.maximum(first, 0)" if attend.many else "length"
     return [f"key = {printed(spec.layout.token_at, {sy.slot: '(start + n)', sy.length: length})}"]
 
