@@ -20,7 +20,7 @@ from kvcompile.emit.tensorrt.plugins.launched import launched
 from kvcompile.emit.tensorrt.plugins.ptx import Ptx
 from kvcompile.errors import KernelError
 from kvcompile.kernels import reference
-from kvcompile.kernels.triton.config import acting_as
+from kvcompile.kernels.triton.device import acting_as
 from kvcompile.kernels.triton.launch import Recorded, arguments, recording
 from kvcompile.kernels.triton.launches import call
 from kvcompile.kernels.triton.params import TensorParam

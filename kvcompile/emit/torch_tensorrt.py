@@ -36,10 +36,6 @@ from kvcompile.errors import CompileError
 
 log = logging.getLogger(__name__)
 
-_INSTALL = (
-    f"pip install torch-tensorrt, of the series {'.'.join(torch.__version__.split('.')[:2])} as torch is (from "
-    "https://download.pytorch.org/whl, with TensorRT from https://pypi.nvidia.com), or use compile: {backend: inductor}"
-)
 _ENGINE = "_run_on_acc"  # what torch_tensorrt calls the parts of a module that are engines
 
 
@@ -71,27 +67,6 @@ class Built:
     engines: int = 0
     in_torch: dict[str, int] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-
-
-def unavailable(device: torch.device) -> str | None:
-    """Why torch_tensorrt cannot compile for `device`, and what to do instead; None: it can."""
-    if device.type != "cuda":
-        return (
-            f"TensorRT runs on NVIDIA GPUs alone, and the model is on {device}: move it to a GPU before optimize, or "
-            "use compile: {backend: inductor}"
-        )
-    try:
-        importlib.import_module("torch_tensorrt")
-    except ImportError as error:
-        return f"torch_tensorrt is not installed ({error}): {_INSTALL}"
-    except (
-        Exception
-    ) as error:  # what an installation raises that does not fit torch, CUDA or TensorRT is its own
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        return (
-            f"torch_tensorrt is installed and does not import ({type(error).__name__}: {reason}): {_INSTALL}"
-        )
-    return None
 
 
 class TorchTensorRT:

@@ -16,7 +16,7 @@ import torch
 
 from kvcompile.emit.inductor import ShapeClass, Tracer
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.kernels.triton.config import Device, acting_as
+from kvcompile.kernels.triton.device import Device, acting_as
 from kvcompile.kernels.triton.launch import recording
 from kvcompile.kernels.triton.launches import call, for_hardware
 from kvcompile.kernels.triton.spec import KernelSpec
