@@ -19,13 +19,30 @@ from typing import Any
 import torch
 
 # What compilers use without being asked: vectors, and what counts and moves bits. (AMX is asked for by Inductor.)
-_USED = ("sse", "avx", "amx", "fma", "f16c", "bmi", "lzcnt", "popcnt", "neon", "sve", "bf16", "i8mm", "dot", "fp16")
+_USED = (
+    "sse",
+    "avx",
+    "amx",
+    "fma",
+    "f16c",
+    "bmi",
+    "lzcnt",
+    "popcnt",
+    "neon",
+    "sve",
+    "bf16",
+    "i8mm",
+    "dot",
+    "fp16",
+)
 
 
 def has() -> set[str]:
     """The instruction sets of this machine's CPU that compiled code may use."""
     found = {name for name, there in torch.cpu.get_capabilities().items() if there is True}
-    return {name for name in found if name.startswith(_USED)} - {"sse4a"}  # of AMD alone, and used by no compiler
+    return {name for name in found if name.startswith(_USED)} - {
+        "sse4a"
+    }  # of AMD alone, and used by no compiler
 
 
 def needs(device: torch.device, cpu: Iterable[str]) -> dict[str, Any]:

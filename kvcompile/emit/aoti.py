@@ -129,8 +129,8 @@ def compiled(function: Functional, entry: Entry, mode: str, level: str) -> Compi
     for name, tensor in constants.items():
         if not tensor.is_contiguous():
             raise ExportError(
-                f"AOTInductor lays constant {name} of {entry.name} out with strides {list(tensor.stride())}, and weight "
-                "files have rows; this is a defect of kvcompile"
+                f"AOTInductor lays constant {name} of {entry.name} out with strides {list(tensor.stride())}, and "
+                "weight files have rows; this is a defect of kvcompile"
             )
     return Compiled(entry, files, constants)
 
@@ -164,8 +164,8 @@ def _options(entry: Entry, mode: str, level: str) -> dict[str, Any]:
     options = dict(torch._inductor.list_mode_options(mode)) if mode == "max-autotune" else {}
     options |= {
         "triton.cudagraphs": False,
-        # Otherwise kernels are run on made-up inputs while they are compiled: one that writes to the slots of made-up
-        # positions writes anywhere. So the program runs once on the example, which is valid, with clones of its caches.
+        # Otherwise kernels run on made-up inputs while they are compiled: one that writes to the slots of made-up
+        # positions writes anywhere. So the program runs once on the example, which is valid, with clones of caches.
         "triton.autotune_at_compile_time": False,
         # A scale is rounded to what is stored before it divides; without this, the rounding is optimized away.
         "emulate_precision_casts": True,

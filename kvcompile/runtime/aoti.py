@@ -23,7 +23,8 @@ WEIGHTS = "weights.safetensors"
 class Package(session.Session):
     """An artifact of target "aoti"."""
 
-    target = "aoti"
+    name = "AOTInductor"
+    targets = ("aoti",)
 
     def __init__(self, path: str | Path, *, check: bool = True):
         """
@@ -35,7 +36,7 @@ class Package(session.Session):
         """
         manifest = Manifest.read(path)
         needed = manifest.engine or {}
-        if manifest.target == self.target:
+        if manifest.target in self.targets:
             _check_torch(Path(path), manifest)
             problem = machine.problem(needed)
             if problem is not None:
@@ -49,15 +50,17 @@ class Package(session.Session):
         }
 
     def _loaded(self, file: Path, entry: str, weights: dict[str, Tensor]) -> Any:
-        """One graph of the package, with its constants where `weights` has them."""
+        """One graph of the package, and its constants where `weights` has them."""
         try:
             model: Any = torch._C._aoti.AOTIModelPackageLoader(str(file), entry, False, 1, -1)  # type: ignore[attr-defined]
-            own = {
-                name: weights.get(f"{entry}/{name}", weights[name]) for name in model.get_constant_fqns()
-            }
+            names = model.get_constant_fqns()
+            own = {name: weights.get(f"{entry}/{name}", weights.get(name)) for name in names}
+            missing = sorted(name for name, tensor in own.items() if tensor is None)
+            if missing:
+                raise ArtifactError(f"{self.path / WEIGHTS} has no {missing[0]!r}; export again")
             # user_managed: the graph reads these very tensors, which must live as long as it does.
             model.load_constants(own, False, True, True, False)
-        except (RuntimeError, KeyError) as error:
+        except RuntimeError as error:
             reason = " ".join(str(error).split())[:400]
             raise ArtifactError(f"{file}: PyTorch cannot load {entry!r}: {reason}; export again") from error
         return model, own
