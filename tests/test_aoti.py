@@ -131,7 +131,7 @@ def compare(of: Made) -> None:
             start += size
         assert start == TOKENS
     session.reset()
-    with pytest.raises(LimitError, match="4 sequences, but runtime.max_batch is 3"):
+    with pytest.raises(LimitError, match=r"4 sequences, but runtime\.max_batch is 3"):
         session.prefill(ids_of(4, 2))
 
 
