@@ -57,19 +57,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Made]:
     def make(recipe: str, dtype: str = "float32") -> Made:
         if (recipe, dtype) not in known:
             if dtype not in models:
-                sizes = {
-                    "hidden_size": 128,
-                    "num_attention_heads": 4,
-                    "num_key_value_heads": 2,
-                    "head_dim": 32,
-                }
-                models[dtype] = tiny_hf(layers=1, **sizes).to(getattr(torch, dtype))
-            model = models[dtype]
-            overrides = {"verify": "off", "max_tokens": TOKENS, "max_batch": 3, **RECIPES[recipe]}
+                models[dtype] = tiny(getattr(torch, dtype), layers=1)
+            model, sizes = models[dtype], {"max_tokens": TOKENS, "max_batch": 3}
             folder = tmp_path_factory.mktemp(recipe) / "artifact"
-            kvcompile.export(model, folder, "aoti", recipe=recipe, **overrides)
-            eager = kvcompile.optimize(model, recipe, **{**overrides, "compile": {"mode": "none"}})
-            source = source_of(model, recipe, lambda *_: None, overrides, "aoti")
+            source = written(model, folder, "aoti", small(recipe, **sizes))
+            eager = kvcompile.optimize(model, small(recipe, **sizes, compile={"mode": "none"}))
             known[recipe, dtype] = Made(folder, source, eager)
         return known[recipe, dtype]
 

@@ -116,7 +116,7 @@ def compiled(function: Functional, entry: Entry, mode: str, level: str) -> Compi
     given = example(function, entry.one, entry.alone)
     try:
         with torch.no_grad(), _quiet():
-            made = torch._inductor.aot_compile(module, given, options=_options(entry, mode, level))
+            made: Any = torch._inductor.aot_compile(module, given, options=_options(entry, mode, level))
     except Exception as error:  # Inductor and the C++ compiler raise many kinds
         reason = " ".join(str(error).split())[:600]
         raise ExportError(
@@ -141,7 +141,7 @@ def package(path: Path, made: tuple[Compiled, ...]) -> None:
     Raises:
         OSError: as files do.
     """
-    from torch._inductor.package import package_aoti
+    from torch._inductor.package.package import package_aoti
 
     with _quiet():
         package_aoti(str(path), {each.entry.name: list(each.files) for each in made})

@@ -52,7 +52,7 @@ class Package(session.Session):
     def _loaded(self, file: Path, entry: str, weights: dict[str, Tensor]) -> Any:
         """One graph of the package, and its constants where `weights` has them."""
         try:
-            model: Any = torch._C._aoti.AOTIModelPackageLoader(str(file), entry, False, 1, -1)  # type: ignore[attr-defined]
+            model: Any = torch._C._aoti.AOTIModelPackageLoader(str(file), entry, False, 1, -1)
             names = model.get_constant_fqns()
             own = {name: weights.get(f"{entry}/{name}", weights.get(name)) for name in names}
             missing = sorted(name for name, tensor in own.items() if tensor is None)
@@ -66,6 +66,7 @@ class Package(session.Session):
         return model, own
 
     def _run(self, graph: Graph, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+        assert graph.entry is not None
         model, _ = self._models[graph.entry]
         (logits,) = model.boxed_run([inputs[info.name] for info in graph.inputs])
         outputs["logits"].copy_(logits)
