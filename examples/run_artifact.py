@@ -25,7 +25,10 @@ class Artifact:
     """The graphs of an artifact, and one cache."""
 
     def __init__(self, folder: Path):
-        self.manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        path = folder / "manifest.json"
+        if not path.is_file():
+            raise SystemExit(f"{folder}: no artifact, it has no manifest.json")
+        self.manifest = json.loads(path.read_text(encoding="utf-8"))
         if self.manifest["format"] != "kvcompile" or self.manifest["format_version"] != 1:
             raise SystemExit(f"{folder}: expected format kvcompile, version 1")
         if self.manifest["target"] != "onnx":
