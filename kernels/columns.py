@@ -5,7 +5,7 @@
 
 Retention by scores needs both (`layouts/scored.py`). The probabilities of all queries at once would take S * T numbers
 a head, so queries come in blocks, each of which is dropped when it has been summed: an op of its own, which compilers
-call and do not look into. A portable graph (`dialect.py`) has them all at once.
+call and do not look into. A graph that runs without kvcompile (`dialect.py`) has them all at once.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def attend_columns(
     columns = torch.zeros(tokens.shape[0], _score_heads(retention, kv_heads), total, device=q.device)
     rows, keys, values = q.unflatten(1, (kv_heads, group)), k.float(), v.float()
     blocks: Iterable[tuple[int, int]] = [(0, count)]  # of a graph for any count, which has no loops
-    if not current().portable:
+    if current().in_blocks:
         block = max(1, _ELEMENTS // (batch * heads * total))
         blocks = ((start, min(start + block, count)) for start in range(0, count, block))
     for start, end in blocks:
@@ -115,7 +115,7 @@ def attend_columns(
         p = probabilities(scores.masked_fill(~seen[:, :, None], float("-inf")), sinks)
         weighed = p.flatten(2, 3) @ values[:, :, :seen_to]
         out[:, :, start:end] = weighed.unflatten(2, (group, end - start)).flatten(1, 2).to(q.dtype)
-        if current().portable or end > counted:
+        if not current().in_blocks or end > counted:
             counts = (positions[:, start:end] >= 0) & (torch.arange(start, end, device=q.device) >= counted)
             shares = pooled(p, retention).masked_fill(~counts[:, None, :, None], 0.0)
             columns[:, :, :seen_to] += shares.sum(2)

@@ -27,13 +27,22 @@ class Dialect:
 
     portable: whether primitives are said in the portable way of the table above
     byte:     the dtype that holds packed integers and codes of fp8: uint8, or int8 with the same bits
+    alone:    whether the graph runs where kvcompile is not, so that none of its ops can be called: of the table, the
+              last row is said in the portable way
     """
 
     portable: bool = False
     byte: torch.dtype = torch.uint8
+    alone: bool = False
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether many queries come in blocks, in an op of kvcompile."""
+        return not (self.portable or self.alone)
 
 
 PYTORCH = Dialect()
+AOTI = Dialect(alone=True)
 ONNX = Dialect(portable=True)
 TENSORRT = Dialect(portable=True, byte=torch.int8)
 

@@ -150,7 +150,7 @@ def _many(
         k_all = rotate(k_all, places, *rope, form=spec.rotary)
     out: Tensor
     gained: Tensor
-    attend = columns.attend_columns if current().portable else columns.OP
+    attend = columns.OP if current().in_blocks else columns.attend_columns
     out, gained = attend(
         q,
         k_all,

