@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvcompile.kernels import codec, columns, forms, paged, recent
 from kvcompile.kernels.dialect import current
+from kvcompile.kernels.order import order, places
 from kvcompile.kernels.rope import rotate, rotated_first
 from kvcompile.kernels.scores import bias_by_heads, probabilities, soft_capped
 from kvcompile.kernels.sides import as_read, sides, turned_back, weighed
@@ -222,9 +223,7 @@ def _held(token: Tensor, length: Tensor) -> Tensor:
 def _ranks(held: Tensor) -> Tensor:
     """Each token's place among those kept, [B, Hs, N], from 0 in the order of positions; anything for no token."""
     # Slots without a token go last.
-    order = torch.where(held < 0, _LATEST, held).argsort(-1)
-    place = torch.arange(held.shape[2], device=held.device).expand_as(held)
-    return torch.empty_like(order).scatter_(2, order, place)
+    return places(torch.where(held < 0, _LATEST, held))
 
 
 def _slot_for(token: Tensor, score: Tensor, position: Tensor, layout: CacheLayout) -> Tensor:
@@ -260,8 +259,8 @@ def _smoothed(votes: Tensor, tokens: Tensor, width: int) -> Tensor:
     """Votes averaged over `width` neighbours in the order of positions (zeros beyond the ends)."""
     if width == 1:
         return votes
-    order = tokens.argsort(-1)
-    ordered = votes.gather(2, order)
+    by_position = order(tokens)
+    ordered = votes.gather(2, by_position)
     count = ordered.shape[2]
     total = torch.zeros_like(ordered)
     for shift in range(-(width // 2), width // 2 + 1):
@@ -269,7 +268,7 @@ def _smoothed(votes: Tensor, tokens: Tensor, width: int) -> Tensor:
         neighbour = torch.arange(count, device=votes.device) + shift
         there = (neighbour >= 0) & (neighbour < count)
         total = total + torch.where(there, ordered[:, :, neighbour.clamp(0, count - 1)], 0.0)
-    return torch.empty_like(votes).scatter_(2, order, total / width)
+    return torch.empty_like(votes).scatter_(2, by_position, total / width)
 
 
 def _staying(tokens: Tensor, scores: Tensor, last: Tensor, slots: int, retention: Scored) -> Tensor:
@@ -280,8 +279,8 @@ def _staying(tokens: Tensor, scores: Tensor, last: Tensor, slots: int, retention
     protected = (tokens < retention.sinks) | (tokens > last - retention.recent)
     value = value.masked_fill(protected, float("inf")).masked_fill(tokens < 0, float("-inf"))
     # The newest first, and then by value without changing the order of equals: of them the oldest goes.
-    newest = tokens.argsort(-1, descending=True)
-    ranked = value.gather(2, newest).argsort(dim=-1, descending=True, stable=True)
+    newest = order(tokens, descending=True)
+    ranked = order(value.gather(2, newest), descending=True, stable=True)
     return newest.gather(2, ranked)[:, :, :slots]
 
 
