@@ -13,6 +13,8 @@ Source: Micikevicius et al. 2022, "FP8 formats for deep learning", table 1.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,13 +44,24 @@ def to_code(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def from_code(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes of fp8 numbers -> the numbers, fp32."""
-    table = torch.arange(256, dtype=torch.uint8).view(dtype).float().to(codes.device)
+    table = torch.tensor(_numbers(dtype), device=codes.device)
     return _looked_up(table, from_byte(codes).to(torch.int64))
+
+
+def _numbers(dtype: torch.dtype) -> list[float]:
+    """The numbers of the codes 0 .. 255. The last codes are infinite or none in fp8, and large here: none is stored."""
+    mantissa, bias = _MANTISSA[dtype], _BIAS[dtype]
+    found = []
+    for code in range(256):
+        exponent, digits = divmod(code % 128, 2**mantissa)
+        digits += 2**mantissa if exponent else 0
+        found.append((-1) ** (code // 128) * digits * 2.0 ** (max(exponent, 1) - bias - mantissa))
+    return found
 
 
 def _highest(dtype: torch.dtype) -> int:
     """The exponent of the largest number."""
-    return int(torch.tensor(torch.finfo(dtype).max).log2().floor())
+    return math.frexp(torch.finfo(dtype).max)[1] - 1
 
 
 def _looked_up(table: Tensor, index: Tensor) -> Tensor:

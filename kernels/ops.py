@@ -24,7 +24,7 @@ _LIB.define(
 )
 
 
-def _cached_attention(
+def cached_attention_function(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -68,14 +68,14 @@ def _cached_attention(
     )
 
 
-_LIB.impl("cached_attention", _cached_attention, "CompositeImplicitAutograd")
+_LIB.impl("cached_attention", cached_attention_function, "CompositeImplicitAutograd")
 cached_attention = torch.ops.kvcompile.cached_attention.default
 
 
 _LIB.define("cached_rows(Tensor x, Tensor(a!) buffer, Tensor positions, SymInt span) -> Tensor")
 
 
-def _cached_rows(x: Tensor, buffer: Tensor, positions: Tensor, span: int) -> Tensor:
+def cached_rows_function(x: Tensor, buffer: Tensor, positions: Tensor, span: int) -> Tensor:
     """Append x [B, S, ...] to `buffer` [B, 1, slots, ...] and give the first `span` slots [B, span, ...].
 
     positions: [B, S]; padding (negative) lands at the far end, as in `reference.append`.
@@ -87,5 +87,5 @@ def _cached_rows(x: Tensor, buffer: Tensor, positions: Tensor, span: int) -> Ten
     return buffer[:, 0, :span]
 
 
-_LIB.impl("cached_rows", _cached_rows, "CompositeImplicitAutograd")
+_LIB.impl("cached_rows", cached_rows_function, "CompositeImplicitAutograd")
 cached_rows = torch.ops.kvcompile.cached_rows.default

@@ -21,7 +21,7 @@ def _running_sum(x: Tensor, key: str) -> Tensor:
     return x.cumsum(1, dtype=torch.int64)
 
 
-def _cached_running_sum(x: Tensor, total: Tensor, seq_lens: Tensor) -> Tensor:
+def cached_running_sum_function(x: Tensor, total: Tensor, seq_lens: Tensor) -> Tensor:
     """x [B, S] of the new tokens; total int64 [B], of the tokens before, updated in place; seq_lens int64 [B]."""
     before = torch.where(seq_lens > 0, total, 0)  # what stands there before the first token means nothing
     sums = before[:, None] + x.cumsum(1, dtype=torch.int64)
@@ -30,6 +30,6 @@ def _cached_running_sum(x: Tensor, total: Tensor, seq_lens: Tensor) -> Tensor:
 
 
 LIBRARY.impl("running_sum", _running_sum, "CompositeImplicitAutograd")
-LIBRARY.impl("cached_running_sum", _cached_running_sum, "CompositeImplicitAutograd")
+LIBRARY.impl("cached_running_sum", cached_running_sum_function, "CompositeImplicitAutograd")
 running_sum = torch.ops.kvcompile.running_sum.default
 cached_running_sum = torch.ops.kvcompile.cached_running_sum.default

@@ -19,6 +19,7 @@ from kvcompile.calibrate import calibrate
 from kvcompile.errors import KVCompileError
 from kvcompile.estimate import estimate
 from kvcompile.explain import explain
+from kvcompile.export import export
 from kvcompile.quality import quality
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from kvcompile.recipe import Recipe as Recipe
 
 __version__ = "0.1.0"
-__all__ = ["KVCompileError", "Recipe", "calibrate", "estimate", "explain", "optimize", "quality"]
+__all__ = ["KVCompileError", "Recipe", "calibrate", "estimate", "explain", "export", "optimize", "quality"]
 
 # torch and transformers are slow to import: `kvcompile --help` and `kvcompile validate` do without.
 _HOMES = {"optimize": "kvcompile.api", "Recipe": "kvcompile.recipe"}

@@ -116,6 +116,7 @@ def _emit(model: nn.Module, front: Front, plan: Plan, recipe: Recipe, dump: Dump
         kind = HuggingFaceCachedModel
     fast = kind(model, program, plan, executor)
     fast.analysis = analysis_of(front, plan)
+    fast.recipe = recipe
     return fast
 
 

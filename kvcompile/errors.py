@@ -81,3 +81,11 @@ class CompileError(KVCompileError):
 
 class KernelError(KVCompileError):
     """A kernel cannot be written to the cache, assembled, measured or launched."""
+
+
+class ExportError(KVCompileError):
+    """A plan cannot be exported to a target, or its artifact cannot be written; what was there before is as it was."""
+
+
+class ArtifactError(KVCompileError):
+    """An artifact is missing, damaged, of another version, or does not fit the machine that shall run it."""

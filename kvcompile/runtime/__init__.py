@@ -1,1 +1,1 @@
-"""What users hold: the optimized module, its cache, and generation."""
+"""What runs: the optimized module with its cache, and sessions of exported artifacts."""

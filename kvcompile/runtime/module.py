@@ -14,8 +14,11 @@ from kvcompile.emit.inductor import ShapeClass
 from kvcompile.errors import InputError, KVCompileError
 from kvcompile.pipeline import Analysis
 from kvcompile.plan import Plan
+from kvcompile.recipe import Recipe
 from kvcompile.runtime.cache import KVCache
+from kvcompile.runtime.padding import pads_of
 from kvcompile.runtime.program import Program
+from kvcompile.runtime.sampling import check_sampling, pick
 from kvcompile.runtime.shape import CacheShape
 
 _SPAN_STEP = 64  # slots are read in whole blocks, so that lengths next to each other read the same shapes
@@ -37,6 +40,7 @@ class CachedModel(nn.Module):
         self.executor = executor
         self.report: dict[str, Any] = {}
         self.analysis: Analysis | None = None
+        self.recipe: Recipe | None = None  # that it was optimized with
         shape = CacheShape.of(plan, program.caches, program.device, program.states)
         self.cache = KVCache(shape, program.device)
         self._prepared: set[ShapeClass] = set()
@@ -89,7 +93,7 @@ class CachedModel(nn.Module):
         self._check_ids(input_ids)
         batch, tokens = input_ids.shape
         self.cache.check_room(batch, tokens)
-        pads = self._pads(input_ids, attention_mask)
+        pads = pads_of(self.cache, input_ids, attention_mask, self.program.ragged)
         self.cache.allocate(batch, tokens, pads)
         try:
             return self._passes(input_ids, pads, keep)
@@ -206,43 +210,6 @@ class CachedModel(nn.Module):
                 f"pass input_ids.to({str(self.device)!r})"
             )
 
-    def _pads(self, input_ids: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Padded tokens on the left of each row of this call, or None where there are none."""
-        if mask is None:
-            return None
-        batch, tokens = input_ids.shape
-        total = self.cache.columns + tokens
-        if not isinstance(mask, Tensor) or tuple(mask.shape) not in ((batch, tokens), (batch, total)):
-            got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-            raise InputError(f"attention_mask: expected [{batch}, {tokens}] or [{batch}, {total}], got {got}")
-        mask = mask.to(self.device).bool()
-        past = torch.arange(self.cache.columns, device=self.device)
-        shown = past >= self.cache.columns - self.cache.seq_lens[:, None]
-        if mask.shape[1] > tokens and not torch.equal(mask[:, :-tokens], shown):
-            raise InputError(
-                "attention_mask: of the tokens in the cache, it must hide those that were padding when they "
-                "came, and no others; reset() forgets them all"
-            )
-        real = mask[:, -tokens:]
-        if bool(real.all()):
-            return None
-        pads = (~real).sum(1)
-        # On the left, and only before a sequence's first token.
-        steps = torch.arange(tokens, device=self.device)
-        on_the_left = bool((real == (steps >= pads[:, None])).all())
-        started = self.cache.columns > 0 and bool(((pads > 0) & (self.cache.seq_lens > 0)).any())
-        if not on_the_left or started:
-            raise InputError(
-                "attention_mask: padding must stand on the left of a sequence, before its first token "
-                "(tokenizer.padding_side = 'left')"
-            )
-        if not self.program.ragged:
-            raise InputError(
-                "attention_mask: this model counts positions itself and not by position_ids alone, so its "
-                "sequences cannot start at different places; pass sequences of one length without padding"
-            )
-        return pads
-
     def _check_pages(self, tokens: int, batch: int, mask: Any, kept: bool = False) -> None:
         """Refuse what pools of a fixed size could not hold at the end: `batch` sequences of `tokens`, padding included.
 
@@ -301,14 +268,7 @@ class PlainCachedModel(CachedModel):
         Raises:
             InputError, LimitError: as `forward`; also an impossible max_new_tokens, temperature or top_k.
         """
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
-        if do_sample and temperature <= 0:
-            raise InputError(
-                f"temperature: expected more than 0, got {temperature}; do_sample=False is greedy"
-            )
-        if top_k is not None and top_k < 1:
-            raise InputError(f"top_k: expected at least 1, got {top_k}")
+        check_sampling(max_new_tokens, do_sample, temperature, top_k)
         self._check_ids(input_ids)
         if streamer is not None and input_ids.shape[0] != 1:
             raise InputError(f"streamer: expected one sequence, got {input_ids.shape[0]}")
@@ -323,7 +283,7 @@ class PlainCachedModel(CachedModel):
         for _ in range(max_new_tokens):
             logits = self._call(new, mask, keep=1)[self.program.logits][:, -1].float()
             mask = None
-            new = _pick(logits, do_sample, temperature, top_k, generator)
+            new = pick(logits, do_sample, temperature, top_k, generator)
             if eos_token_id is not None:
                 new = torch.where(ended[:, None], eos_token_id, new)
                 ended |= new[:, 0] == eos_token_id
@@ -335,16 +295,3 @@ class PlainCachedModel(CachedModel):
         if streamer is not None:
             streamer.end()
         return tokens
-
-
-def _pick(
-    logits: Tensor, do_sample: bool, temperature: float, top_k: int | None, generator: torch.Generator | None
-) -> Tensor:
-    """The next token of each row, [B, 1]."""
-    if not do_sample:
-        return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
-    if top_k is not None:
-        least = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)

@@ -1,0 +1,218 @@
+"""manifest.json: what an artifact's graphs take and give, and how its caches are kept. docs/artifacts.md tells how to
+run one by it.
+
+A shape's sizes are numbers or names: `batch`, `tokens`, `kept`, `slots`, `pages_0`, ...; a name means one size in all
+inputs and outputs of a call. Dtypes are named as in torch.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from kvcompile.errors import ArtifactError
+
+FORMAT_VERSION = 1
+FILE = "manifest.json"
+Target = Literal["onnx", "tensorrt", "aoti"]
+Role = Literal["input_ids", "positions", "seq_lens", "keep", "slots", "page_table", "cache", "logits"]
+Size = int | str
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TensorInfo(_Record):
+    """One input or output of a graph."""
+
+    name: str
+    role: Role
+    dtype: str
+    shape: tuple[Size, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+
+class Alias(_Record):
+    """A cache and what becomes of it. in_place: one address may, or must, be bound to both; else two, which swap."""
+
+    input: str
+    output: str
+    in_place: bool
+
+
+class Span(_Record):
+    """The shapes of one input that a profile admits."""
+
+    min: tuple[int, ...]
+    opt: tuple[int, ...]
+    max: tuple[int, ...]
+
+
+class Profile(_Record):
+    """A TensorRT optimization profile: shapes by input."""
+
+    name: str
+    shapes: dict[str, Span]
+
+
+class Graph(_Record):
+    """One graph: `step` is prefill and decode in one."""
+
+    phase: Literal["prefill", "decode", "step"]
+    file: str
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    aliases: tuple[Alias, ...]
+    profiles: tuple[Profile, ...] = ()
+
+
+class Cache(_Record):
+    """One cache tensor.
+
+    holds:    what its bytes mean, where that is not its dtype
+    fill:     what it holds from the start, a number per KV head; null: zeros
+    in_order: whether rows stand at their token's column
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[Size, ...]
+    holds: str | None = None
+    fill: tuple[float, ...] | None = None
+    in_order: bool = False
+    state: bool = False
+
+
+class Pages(_Record):
+    """Layers whose sequences have the same pages; page 0 of every pool belongs to nobody.
+
+    slots: of one sequence at the limit of tokens: a token at position p is in page table[p mod slots // page_size]
+    pages: that a pool has in all; null: as many as are needed
+    """
+
+    table: str
+    page_size: int
+    slots: int
+    pages: int | None
+    dimension: str
+    layers: tuple[int, ...]
+    caches: tuple[str, ...]
+
+
+class LimitsInfo(_Record):
+    """What one cache may hold; whole_prompts: a prompt must come in one call."""
+
+    max_batch: int
+    max_tokens: int | None
+    prefill_chunk: int
+    whole_prompts: bool
+
+
+class ModelInfo(_Record):
+    """Which model it was: its class, and a digest of the names and shapes of its weights."""
+
+    architecture: str
+    digest: str
+    dtype: str
+    vocab_size: int
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+
+class RecipeInfo(_Record):
+    """The recipe as it was used: `text` is YAML that `Recipe.load` reads."""
+
+    name: str
+    digest: str
+    text: str
+    scales: str | None = None
+
+
+class PlanInfo(_Record):
+    digest: str
+    text: str
+    lossless: bool
+    bytes_per_token: int
+
+
+class FileInfo(_Record):
+    bytes: int
+    sha256: str
+
+
+class Manifest(_Record):
+    """All of manifest.json.
+
+    slots:    the most that may be read of layers that are kept in order; 0 where there are none
+    ragged:   whether sequences may start behind padding
+    versions: of the packages that made it
+    engine:   of the TensorRT engine: package, version, compute capabilities
+    """
+
+    format: Literal["kvcompile"] = "kvcompile"
+    format_version: Literal[1] = 1
+    target: Target
+    versions: dict[str, str]
+    model: ModelInfo
+    recipe: RecipeInfo
+    plan: PlanInfo
+    limits: LimitsInfo
+    ragged: bool
+    slots: int
+    graphs: tuple[Graph, ...]
+    caches: tuple[Cache, ...]
+    pages: tuple[Pages, ...] = ()
+    files: dict[str, FileInfo] = {}
+    tokenizer: str | None = None
+    engine: dict[str, Any] | None = None
+
+    def graph(self, tokens: int) -> Graph:
+        """The graph for so many new tokens of each sequence."""
+        wanted = "decode" if tokens == 1 else "prefill"
+        return next((graph for graph in self.graphs if graph.phase == wanted), self.graphs[0])
+
+    def to_json(self) -> str:
+        return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
+
+    @staticmethod
+    def read(folder: str | Path) -> Manifest:
+        """The manifest of an artifact.
+
+        Raises:
+            ArtifactError: no artifact, or one of another format.
+        """
+        path = Path(folder) / FILE
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise ArtifactError(
+                f"{folder}: expected the folder of an artifact, with a {FILE}, and there is none; "
+                "kvcompile.export(model, folder, target=...) writes one"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise ArtifactError(
+                f"{path} cannot be read: {' '.join(str(error).split())}; export again"
+            ) from error
+        if not isinstance(data, dict) or data.get("format") != "kvcompile":
+            raise ArtifactError(f"{path}: no manifest of kvcompile (its `format` is not 'kvcompile')")
+        if data.get("format_version") != FORMAT_VERSION:
+            raise ArtifactError(
+                f"{path}: format version {data.get('format_version')!r}, and this kvcompile reads {FORMAT_VERSION}; "
+                "export again with this version, or run it with the one that wrote it "
+                f"({data.get('versions', {}).get('kvcompile', 'unknown')})"
+            )
+        try:
+            return Manifest.model_validate(data)
+        except ValidationError as error:
+            places = ", ".join(".".join(map(str, e["loc"])) for e in error.errors()[:5])
+            raise ArtifactError(f"{path}: damaged or edited by hand: {places}; export again") from error

@@ -1,0 +1,207 @@
+"""The rewritten graph as a pure function of tensors: caches in, caches out. What every export traces.
+
+    input_ids [B, S], positions [B, S], seq_lens [B], keep [K], (slots [T]), (page_table_i [B, pages]), caches...
+    -> logits [B, K, V], caches...
+
+All of them int64 but page tables (int32) and caches. Everything else that the graph takes follows from these:
+
+    position_ids = positions, 0 for padding         span = how many `slots` there are (their values are 0 .. T - 1)
+    past_length  = seq_lens of any row              logits_to_keep = keep
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
+
+from kvcompile.artifact.manifest import Role
+from kvcompile.errors import ExportError
+from kvcompile.kernels import ops, running_sum
+from kvcompile.kernels.dialect import Dialect, speaking
+from kvcompile.pipeline import Front, absorbed, rewrite
+from kvcompile.plan import Plan
+from kvcompile.runtime.shape import CacheShape
+
+Phase = Literal["prefill", "decode", "step"]
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# Sizes that stand for the dynamic ones while tracing: different, and none of 0, 1 or any size of a model.
+_HINTS = {"batch": 11, "tokens": 61, "kept": 37, "slots": 59, "pages": 13}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One input of the function.
+
+    shape: sizes, or the names of those that are dynamic
+    """
+
+    name: str
+    role: Role
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+
+
+class Functional(nn.Module):
+    """`forward(*arguments)` in the order of `arguments`; returns logits and the caches, in the order of `caches`."""
+
+    def __init__(self, front: Front, plan: Plan, dialect: Dialect, *, in_place: bool = False):
+        """
+        in_place: whether caches are updated where they stand, and logits are all that is returned
+        """
+        super().__init__()
+        front = absorbed(front, plan)
+        rewritten, constants = rewrite(front, plan)
+        self.decoder = _spelled_out(rewritten.graph_module)
+        self.dialect, self.in_place, self.device = dialect, in_place, front.device
+        self.shape = CacheShape.of(plan, rewritten.caches, front.device, rewritten.states)
+        self.plan = plan
+        self._logits = front.captured.logits_index
+        self._takes = [str(node.target) for node in self.decoder.graph.nodes if node.op == "placeholder"]
+        self._keeps = front.captured.inputs.logits_to_keep
+        self._constants = tuple(constants)
+        for name, value in constants.items():
+            self.register_buffer(name, value)
+        self.caches = tuple(name for name in self._takes if name in self.shape.buffers)
+        self.tables = tuple(pool.group.name for pool in self.shape.pools)
+        self.has_slots = self.shape.span > 0
+
+    def cache_dtype(self, name: str) -> torch.dtype:
+        """The dtype that a cache has in the exported graph: bytes where the dialect has no other word for it."""
+        dtype = self.shape.buffers[name].spec.dtype
+        if self.dialect.portable and (dtype in FP8 or dtype == torch.uint8):
+            return self.dialect.byte
+        return dtype
+
+    def arguments(self, one: bool) -> tuple[Argument, ...]:
+        """What forward takes; one: whether each sequence gets one token."""
+        tokens, kept = (1, 1) if one else ("tokens", "kept")
+        found = [
+            Argument("input_ids", "input_ids", ("batch", tokens), torch.int64),
+            Argument("positions", "positions", ("batch", tokens), torch.int64),
+            Argument("seq_lens", "seq_lens", ("batch",), torch.int64),
+            Argument("keep", "keep", (kept,), torch.int64),
+        ]
+        if self.has_slots:
+            found.append(Argument("slots", "slots", ("slots",), torch.int64))
+        pages = {}
+        for number, pool in enumerate(self.shape.pools):
+            group = pool.group
+            found.append(Argument(group.name, "page_table", ("batch", group.pages_per_sequence), torch.int32))
+            pages |= dict.fromkeys(pool.buffers, f"pages_{number}")
+        for name in self.caches:
+            rows = self.shape.buffers[name].spec.shape
+            found.append(Argument(name, "cache", (pages.get(name, "batch"), *rows), self.cache_dtype(name)))
+        return tuple(found)
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        input_ids, positions, seq_lens, keep, *rest = given
+        slots = rest.pop(0) if self.has_slots else None
+        tables, caches = rest[: len(self.tables)], rest[len(self.tables) :]
+        if not self.in_place:
+            caches = [cache.clone() for cache in caches]
+        values: dict[str, Any] = {
+            "input_ids": input_ids,
+            "positions": positions,
+            "seq_lens": seq_lens,
+            "logits_to_keep": keep,
+            "span": 1 if slots is None else slots.shape[0],
+            "position_ids": positions.clamp(min=0),
+            "past_length": seq_lens[0],
+            **dict(zip(self.tables, tables, strict=True)),
+            **dict(zip(self.caches, caches, strict=True)),
+            **{name: getattr(self, name) for name in self._constants},
+        }
+        logits = self.decoder(*[values[name] for name in self._takes])[self._logits]
+        if not self._keeps:
+            logits = logits.index_select(1, keep)
+        return (logits,) if self.in_place else (logits, *caches)
+
+
+def _spelled_out(graph_module: GraphModule) -> GraphModule:
+    """The graph with the reference's functions in place of the project's ops, so that tracing sees into them.
+
+    As ops they would be taken apart only when the traced program is translated, outside of the dialect.
+    """
+    for node in graph_module.graph.nodes:
+        node.target = _FUNCTIONS.get(node.target, node.target)
+    graph_module.recompile()
+    return graph_module
+
+
+_FUNCTIONS = {
+    ops.cached_attention: ops.cached_attention_function,
+    ops.cached_rows: ops.cached_rows_function,
+    running_sum.cached_running_sum: running_sum.cached_running_sum_function,
+}
+
+
+def functional(front: Front, plan: Plan, dialect: Dialect, *, in_place: bool = False) -> Functional:
+    """The plan's graph as a function.
+
+    Raises:
+        ExportError: the model has modules that run as Python, which no exported graph can hold.
+    """
+    if front.captured.opaques:
+        names = [module.path for module in front.captured.opaques]
+        others = "" if len(names) == 1 else f" and {len(names) - 1} more"
+        raise ExportError(
+            f"{names[0]}{others} run as Python inside the rewritten module, and an exported graph has no Python in it; "
+            "export a model whose layers all trace, or use kvcompile.optimize"
+        )
+    return Functional(front, plan, dialect, in_place=in_place)
+
+
+def example(function: Functional, one: bool) -> tuple[Tensor, ...]:
+    """Arguments to trace with: empty caches, and sizes that stand for the dynamic ones."""
+    made = []
+    for argument in function.arguments(one):
+        shape = [_hint(size) for size in argument.shape]
+        if argument.role in ("positions", "slots", "keep"):
+            value = torch.arange(shape[-1], device=function.device).expand(shape).contiguous()
+        else:
+            value = torch.zeros(shape, dtype=argument.dtype, device=function.device)
+        made.append(value)
+    return tuple(made)
+
+
+def traced(function: Functional, one: bool) -> ExportedProgram:
+    """The function for one token per sequence, or for any number of them.
+
+    Raises:
+        ExportError: torch.export refuses it.
+    """
+    names = [argument.shape for argument in function.arguments(one)]
+    dynamic = tuple(
+        {i: Dim.DYNAMIC for i, size in enumerate(shape) if isinstance(size, str)} for shape in names
+    )
+    try:
+        with speaking(function.dialect), torch.no_grad(), _quiet():
+            return torch.export.export(
+                function, example(function, one), dynamic_shapes=(dynamic,), strict=False
+            )
+    except Exception as error:  # torch.export raises many kinds
+        reason = " ".join(str(error).split())[:600]
+        raise ExportError(
+            f"torch.export refused the rewritten graph of plan {function.plan.digest()}: {type(error).__name__}: "
+            f"{reason}"
+        ) from error
+
+
+def _hint(size: int | str) -> int:
+    return size if isinstance(size, int) else _HINTS[size.split("_")[0]]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

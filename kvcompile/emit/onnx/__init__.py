@@ -1,0 +1,5 @@
+"""ONNX: the rewritten graph as `.onnx` files with one file of weights."""
+
+from kvcompile.emit.onnx.write import OPSET, OPSETS, Emitted, emit
+
+__all__ = ["OPSET", "OPSETS", "Emitted", "emit"]

@@ -1,0 +1,93 @@
+"""`kvcompile.export`: a model with the cache of a recipe as files that run without it.
+
+| target | files | runs on | module |
+|---|---|---|---|
+| onnx | prefill.onnx, decode.onnx, weights.bin | ONNX Runtime | `runtime/onnx.py` |
+| tensorrt | step.engine, and the step.onnx that it was built from | TensorRT | `runtime/tensorrt.py` |
+| aoti | model.pt2, weights.bin | PyTorch | `runtime/aoti.py` |
+
+And manifest.json, which says all that a runtime must know (docs/artifacts.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvcompile.errors import ExportError
+
+if TYPE_CHECKING:  # torch comes when something is exported
+    from torch import nn
+
+    from kvcompile.artifact.manifest import Manifest
+
+Target = Literal["onnx", "tensorrt", "aoti"]
+TARGETS: tuple[Target, ...] = ("onnx", "tensorrt", "aoti")
+
+
+def export(
+    model: nn.Module,
+    out: str | Path,
+    target: Target,
+    *,
+    recipe: object = None,
+    tokenizer: Any = None,
+    progress: Callable[[str, int, int], None] | None = None,
+    options: dict[str, Any] | None = None,
+    **overrides: Any,
+) -> Manifest:
+    """Write `model` with the cache of `recipe` as an artifact for `target`.
+
+    Args:
+        model: what `kvcompile.optimize` takes, or what it returned: then with the recipe that it was optimized with.
+        out: the artifact's folder. One that is there is replaced once the new one is complete.
+        recipe: as for `optimize`; None: of an optimized module its own, else "baseline".
+        tokenizer: of transformers; goes along, so that sessions take texts.
+        progress: called as progress(stage, done, total).
+        options: of the target: onnx {opset: 24 or 23}; tensorrt and aoti: see their modules.
+        overrides: recipe sections or keys of `runtime`, as for `optimize`.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        ExportError: the target cannot do this plan, lacks a package, or `out` cannot be written; `out` is as it was.
+        RecipeError, ModelError, PlanError, VerificationError: as `optimize`.
+    """
+    from kvcompile.artifact import folder
+    from kvcompile.artifact.manifest import FILE
+    from kvcompile.export.source import source_of
+
+    if target not in TARGETS:
+        raise ExportError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}")
+    folder.check_replaceable(Path(out).expanduser().absolute())
+    write = _writer(target)
+    tell = progress or (lambda stage, done, total: None)
+    source = source_of(model, recipe, tell, overrides, target)
+    with folder.writing(out) as made:
+        name = None if tokenizer is None else source.write_tokenizer(tokenizer, made)
+        manifest = write(source, made, options or {}, tell)
+        manifest = manifest.model_copy(update={"tokenizer": name, "files": folder.infos(made)})
+        (made / FILE).write_text(manifest.to_json(), encoding="utf-8")
+    return manifest
+
+
+def _writer(target: Target) -> Callable[..., Manifest]:
+    """write(source, folder, options, tell) -> Manifest, of the target; what it needs is imported here, first."""
+    match target:
+        case "onnx":
+            from kvcompile.export import onnx
+
+            return onnx.write
+        case "tensorrt":
+            from kvcompile.export import tensorrt
+
+            return tensorrt.write
+        case "aoti":
+            from kvcompile.export import aoti
+
+            return aoti.write
+
+
+__all__ = ["TARGETS", "Target", "export"]
