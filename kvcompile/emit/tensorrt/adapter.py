@@ -66,7 +66,7 @@ class TensorRT:
         levels = {
             severity.INTERNAL_ERROR: logging.ERROR,
             severity.ERROR: logging.ERROR,
-            severity.WARNING: logging.WARNING,
+            severity.WARNING: logging.INFO,  # of what its caller cannot change: unused inputs, int64 bindings
             severity.INFO: logging.INFO,
             severity.VERBOSE: logging.DEBUG,
         }

@@ -1,4 +1,4 @@
-"""What TensorRT does not take, by node of an ONNX graph: checked before a build, which would say it later and less well.
+"""What TensorRT does not take, by node of an ONNX graph: checked before a build, which would say it later, and worse.
 
 Every rule was seen as a refusal of TensorRT for RTX 1.7.1 (tests/test_tensorrt_capabilities.py builds them); the
 enterprise TensorRT 10.15 shares its parser. The graphs that kvcompile writes break none of the first group: they are
@@ -12,9 +12,9 @@ traced under `kernels.dialect.TENSORRT`. What is left to break them is the model
 | topk | TopK of more than 3,840 | the kernel's limit |
 | softcap | Attention with softcap | no such attribute |
 | attention-outputs | Attention with more than one output | caches are tensors of their own here |
-| scatter-reduction | ScatterND, ScatterElements with a reduction | no such kernel (ScatterND) |
+| scatter-reduction | ScatterND with a reduction | no such kernel |
 | no-operator | NonZero, Unique, DynamicQuantizeLinear, sequences, ... | no operator, or a plugin that is not there |
-| cache-update | TensorScatter that is not linear, 4-D, fp32/fp16/bf16, from an input to an output, with fixed slots | KVCacheUpdate |
+| cache-update | TensorScatter but linear, 4-D, fp32/fp16/bf16, fixed slots, input to output | limits of KVCacheUpdate |
 | turing-bf16 | bf16 with SM75 among the targets | no such arithmetic on that GPU |
 | turing-fp32 | MatMul in fp32 with SM75 among the targets | no such kernel |
 """
@@ -43,6 +43,7 @@ _NONE = frozenset(
         "NonZero", "Unique", "DynamicQuantizeLinear", "GroupQueryAttention", "SplitToSequence", "SequenceAt",
         "SequenceConstruct", "ConcatFromSequence", "Bernoulli", "Multinomial", "Det", "MatMulInteger", "ConvInteger",
         "StringNormalizer", "TfIdfVectorizer", "Optional", "OptionalGetElement", "CenterCropPad", "Col2Im",
+        "Compress", "BitCast", "SequenceEmpty", "SequenceInsert", "SequenceLength", "DFT", "QLinearMatMul",
     }
 )  # fmt: skip
 
@@ -92,7 +93,7 @@ def _topk(node: ir.Node, targets: Sequence[str]) -> str | None:
 
 
 def _softcap(node: ir.Node, targets: Sequence[str]) -> str | None:
-    if node.op_type == "Attention" and node.attributes.get_float("softcap", 0.0):
+    if node.op_type == "Attention" and node.attributes.get_float("softcap"):
         return "TensorRT's attention has no softcap"
     return None
 
@@ -125,7 +126,8 @@ def _cache_update(node: ir.Node, targets: Sequence[str]) -> str | None:
     if node.attributes.get_string("mode", "linear") != "linear":
         return "KVCacheUpdate knows no ring (mode circular)"
     if cache.dtype not in _FLOATS:
-        return f"KVCacheUpdate takes fp32, fp16 and bf16, not {'?' if cache.dtype is None else cache.dtype.name.lower()}"
+        dtype = "an unknown dtype" if cache.dtype is None else cache.dtype.name.lower()
+        return f"KVCacheUpdate takes fp32, fp16 and bf16, not {dtype}"
     if shape is None or len(shape) != 4 or node.attributes.get_int("axis", -2) not in (-2, 2):
         return "KVCacheUpdate takes [batch, heads, slots, channels]"
     if not shape.is_static(2):
@@ -158,15 +160,25 @@ _OTHER_TARGET = "leave SM75 out of compute_capabilities"
 RULES: tuple[Rule, ...] = (
     Rule("bits", _bits, f"{_PORTABLE} (kvcompile's own graphs do)"),
     Rule("bytes", _bytes, "keep bytes as int8, compute in int32 or fp32"),
-    Rule("small-floats", _small_floats, "keep their codes as int8 (kvcompile's own caches do), or use dtype int8"),
+    Rule(
+        "small-floats",
+        _small_floats,
+        "keep their codes as int8 (kvcompile's own caches do), or use dtype int8",
+    ),
     Rule("topk", _topk, "a smaller K, or places by counting (kvcompile's retention by scores does)"),
     Rule("softcap", _softcap, "spell the attention out as products and a softmax"),
     Rule("attention-outputs", _attention_outputs, "keep caches as inputs and outputs of the graph"),
     Rule("scatter-reduction", _scatter_reduction, "sum before scattering"),
-    Rule("no-operator", _no_operator, "rewrite the model without it, or export to ONNX Runtime (target: onnx)"),
+    Rule(
+        "no-operator", _no_operator, "rewrite the model without it, or export to ONNX Runtime (target: onnx)"
+    ),
     Rule("cache-update", _cache_update, "write this cache by ScatterND"),
     Rule("turing-bf16", _turing_bf16, f"load the model in float16, or {_OTHER_TARGET}"),
-    Rule("turing-fp32", _turing_fp32, f"{_OTHER_TARGET}, or choose a layout without fp32 products (docs/tensorrt.md)"),
+    Rule(
+        "turing-fp32",
+        _turing_fp32,
+        f"{_OTHER_TARGET}, or choose a layout without fp32 products (docs/tensorrt.md)",
+    ),
 )
 _SHOWN = 8
 
