@@ -1,0 +1,138 @@
+"""Finding a TensorRT, choosing targets and profiles, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import kvcompile
+from kvcompile.artifact.manifest import Graph, TensorInfo
+from kvcompile.emit.tensorrt import Options, Sizes, adapter
+from kvcompile.emit.tensorrt.profiles import profiles
+from kvcompile.errors import ExportError
+from kvcompile.export import tensorrt as target
+from tests.models import tiny_hf
+
+
+def fake_module(name: str, **members: object) -> ModuleType:
+    module = ModuleType(name)
+    for key, value in members.items():
+        setattr(module, key, value)
+    return module
+
+
+@pytest.fixture
+def none_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in adapter.PACKAGES:
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
+
+
+def test_without_tensorrt_every_package_is_named_with_its_reason_and_what_to_install(
+    none_installed: None,
+) -> None:
+    with pytest.raises(ExportError) as caught:
+        adapter.load()
+    text = str(caught.value)
+    assert all(f"  - {name}: " in text for name in adapter.PACKAGES)
+    assert "pip install 'kvcompile[tensorrt]'" in text and "pypi.nvidia.com" in text
+
+
+def test_without_tensorrt_nothing_is_written(none_installed: None, tmp_path: Path) -> None:
+    out = tmp_path / "artifact"
+    with pytest.raises(ExportError, match="TensorRT cannot be imported"):
+        kvcompile.export(tiny_hf(layers=1), out, "tensorrt", verify="off")
+    assert list(out.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", adapter.PACKAGES)
+def test_whichever_package_is_there_is_taken(
+    none_installed: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    module = fake_module(
+        name, Builder=object, OnnxParser=object, IBuilderConfig=object, __version__="10.15.1"
+    )
+    monkeypatch.setitem(sys.modules, name, module)
+    found = adapter.load()
+    assert (found.package, found.version, found.rtx, found.targets) == (name, "10.15.1", False, ())
+
+
+def test_a_package_for_running_only_is_no_builder(
+    none_installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", fake_module("tensorrt", __version__="10.0"))
+    with pytest.raises(ExportError, match="tensorrt: no builder or ONNX parser in it"):
+        adapter.load()
+
+
+def test_targets_are_those_of_the_package() -> None:
+    pytest.importorskip("tensorrt_rtx_bindings")
+    trt = adapter.load(("tensorrt_rtx_bindings",))
+    assert trt.rtx and trt.targets[:4] == ("SM75", "SM80", "SM86", "SM89")
+    Options(("SM86", "SM89")).check(trt)
+    with pytest.raises(ExportError, match="SM90 is not among those that tensorrt_rtx_bindings"):
+        Options(("SM89", "SM90")).check(trt)
+    with pytest.raises(ExportError, match="the same one twice"):
+        Options(("SM89", "SM89")).check(trt)
+    with pytest.raises(ExportError, match="workspace_bytes: expected at least 1, got 0"):
+        Options(workspace_bytes=0).check(trt)
+
+
+def test_the_enterprise_package_builds_for_its_own_gpu_only() -> None:
+    module = fake_module("tensorrt", Builder=object, OnnxParser=object, IBuilderConfig=object)
+    trt = adapter.TensorRT(module, "tensorrt", "10.15.1")
+    with pytest.raises(ExportError, match=r"tensorrt 10.15.1 builds for the GPU that it runs on"):
+        Options(("SM89",)).check(trt)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"precision": "fp16"},
+            "options: 'precision' is not one of target tensorrt; it has: compute_capabilities",
+        ),
+        (
+            {"package": "trt"},
+            "package: expected one of tensorrt, tensorrt_rtx, tensorrt_rtx_bindings, got 'trt'",
+        ),
+    ],
+)
+def test_unknown_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ExportError, match=message):
+        target.ready(options)
+
+
+def graph(phase: str) -> Graph:
+    inputs = (
+        TensorInfo(name="input_ids", role="input_ids", dtype="int64", shape=("batch", "tokens")),
+        TensorInfo(name="keep", role="keep", dtype="int64", shape=("kept",)),
+        TensorInfo(name="slots", role="slots", dtype="int64", shape=("slots",)),
+        TensorInfo(name="table", role="page_table", dtype="int32", shape=("batch", 6)),
+        TensorInfo(name="pool", role="cache", dtype="int8", shape=("pages_0", 2, 16, 8)),
+        TensorInfo(name="fixed", role="cache", dtype="int8", shape=(2, 2)),
+    )
+    return Graph.model_validate(
+        {"phase": phase, "file": f"{phase}.onnx", "inputs": inputs, "outputs": (), "aliases": ()}
+    )
+
+
+def test_a_graph_for_both_phases_has_a_profile_for_each() -> None:
+    decode, prefill = profiles(graph("step"), Sizes(batch=4, chunk=32, slots=96, pages={"pages_0": 25}))
+    assert (decode.name, prefill.name) == ("decode", "prefill")
+    assert "fixed" not in decode.shapes  # nothing of it is dynamic
+    spans = {name: (span.min, span.opt, span.max) for name, span in decode.shapes.items()}
+    assert spans == {
+        "input_ids": ((1, 1), (4, 1), (4, 1)),
+        "keep": ((1,), (1,), (1,)),
+        "slots": ((1,), (48,), (96,)),
+        "table": ((1, 6), (4, 6), (4, 6)),
+        "pool": ((1, 2, 16, 8), (12, 2, 16, 8), (25, 2, 16, 8)),
+    }
+    assert prefill.shapes["input_ids"].max == (4, 32) and prefill.shapes["input_ids"].min == (1, 1)
+    assert prefill.shapes["keep"].max == (32,)
+    assert [p.name for p in profiles(graph("decode"), Sizes(1, 8, pages={"pages_0": 2}))] == ["decode"]
+    with pytest.raises(ExportError, match="no range for the size 'pages_0' of pool"):
+        profiles(graph("step"), Sizes(1, 8))
