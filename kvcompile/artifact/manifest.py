@@ -145,6 +145,15 @@ class PlanInfo(_Record):
     bytes_per_token: int
 
 
+class CheckInfo(_Record):
+    """What was compared when the artifact was made: the relative RMS error, and what rounding explains."""
+
+    session: str
+    error: float
+    budget: float
+    tokens: int
+
+
 class FileInfo(_Record):
     bytes: int
     sha256: str
@@ -174,6 +183,7 @@ class Manifest(_Record):
     pages: tuple[Pages, ...] = ()
     files: dict[str, FileInfo] = {}
     tokenizer: str | None = None
+    checks: tuple[CheckInfo, ...] = ()
     engine: dict[str, Any] | None = None
 
     def graph(self, tokens: int) -> Graph:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvcompile.cli import calibrate, generate, inspect, kernels, quality, recipes, tune
+from kvcompile.cli import calibrate, export, generate, inspect, kernels, quality, recipes, tune
 
 app = typer.Typer(
     name="kvcompile",
@@ -26,6 +26,8 @@ app.command()(inspect.estimate)
 app.command()(quality.quality)
 app.command()(recipes.validate)
 app.command()(calibrate.calibrate)
+app.command()(export.export)
+app.command()(export.verify)
 app.command()(kernels.kernels)
 app.command()(tune.tune)
 app.add_typer(recipes.app, name="recipes")

@@ -53,10 +53,12 @@ def export(
 
     Raises:
         ExportError: the target cannot do this plan, lacks a package, or `out` cannot be written; `out` is as it was.
+        VerificationError: also where the artifact, when it ran, disagreed with the oracle.
         RecipeError, ModelError, PlanError, VerificationError: as `optimize`.
     """
     from kvcompile.artifact import folder
     from kvcompile.artifact.manifest import FILE
+    from kvcompile.export.check import checked
     from kvcompile.export.source import source_of
 
     if target not in TARGETS:
@@ -69,6 +71,9 @@ def export(
         name = None if tokenizer is None else source.write_tokenizer(tokenizer, made)
         manifest = write(source, made, options or {}, tell)
         manifest = manifest.model_copy(update={"tokenizer": name, "files": folder.infos(made)})
+        (made / FILE).write_text(manifest.to_json(), encoding="utf-8")
+        checks = checked(source, made, tell)
+        manifest = manifest.model_copy(update={"checks": checks})
         (made / FILE).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
 

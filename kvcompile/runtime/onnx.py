@@ -31,9 +31,10 @@ _ELEMENT = {
 
 
 class Session(session.Session):
-    """An artifact of target "onnx" (or the `.onnx` beside a TensorRT engine) that runs on ONNX Runtime."""
+    """An artifact of target "onnx" that runs on ONNX Runtime; or of "tensorrt", by the graph its engine was built of."""
 
-    target = "onnx"
+    name = "ONNX Runtime"
+    targets = ("onnx", "tensorrt")
 
     def __init__(
         self,
@@ -77,8 +78,10 @@ class Session(session.Session):
                     f"{self.path / graph.file}: ONNX Runtime cannot load it: {reason}"
                 ) from error
 
-    def _file(self, graph: Graph) -> str:
-        return graph.file
+    @staticmethod
+    def _file(graph: Graph) -> str:
+        """The graph's ONNX: what an engine was built of stands beside it."""
+        return str(Path(graph.file).with_suffix(".onnx"))
 
     def _run(self, graph: Graph, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
         running = self._sessions[graph.file]

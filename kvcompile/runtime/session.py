@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,9 +31,14 @@ _SLOTS = 64  # slots are read in whole blocks, so that lengths next to each othe
 
 
 class Session(ABC):
-    """Base of the sessions; a subclass says `target`, and runs a graph in `_run`."""
+    """Base of the sessions; a subclass runs a graph in `_run`.
 
-    target: Target
+    name:    of what runs it, for messages
+    targets: of the artifacts that it runs
+    """
+
+    name: ClassVar[str]
+    targets: ClassVar[tuple[Target, ...]]
 
     def __init__(self, path: str | Path, *, device: torch.device | str = "cpu", check: bool = True):
         """
@@ -45,10 +50,11 @@ class Session(ABC):
         """
         self.path = Path(path)
         self.manifest = Manifest.read(self.path)
-        if self.manifest.target != self.target:
+        if self.manifest.target not in self.targets:
             raise ArtifactError(
-                f"{self.path}: an artifact for {self.manifest.target}, and this runs {self.target}; "
-                f"export with target={self.target!r}, or use kvcompile.runtime.load, which takes the right one"
+                f"{self.path}: an artifact for {self.manifest.target}, and {self.name} runs those for "
+                f"{' and '.join(self.targets)}; export with target={self.targets[0]!r}, or use "
+                "kvcompile.runtime.load.load, which takes the right session"
             )
         files.check(self.path, self.manifest, contents=check)
         self.device = torch.device(device)

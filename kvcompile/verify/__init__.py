@@ -76,6 +76,7 @@ def check_program(
     plan: Plan,
     chunks: Sequence[int] = _CHUNKS,
     buffers: Callable[[], Mapping[str, Tensor]] | None = None,
+    name: str = "compiled program",
 ) -> Check:
     """The emitted program against the oracle: `step(input_ids, attention_mask) -> logits`, called chunk by chunk.
 
@@ -103,7 +104,7 @@ def check_program(
     )
     bare = Run(oracle.logits, (), choices=oracle.choices)
     noise = [Run(n.logits, (), choices=n.choices) for n in noisy]
-    return compare("compiled program", got, bare, noise, pads, plan, started)
+    return compare(name, got, bare, noise, pads, plan, started)
 
 
 def _check_detection(model: nn.Module, front: Front, plan: Plan, tokens: int) -> Check:

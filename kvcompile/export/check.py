@@ -1,0 +1,42 @@
+"""What was written is run before it gets its name: a prompt and a few tokens, against the oracle of the plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from kvcompile.artifact.manifest import CheckInfo, Manifest
+from kvcompile.errors import ArtifactError
+from kvcompile.export.source import Source
+from kvcompile.runtime.load import openers
+from kvcompile.verify.artifact import check_session
+
+log = logging.getLogger(__name__)
+_CHUNKS = (9, 1, 1, 6, 1)
+
+
+def checked(source: Source, folder: Path, tell: Callable[[str, int, int], None]) -> tuple[CheckInfo, ...]:
+    """Run the artifact in `folder` on what can run it here; nothing where the recipe says `verify: off`.
+
+    A session that this machine has no package or GPU for is left out: `kvcompile verify` runs it elsewhere.
+
+    Raises:
+        VerificationError: it disagrees.
+    """
+    if source.recipe.verify == "off":
+        return ()
+    found = []
+    for name, opened in openers(Manifest.read(folder)):
+        try:
+            session = opened(folder, check=False)
+        except ArtifactError as error:
+            log.warning("the artifact was not run with %s: %s", name, error)
+            continue
+        tell(f"verify ({session.name})", 0, 1)
+        check = check_session(session, source, _CHUNKS)
+        tell(f"verify ({session.name})", 1, 1)
+        found.append(
+            CheckInfo(session=session.name, error=check.error, budget=check.budget, tokens=check.tokens)
+        )
+    return tuple(found)

@@ -1,0 +1,115 @@
+"""`kvcompile verify ARTIFACT --model M`: what an artifact's sessions give, against the eager oracle of its plan.
+
+The plan is made again from the model and the recipe in the manifest: another model, recipe or version of kvcompile
+gives another digest, and is refused. Then every session that can run here, runs: ONNX Runtime, AOTInductor, and the
+TensorRT engine where there is a GPU for it; what cannot is told with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from kvcompile.artifact.manifest import Manifest
+from kvcompile.errors import ArtifactError
+from kvcompile.export.source import Source, source_of
+from kvcompile.recipe import Recipe
+from kvcompile.runtime.load import openers
+from kvcompile.runtime.session import Session
+from kvcompile.verify import check_program
+from kvcompile.verify.compare import Check
+
+# A prompt, a chunk that goes on with it, and decode steps.
+CHUNKS = (17, 5, *(1 for _ in range(30)))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One session: what was measured, or why it did not run."""
+
+    session: str
+    check: Check | None
+    reason: str = ""
+
+
+def verify_artifact(
+    path: str | Path, model: nn.Module, *, chunks: Sequence[int] = CHUNKS, scales: str | None = None
+) -> tuple[Outcome, ...]:
+    """Run the artifact at `path` and compare it with the model that it was made of.
+
+    Args:
+        model: the original, as for `kvcompile.export`.
+        chunks: how many tokens come together, pass by pass.
+        scales: the file of calibrated scales, where the recipe names one that stands elsewhere now.
+
+    Raises:
+        ArtifactError: damaged, or not of this model and this version of kvcompile.
+        VerificationError: a session disagrees.
+    """
+    manifest = Manifest.read(path)
+    source = source_for(manifest, model, scales)
+    outcomes = []
+    for name, opened in openers(manifest):
+        try:
+            session = opened(path)
+        except ArtifactError as error:
+            if name == manifest.target and manifest.target != "tensorrt":
+                raise
+            outcomes.append(Outcome(name, None, str(error)))
+            continue
+        outcomes.append(Outcome(name, check_session(session, source, chunks)))
+    return tuple(outcomes)
+
+
+def source_for(manifest: Manifest, model: nn.Module, scales: str | None = None) -> Source:
+    """The plan that the artifact was made of, made again.
+
+    Raises:
+        ArtifactError: it comes out different.
+    """
+    import yaml
+
+    data = yaml.safe_load(manifest.recipe.text)
+    if scales is not None:
+        data["scales"] = scales
+    recipe = Recipe.load(data)
+    source = source_of(model, recipe, lambda *_: None, {}, manifest.target, verified=False)
+    if source.front.model.digest != manifest.model.digest:
+        raise ArtifactError(
+            f"the artifact is of another model: {manifest.model.architecture} with digest {manifest.model.digest} (of "
+            f"its weights' names and shapes), and this is {source.front.model.architecture} with "
+            f"{source.front.model.digest}"
+        )
+    if source.plan.dtype != manifest.model.dtype:
+        raise ArtifactError(
+            f"the artifact is in {manifest.model.dtype}, and the model in {source.plan.dtype}: load it with "
+            f"dtype={manifest.model.dtype}"
+        )
+    if source.plan.digest() != manifest.plan.digest:
+        raise ArtifactError(
+            f"recipe {manifest.recipe.name!r} gives plan {source.plan.digest()} here, and the artifact was made of "
+            f"plan {manifest.plan.digest} (by kvcompile {manifest.versions.get('kvcompile', 'unknown')}): export it again"
+        )
+    return source
+
+
+def check_session(session: Session, source: Source, chunks: Sequence[int] = CHUNKS) -> Check:
+    """A session against the oracle; it is reset before and after.
+
+    Raises:
+        VerificationError: it disagrees by more than rounding explains.
+    """
+
+    def step(ids: Tensor, mask: Tensor | None) -> Tensor:
+        return session.prefill(ids, mask, keep=None)
+
+    session.reset()
+    try:
+        return check_program(
+            step, source.front, source.plan, chunks, buffers=lambda: session.cache.buffers, name=session.name
+        )
+    finally:
+        session.reset()
