@@ -45,7 +45,8 @@ class _Context:
 class Engine(session.Session):
     """An artifact of target "tensorrt"."""
 
-    target = "tensorrt"
+    name = "TensorRT"
+    targets = ("tensorrt",)
 
     def __init__(
         self,
