@@ -47,13 +47,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fp8": _both(_FULL, dtype="fp8_e4m3"),
     "int4": _both(_FULL, dtype="int4", group=32),
     "kivi2": {
-        "keys": {"dtype": "int2", "axis": "channel", "group": 16, "residual": 16},
-        "values": {"dtype": "int2", "group": 16, "residual": 16},
+        "keys": {"dtype": "int2", "axis": "channel", "group": 32, "residual": 32},
+        "values": {"dtype": "int2", "group": 32, "residual": 32},
         "retention": _FULL,
     },
     "kivi4": {
-        "keys": {"dtype": "int4", "axis": "channel", "group": 16, "residual": 16},
-        "values": {"dtype": "int4", "group": 16, "residual": 16},
+        "keys": {"dtype": "int4", "axis": "channel", "group": 32, "residual": 32},
+        "values": {"dtype": "int4", "group": 32, "residual": 32},
         "retention": _FULL,
     },
     "paged": _both(_FULL, _PAGES),

@@ -5,6 +5,7 @@ Contexts are those of `tests/tensorrt_fake.py`; files are loaded by the real Ten
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from tests.models import TinyLlama
 
 pytest.importorskip("tensorrt_rtx_bindings")
 pytest.importorskip("onnxruntime")
-from tests.tensorrt_fake import Fake, Gpu  # noqa: E402
+from tests.tensorrt_fake import Fake, Gpu
 
 LIMITS = {"max_tokens": 48, "max_batch": 2, "prefill_chunk": 8}
 # Keys are updated in place, values (codes and scales) have two places each.
@@ -76,7 +77,7 @@ def test_caches_in_place_keep_their_address_and_others_swap(artifact: Path) -> N
         assert prefill.addresses[name] == decode.addresses[name] == addresses[0][name]
     for name in swapped:
         assert len({step[name] for step in addresses}) == 2
-        assert all(a[name] != b[name] for a, b in zip(addresses, addresses[1:], strict=False))
+        assert all(a[name] != b[name] for a, b in itertools.pairwise(addresses))
     assert engine.report()["swapped"] == sum(engine.cache.buffers[name].nbytes for name in swapped)
 
 
@@ -154,14 +155,17 @@ def test_an_engine_for_one_gpu_says_how_to_get_another(copy: Path) -> None:
     edit(copy, lambda data: data["engine"].update(compute_capabilities=["SM86"]))
     with pytest.raises(ArtifactError) as caught:
         opened(copy)
-    assert "the engine is for SM86, and this GPU is SM89; export again with compute_capabilities=['SM89']" in str(
-        caught.value
+    assert (
+        "the engine is for SM86, and this GPU is SM89; export again with compute_capabilities=['SM89']"
+        in str(caught.value)
     )
 
 
 def test_an_engine_of_the_other_kind_of_tensorrt(copy: Path) -> None:
     edit(copy, lambda data: data["engine"].update(rtx=False))
-    with pytest.raises(ArtifactError, match="is TensorRT for RTX, and the engine is of the enterprise TensorRT"):
+    with pytest.raises(
+        ArtifactError, match="is TensorRT for RTX, and the engine is of the enterprise TensorRT"
+    ):
         opened(copy)
 
 
@@ -211,7 +215,9 @@ def test_an_engine_that_is_not_the_manifests(copy: Path, edited: Any, message: s
     edit(copy, lambda data: edited(data["graphs"][0]))
     with pytest.raises(ArtifactError) as caught:
         Engine(copy, device="cpu", trt=fake.trt, gpu=fake.gpu)
-    assert "step.engine: not the engine of this manifest" in str(caught.value) and message in str(caught.value)
+    assert "step.engine: not the engine of this manifest" in str(caught.value) and message in str(
+        caught.value
+    )
 
 
 def test_without_tensorrt_it_says_which_one_and_why_not(

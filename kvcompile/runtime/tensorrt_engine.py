@@ -62,8 +62,8 @@ def check_gpu(manifest: Manifest, capability: str | None, trt: TensorRT, path: P
     built_for = tuple((manifest.engine or {}).get("compute_capabilities", ()))
     if capability is None:
         raise ArtifactError(
-            f"{path}: a TensorRT engine needs an NVIDIA GPU and its driver, and PyTorch finds none; the graphs beside it "
-            "run on ONNX Runtime (kvcompile.runtime.onnx.Session)"
+            f"{path}: a TensorRT engine needs an NVIDIA GPU and its driver, and PyTorch finds none; the graphs beside "
+            "it run on ONNX Runtime (kvcompile.runtime.onnx.Session)"
         )
     known = built_for or trt.targets
     if known and capability not in known:
