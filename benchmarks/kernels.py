@@ -126,8 +126,8 @@ def measure_append(
     from kernel_problem import problem_of
 
     from kvcompile.kernels.triton import append, ops_write
-    from kvcompile.kernels.triton.available import interpreted
     from kvcompile.kernels.triton.clock import Timed, medians
+    from kvcompile.kernels.triton.device import interpreted
     from kvcompile.kernels.triton.spec import KernelSpec
     from kvcompile.types import RotaryForm
 

@@ -101,8 +101,7 @@ def as_stored(storage: Storage, read: Storage, x: Tensor, parts: Sequence[Tensor
 
 
 def quantized(x: Tensor, dim: int, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x fp32 -> codes of its shape, as `unpack` gives them, and scale and minimum in `dtype`, without `dim`, which shares
-    them."""
+    """x fp32 -> codes of its shape, as `unpack` gives them, and scale and minimum in `dtype` without `dim`."""
     low, high, levels = x.amin(dim), x.amax(dim), 2**bits - 1
     minimum = clamped(low, dtype)
     scale = clamped((high - low) / levels, dtype)

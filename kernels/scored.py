@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvcompile.kernels import codec, columns, forms, paged, recent
 from kvcompile.kernels.dialect import current
-from kvcompile.kernels.order import order, places
+from kvcompile.kernels.retained import LATEST, chosen, held_in, ranks, scores_after
 from kvcompile.kernels.rope import rotate, rotated_first
 from kvcompile.kernels.scores import bias_by_heads, probabilities, soft_capped
 from kvcompile.kernels.sides import as_read, sides, turned_back, weighed
@@ -25,8 +25,6 @@ from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.symbolic import evaluate
 from kvcompile.layouts import CacheLayout, ModelDtype, Scored
 from kvcompile.layouts import symbols as sy
-
-_LATEST = torch.iinfo(torch.int32).max
 
 
 def cached_attention(
@@ -84,13 +82,13 @@ def _one(
     _write(score, slot, torch.zeros((), device=score.device))
 
     length = positions[:, -1] + 1
-    held = _held(token, length)
+    held = held_in(token, length)
     heads = (k.shape[1], q.shape[1] // k.shape[1])
     keys, values = _stored(parts, layout, page_table)
     query_place, place = positions, held
     if retention.in_cache:
         query_place = positions.clamp(max=retention.tokens - 1)
-        place = _ranks(held)
+        place = ranks(held)
     if rope:
         q = rotate(q, query_place, *rope, form=spec.rotary)
         rotated = rotate(
@@ -134,7 +132,7 @@ def _many(
     retention, read, dtype = _retention(layout), spec.layout, q.dtype
     parts, token, score = buffers[:-2], buffers[-2], buffers[-1]
     keys, values = _stored(parts, layout, page_table)
-    held = _held(token, seq_lens)
+    held = held_in(token, seq_lens)
     own = torch.where(positions < 0, -1, positions)[:, None].expand(-1, held.shape[1], -1)
     tokens = torch.cat([held, own], dim=2)
     seen = forms.of_slots(layout, read, keys, values, (k, v), held, positions, dtype)
@@ -143,7 +141,7 @@ def _many(
     if retention.in_cache:
         # New tokens stand after all that were kept.
         query_place = positions - (seq_lens - retention.tokens).clamp(min=0)[:, None]
-        place = torch.cat([_ranks(held), query_place[:, None].expand(-1, held.shape[1], -1)], dim=2)
+        place = torch.cat([ranks(held), query_place[:, None].expand(-1, held.shape[1], -1)], dim=2)
     # Tokens that are seen in several forms are there once for each, one behind the other.
     count = len(seen.forms)
     places = place.repeat(1, 1, count)
@@ -168,8 +166,8 @@ def _many(
     )
     gained = gained.unflatten(2, (count, -1)).sum(2)
     last = positions[:, -1:, None]
-    scores = _after(score, gained, tokens, last, retention)
-    stay = _staying(tokens, scores, last, token.shape[2], retention)
+    scores = scores_after(score, gained, tokens, last, retention)
+    stay = chosen(tokens, scores, last, token.shape[2], retention)
     slots = torch.arange(token.shape[2], device=token.device)[None]
     for (storage, x, mine), old in zip(sides(layout, k, v, parts), (keys, values), strict=False):
         _, encoded = recent.settled(storage, x, mine, positions)
@@ -214,18 +212,6 @@ def _retention(layout: CacheLayout) -> Scored:
     return layout.retention
 
 
-def _held(token: Tensor, length: Tensor) -> Tensor:
-    """Positions int64 [B, Hs, N] of the tokens in the slots of sequences of `length` [B]; -1 where there is none."""
-    slot = torch.arange(token.shape[2], device=token.device)
-    return torch.where(slot < length[:, None, None], token.long(), -1)
-
-
-def _ranks(held: Tensor) -> Tensor:
-    """Each token's place among those kept, [B, Hs, N], from 0 in the order of positions; anything for no token."""
-    # Slots without a token go last.
-    return places(torch.where(held < 0, _LATEST, held))
-
-
 def _slot_for(token: Tensor, score: Tensor, position: Tensor, layout: CacheLayout) -> Tensor:
     """The slot [B, Hs, 1] of the token at `position` [B, 1, 1]: the next free one, or that of the lowest score."""
     retention, held = _retention(layout), token.long()
@@ -233,55 +219,10 @@ def _slot_for(token: Tensor, score: Tensor, position: Tensor, layout: CacheLayou
     value = score / (position - held).clamp(min=1) if retention.score == "mean_age" else score
     value = value.masked_fill(~candidate, float("inf"))
     lowest = value.amin(-1, keepdim=True)
-    oldest = held.masked_fill(~candidate | (value > lowest), _LATEST).argmin(-1, keepdim=True)
+    oldest = held.masked_fill(~candidate | (value > lowest), LATEST).argmin(-1, keepdim=True)
     # Padding has a negative position, and so a slot at the far end.
     address = evaluate(layout.address, {sy.pos: position, sy.given_up: oldest})
     return torch.remainder(address, token.shape[2])
-
-
-def _after(score: Tensor, gained: Tensor, tokens: Tensor, last: Tensor, retention: Scored) -> Tensor:
-    """Scores [B, Hs, N + S] of slots and new tokens after a pass, from the slots' `score` and the columns' sums."""
-    new = gained.shape[2] - score.shape[2]
-    match retention.score:
-        case "last":
-            return gained
-        case "vote":
-            eligible = (tokens >= 0) & (tokens <= last - retention.recent)
-            voted = torch.where(eligible, gained, 0.0)
-            # What got no vote must still stand above tokens that came after the vote, which have 0.
-            return torch.where(eligible, 1.0 + _smoothed(voted, tokens, retention.smooth), 0.0)
-        case _:
-            before = torch.cat([score, score.new_zeros(*score.shape[:2], new)], dim=2)
-            return torch.where(tokens >= 0, before + gained, 0.0)
-
-
-def _smoothed(votes: Tensor, tokens: Tensor, width: int) -> Tensor:
-    """Votes averaged over `width` neighbours in the order of positions (zeros beyond the ends)."""
-    if width == 1:
-        return votes
-    by_position = order(tokens)
-    ordered = votes.gather(2, by_position)
-    count = ordered.shape[2]
-    total = torch.zeros_like(ordered)
-    for shift in range(-(width // 2), width // 2 + 1):
-        # By index, not by padding and slicing: from those, Inductor concludes on the number of tokens.
-        neighbour = torch.arange(count, device=votes.device) + shift
-        there = (neighbour >= 0) & (neighbour < count)
-        total = total + torch.where(there, ordered[:, :, neighbour.clamp(0, count - 1)], 0.0)
-    return torch.empty_like(votes).scatter_(2, by_position, total / width)
-
-
-def _staying(tokens: Tensor, scores: Tensor, last: Tensor, slots: int, retention: Scored) -> Tensor:
-    """Which `slots` of the tokens [B, Hs, N + S] stay, indices [B, Hs, slots]; those without a token come last."""
-    value = scores
-    if retention.score == "mean_age":
-        value = scores / (last + 1 - tokens).clamp(min=1)
-    protected = (tokens < retention.sinks) | (tokens > last - retention.recent)
-    value = value.masked_fill(protected, float("inf")).masked_fill(tokens < 0, float("-inf"))
-    # The newest first, and then by value without changing the order of equals: of them the oldest goes.
-    newest = order(tokens, descending=True)
-    ranked = order(value.gather(2, newest), descending=True, stable=True)
-    return newest.gather(2, ranked)[:, :, :slots]
 
 
 def _take(old: Tensor, new: Tensor, index: Tensor) -> Tensor:

@@ -11,13 +11,9 @@ import sys
 from typing import Any
 
 import torch
-import triton
-from torch._inductor.graph import GraphLowering
-from torch._inductor.runtime.hints import DeviceProperties
 from torch.fx import Graph, GraphModule
 
-from kvcompile.emit.inductor import ShapeClass, Tracer, compile_region
-from kvcompile.errors import CompileError
+from kvcompile.emit.inductor import ShapeClass, Tracer
 from kvcompile.kernels import ops
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
@@ -36,7 +32,7 @@ from kvcompile.layouts import (
     Slots,
 )
 from kvcompile.types import RotaryForm
-from tests.inductor_text import Driver
+from tests.inductor_sm90 import act_as_sm90, program_of
 
 HEADS, KV_HEADS, DIM, SLOTS, PAGES = 8, 2, 64, 1088, 70
 LAYOUTS = {
@@ -74,14 +70,6 @@ def region(layout: CacheLayout, buffers: int) -> GraphModule:
 
 def printed_of(layout: CacheLayout, shapes: ShapeClass) -> dict[str, Any]:
     """Graph and code of the region, sizes that were fixed, and names of the cache's inputs."""
-    found: dict[str, Any] = {}
-
-    def printed(self: Any) -> Any:
-        found["graph"] = self.orig_gm.print_readable(print_output=False)
-        found["code"] = self.codegen()[0].value
-        raise RuntimeError("printed")
-
-    GraphLowering.compile_to_module = printed  # type: ignore[method-assign]
     tracer, device = Tracer(shapes), torch.device("cpu")
     paged = isinstance(layout.placement, Paged)
     buffers = [
@@ -99,29 +87,11 @@ def printed_of(layout: CacheLayout, shapes: ShapeClass) -> dict[str, Any]:
     ]
     if paged:
         inputs.append(tracer.empty((tracer.batch, SLOTS // 64), torch.int32, device))
-    try:
-        compile_region(region(layout, len(buffers)), inputs, tracer, "default")
-    except CompileError as error:
-        if "printed" not in str(error):
-            raise
-    found["fixed"] = sorted(str(s) for s in tracer.env.replacements if s in tracer.free)
-    found["buffers"] = len(buffers)
-    return found
+    return program_of(region(layout, len(buffers)), inputs, tracer) | {"buffers": len(buffers)}
 
 
 def main(names: list[str]) -> None:
-    triton.runtime.driver.set_active(Driver())
-    properties = DeviceProperties(
-        type="cuda",
-        index=0,
-        multi_processor_count=132,
-        cc=90,
-        major=9,
-        regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=2048,
-        warp_size=32,
-    )
-    DeviceProperties.create = classmethod(lambda cls, device: properties)  # type: ignore[method-assign,assignment]
+    act_as_sm90()
     classes = (ShapeClass(False, False, False), ShapeClass(False, True, True), ShapeClass(True, True, True))
     print(json.dumps({name: [printed_of(LAYOUTS[name], shapes) for shapes in classes] for name in names}))
 

@@ -1,9 +1,7 @@
 """Prints what Inductor makes of a region with a Triton kernel in its attention, on a machine without a GPU.
 
 Run by `test_triton_in_inductor.py` in a process of its own, where Triton compiles (TRITON_INTERPRET=0). The kernels of
-`kvcompile.kernels.triton.attention` are stood in for by one that appends; a driver that only names its target lets
-torch find out what that writes, and Inductor print the program, which is not run. The tensors are on the CPU (a torch
-without CUDA has no others to trace), so what stands around the kernel is C++.
+`kvcompile.kernels.triton.attention` are stood in for by one that appends (`inductor_sm90.py` does so for the GPU).
 """
 
 from __future__ import annotations
@@ -17,17 +15,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._inductor.graph import GraphLowering
-from torch._inductor.runtime.hints import DeviceProperties
 from torch.fx import Graph, GraphModule
 from torch.library import triton_op, wrap_triton
-from triton.backends.compiler import GPUTarget
 
-from kvcompile.emit.inductor import ShapeClass, Tracer, compile_region
-from kvcompile.errors import CompileError
+from kvcompile.emit.inductor import ShapeClass, Tracer
 from kvcompile.kernels import ops
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import CacheLayout
+from tests.inductor_sm90 import act_as_sm90, program_of
 
 HEADS, DIM, SLOTS = 2, 16, 100
 
@@ -76,37 +71,12 @@ def region() -> GraphModule:
     return GraphModule(torch.nn.Module(), g, "Region")
 
 
-class Driver:
-    """Names a target, and has no device."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-
 def main() -> None:
     stand_in = ModuleType("kvcompile.kernels.triton.attention")
     stand_in.cached_attention = cached_attention  # type: ignore[attr-defined]
     sys.modules[stand_in.__name__] = stand_in
-    triton.runtime.driver.set_active(Driver())
-    properties = DeviceProperties(
-        type="cuda",
-        index=0,
-        multi_processor_count=132,
-        cc=90,
-        major=9,
-        regs_per_multiprocessor=65536,
-        max_threads_per_multi_processor=2048,
-        warp_size=32,
-    )
-    DeviceProperties.create = classmethod(lambda cls, device: properties)  # type: ignore[method-assign,assignment]
-    programs: list[dict[str, str]] = []
-
-    def printed(self: Any) -> Any:
-        graph = self.orig_gm.print_readable(print_output=False)
-        programs.append({"graph": graph, "code": self.codegen()[0].value})
-        raise RuntimeError("printed")
-
-    GraphLowering.compile_to_module = printed  # type: ignore[method-assign]
+    act_as_sm90()
+    programs = []
     for shapes in (ShapeClass(False, False, False), ShapeClass(True, True, True)):
         tracer = Tracer(shapes)
         device = torch.device("cpu")
@@ -119,13 +89,8 @@ def main() -> None:
             tracer.empty((tracer.batch,), torch.int64, device),
             tracer.span,
         ]
-        try:
-            compile_region(region(), inputs, tracer, "default")
-        except CompileError as error:
-            if "printed" not in str(error):
-                raise
-        fixed = {symbol for symbol in tracer.env.replacements if symbol in tracer.free}
-        programs[-1]["fixed"] = str(sorted(map(str, fixed)))
+        found = program_of(region(), inputs, tracer)
+        programs.append(found | {"fixed": str(found["fixed"])})
     print(json.dumps(programs))
 
 

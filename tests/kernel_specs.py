@@ -10,7 +10,8 @@ import torch
 
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import append
-from kvcompile.kernels.triton.config import Config, Device, case_of, config
+from kvcompile.kernels.triton.config import Config, case_of, config
+from kvcompile.kernels.triton.device import Device, fp8_of
 from kvcompile.kernels.triton.launches import Launch, launches
 from kvcompile.kernels.triton.spec import KernelSpec, Role
 from kvcompile.layouts import CacheLayout, InKeys, Scored
@@ -87,7 +88,7 @@ def spec(
     used = config(case_of(role, site, *own.heads, *own.dims, dtype), site, device)
     if role == "append":
         used = replace(used, block_n=append.block_n(*own.dims, one="one" in options))
-    fp8 = "native" if device.arch >= 89 else "bits"
+    fp8 = fp8_of(device.arch)
     made = KernelSpec(
         role,
         site,

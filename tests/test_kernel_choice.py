@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from kvcompile.kernels import ops, reference
 from kvcompile.kernels.choice import KernelChoice, choose
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import available
+from kvcompile.kernels.triton import device as devices
 from kvcompile.kernels.triton.supports import refusal
 from kvcompile.layouts import CacheLayout, Int8, Paged, Rotated
 from kvcompile.pipeline import plan_for, understand
@@ -170,7 +171,8 @@ def test_the_reference_imports_no_kernels() -> None:
         "print(sorted(n for n in sys.modules if n.startswith('kvcompile.kernels.triton')))"
     )
     assert python(script, {}) == (
-        "['kvcompile.kernels.triton', 'kvcompile.kernels.triton.available', 'kvcompile.kernels.triton.supports']"
+        "['kvcompile.kernels.triton', 'kvcompile.kernels.triton.available', 'kvcompile.kernels.triton.device', "
+        "'kvcompile.kernels.triton.supports']"
     )
 
 
@@ -316,11 +318,16 @@ def test_fp8_comes_as_bytes_to_kernels_that_take_it_apart(monkeypatch: pytest.Mo
 
 
 def test_which_gpus_convert_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(available, "interpreted", lambda: False)
-    for found, form in (((8, 0), "bits"), ((8, 9), "native"), ((9, 0), "native")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=found: found)
+    monkeypatch.setattr(devices, "interpreted", lambda: False)
+    monkeypatch.setattr(devices, "_device_of", devices._device_of.__wrapped__)  # which asks once
+    for (major, minor), form in (((8, 0), "bits"), ((8, 9), "native"), ((9, 0), "native")):
+        found = SimpleNamespace(name="a GPU", major=major, minor=minor, multi_processor_count=100)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=found: found)
         assert available.fp8_form(CUDA) == form
     assert available.fp8_form(CPU) == "bits"
+    # Interpreted, all of a GPU's instructions are Triton's own.
+    monkeypatch.setattr(devices, "interpreted", lambda: True)
+    assert available.fp8_form(CUDA) == "bits"
 
 
 def test_verification_runs_the_kernels_that_were_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

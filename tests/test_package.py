@@ -89,6 +89,17 @@ def test_imports_go_one_way(module: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_generated_kernels_and_their_oracle_share_no_more_than_they_say() -> None:
+    """The reference tells whether kernels are right: neither side imports the other."""
+    generated = {module for module in MODULES if module.startswith("kvcompile.kernels.triton")}
+    own = {module for module in MODULES if module.startswith("kvcompile.kernels")} - generated
+    shared = {f"kvcompile.kernels.{name}" for name in ("spec", "hadamard", "rope", "retained")}
+    assert {name for module in generated for name, _ in imports(module)} & own == shared
+    # What chooses between them asks whether kernels can run.
+    asks = {"kvcompile.kernels.choice"}
+    assert {module for module in own for name, _ in imports(module) if name in generated} == asks
+
+
 def test_kernels_init_is_empty() -> None:
     """Run from the repository's root, `import kernels` finds this folder: it must do no harm there."""
     assert (ROOT / "kernels" / "__init__.py").read_text(encoding="utf-8").strip() == ""

@@ -13,17 +13,15 @@ import torch
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import config as module
 from kvcompile.kernels.triton.config import (
-    INTERPRETER,
     Case,
     Config,
-    Device,
     bits_of,
     case_of,
     config,
-    device_of,
     found,
     table_of,
 )
+from kvcompile.kernels.triton.device import INTERPRETER, Device, device_of
 from kvcompile.kernels.triton.spec import Role
 from kvcompile.layouts import Affine, CacheLayout, Fp8, InKeys, Int8, ModelDtype, Paged, PerChannel, Rotated
 

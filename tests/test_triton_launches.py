@@ -9,7 +9,10 @@ import torch
 from typer.testing import CliRunner
 
 from kvcompile.cli.app import app
-from kvcompile.kernels.triton.config import device_of
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton.available import fp8_form
+from kvcompile.kernels.triton.device import Device, acting_as, device_of
+from kvcompile.kernels.triton.site_kernels import Kernels
 from kvcompile.kernels.triton.spec import KernelSpec
 from tests.kernel_specs import DEVICES, H200, SHAPES, cache, recipe_layouts
 
@@ -50,6 +53,16 @@ def test_they_are_those_of_the_device() -> None:
     }
     assert not any("interpreted" in launch.spec.options for launch in (*old, *new))
     assert device_of(torch.device("cpu")).arch == 0  # outside of it, a CPU is what it is
+
+
+def test_what_decides_about_fp8_acts_as_the_device_too() -> None:
+    """The specs of a site, and the cache that its kernels are given."""
+    cpu = torch.device("cpu")
+    own = Kernels(SiteSpec(cache(), 0.1), 8, 2, 64, 64, torch.bfloat16, cpu)
+    for arch, form in ((80, "bits"), (86, "bits"), (89, "native"), (90, "native"), (120, "native")):
+        with acting_as(Device("a GPU", arch, 100)):
+            assert own.fp8 == own.spec("decode").fp8 == fp8_form(cpu) == form
+    assert own.fp8 == fp8_form(cpu) == "bits"
 
 
 def test_every_shape_of_site_can_be_asked() -> None:

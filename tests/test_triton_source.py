@@ -16,7 +16,7 @@ import torch
 from kvcompile.errors import KernelError
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import source as source_module
-from kvcompile.kernels.triton.available import interpreted
+from kvcompile.kernels.triton.device import interpreted
 from kvcompile.kernels.triton.launch import arguments, launch
 from kvcompile.kernels.triton.params import KernelSource, ScalarParam, TensorParam
 from kvcompile.kernels.triton.render import environment, header, jit

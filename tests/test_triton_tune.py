@@ -15,7 +15,8 @@ from kvcompile.errors import KernelError
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import tune as module
 from kvcompile.kernels.triton.attention import cached_attention
-from kvcompile.kernels.triton.config import Config, Device, config, device_of, found, table_of, using
+from kvcompile.kernels.triton.config import Config, config, found, table_of, using
+from kvcompile.kernels.triton.device import Device, device_of
 from kvcompile.kernels.triton.sample import sample
 from kvcompile.kernels.triton.tune import Point, Subject, Tuned, candidates, tune, write
 from kvcompile.layouts import CacheLayout, Int8, Paged, PerChannel

@@ -295,8 +295,8 @@ BROKEN: dict[str, tuple[Patch, str, str, int | None]] = {
     "two sequences have one's pages": (_attribute(paged, "located", _first_table), "paged", "llama", 0),
     "a page is read for the next": (_attribute(paged, "read", _next_page), "paged", "llama", 0),
     "the table is not read": (_attribute(paged, "located", _no_table), "paged_int8", "mistral", 0),
-    "what matters most goes": (_attribute(scored, "_staying", _worst_stay), "h2o", "llama", 0),
-    "a recent token goes": (_attribute(scored, "_staying", _one_recent_less), "h2o_int8", "llama", 0),
+    "what matters most goes": (_attribute(scored, "chosen", _worst_stay), "h2o", "llama", 0),
+    "a recent token goes": (_attribute(scored, "chosen", _one_recent_less), "h2o_int8", "llama", 0),
     "a step leaves no score": (
         _attribute(columns, "pooled", lambda inner: lambda p, retention: inner(p, retention) * (p.dim() > 4)),
         "h2o",

@@ -234,9 +234,14 @@ def ran(case: Case, kernels: str) -> Ran:
     )
 
 
-def oracle(case: Case, held: list[Tensor]) -> tuple[Tensor, list[Choice]]:
-    """float64 [B, Hq, T, Dv] (0 for padding), and of retentions by scores the choices (`held` is what was kept)."""
-    q, k, v = case.qkv()
+def oracle(case: Case, held: list[Tensor], q: Tensor | None = None) -> tuple[Tensor, list[Choice]]:
+    """float64 [B, Hq, T, Dv] (0 for padding), and of retentions by scores the choices (`held` is what was kept).
+
+    q: instead of the case's
+    """
+    q, k, v = (
+        own if given is None else given for own, given in zip(case.qkv(), (q, None, None), strict=True)
+    )
     layout, pads, rope = case.layout, torch.tensor(case.pads), case.rope()
     if case.rotary is not None and not layout.rotates_on_read:
         at = torch.arange(case.total)[None] - pads[:, None]

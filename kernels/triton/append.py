@@ -14,7 +14,6 @@ an output, that is zeros.
 | q_out | q [B, Hq, S, D] is transformed: by RoPE, and as the keys' storage turns; float32 where that is `one` |
 | k_out, v_out | k, v as they are kept and before they are encoded, in the model's dtype |
 | full | rows in full are written as well: tokens that stay |
-| full_sinks | of them, only those of the first tokens |
 | only_full | nothing but the rows in full |
 | staged | the slot of a token is its place in the call: an array of the call's tokens alone |
 | in_basis | k and v are k_out and v_out of another launch |
@@ -46,7 +45,7 @@ from kvcompile.types import RotaryForm
 
 OPTIONS = {
     *("one", "rope", "rope_q", "capped", "based", "q_out", "k_out", "v_out"),
-    *("full", "full_sinks", "only_full", "staged", "in_basis", "interpreted"),
+    *("full", "only_full", "staged", "in_basis", "interpreted"),
 }
 _ELEMENTS = 2048  # of a tile of many tokens
 
@@ -144,7 +143,7 @@ def _params(spec: KernelSpec) -> tuple[Param, ...]:
 
 def _touched(spec: KernelSpec, side: Side, part: TensorParam) -> bool:
     if part.name.endswith("_full"):
-        return _has(spec, "full", "full_sinks", "only_full")
+        return _has(spec, "full", "only_full")
     return not (side.grouped or _has(spec, "only_full"))
 
 
@@ -220,8 +219,8 @@ def _new(spec: KernelSpec, side: Side) -> list[str]:
         lines += _output(tile, f"{side.letter}_out", stored("x", tile.dtype, tile.interpreted))
     parts = {part.name.removeprefix(f"{side.name}_"): part for part in side.params(spec)}
     one = _has(spec, "one")
-    if _has(spec, "full", "full_sinks", "only_full") and side.in_full:
-        lines += full.written(side, parts["full"], tile, one, _has(spec, "full_sinks"))
+    if _has(spec, "full", "only_full") and side.in_full:
+        lines += full.written(side, parts["full"], tile, one)
     if side.grouped or _has(spec, "only_full"):
         return lines
     becomes = encoded(side.settled, spec.dtype, kept)

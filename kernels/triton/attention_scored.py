@@ -11,17 +11,18 @@ new ones take what the others give up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from kvcompile.kernels.retained import held_in, ranks
 from kvcompile.kernels.triton import evict as evict_role
 from kvcompile.kernels.triton import ops_attend, ops_write
-from kvcompile.kernels.triton.attend import Attend
-from kvcompile.kernels.triton.attention import Call, append, decode, prefill, settle, staged, turned_back
-from kvcompile.kernels.triton.stay import ranks, staying
+from kvcompile.kernels.triton.attend.parts import Attend
+from kvcompile.kernels.triton.call import Call, append, decode, prefill, settle, staged, turned_back
+from kvcompile.kernels.triton.spec import KernelSpec
+from kvcompile.kernels.triton.stay import staying
 from kvcompile.layouts import Scored
 
 
@@ -40,10 +41,10 @@ def one(call: Call) -> Tensor:
     spec = replace(spec, block_n=evict_role.block_n(retention.tokens))
     slots = ops_write.evict(token, score, call.positions, spec.to_json())
     options = ["one", *made.transforms(one=True), *(["full"] if made.in_full else [])]
-    outs = append(call, made.appends(options), slots)
+    outs = append(call, options, slots)
     q = outs[0] if outs else call.q
     tracked = ("logits",) if retention.score != "vote" else ()
-    tokens, place = _held(call, "decode", tracked, token)
+    tokens, place = noted(made.spec("decode", tracked), token, call.positions[:, -1] + 1)
     out, *rest = decode(call, q, retention.tokens, tracked, tokens, place)
     if rest:
         lse, logits = rest
@@ -59,7 +60,7 @@ def many(call: Call) -> Tensor:
     made = call.kernels
     q, k, v, new = staged(call)
     before = call.positions[:, :1].clamp(min=0)
-    tokens, place = _held(call, "prefill", ("new",), token)
+    tokens, place = noted(made.spec("prefill", ("new",)), token, before[:, 0])
     out, lse = prefill(call, q, k, v, new, ("lse",), tokens, place)
     own = made.config("columns")
     gained = ops_attend.columns(
@@ -86,13 +87,11 @@ def many(call: Call) -> Tensor:
     return turned_back(call, out)
 
 
-def _held(
-    call: Call, role: str, options: Sequence[str], token: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """Token and place of each slot, where the kernels of a role ask for them."""
-    attend = Attend(call.kernels.spec("decode" if role == "decode" else "prefill", options))
-    place: Tensor | None = None
-    if attend.needs_place:
-        length = call.positions[:, -1:] + 1 if role == "decode" else call.positions[:, :1].clamp(min=0)
-        place = ranks(token, length).to(torch.int32)
+def noted(spec: KernelSpec, token: Tensor, length: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Token and place of each slot, int32 [B, Hs, N], where the kernel of `spec` (decode, prefill) asks for them.
+
+    length: tokens of the sequences that the slots hold, [B]
+    """
+    attend = Attend(spec)
+    place = ranks(held_in(token, length)).to(torch.int32) if attend.needs_place else None
     return (token if attend.needs_token else None), place

@@ -9,12 +9,14 @@
 from __future__ import annotations
 
 import importlib
-from typing import Literal
 
 import torch
 
+from kvcompile.kernels.triton.device import Fp8Form, device_of, fp8_of, interpreted
+
+__all__ = ["OLDEST", "fp8_form", "interpreted", "problem"]
+
 OLDEST = (8, 0)  # the first with bfloat16 products and asynchronous copies
-NATIVE_FP8 = (8, 9)  # the first that converts fp8 itself
 
 
 def problem(device: torch.device) -> str | None:
@@ -45,15 +47,6 @@ def problem(device: torch.device) -> str | None:
     return None
 
 
-def fp8_form(device: torch.device) -> Literal["native", "bits"]:
+def fp8_form(device: torch.device) -> Fp8Form:
     """Whether kernels on `device` convert fp8 by its own instructions, or take the bytes apart themselves."""
-    if device.type != "cuda" or interpreted():
-        return "bits"
-    return "native" if torch.cuda.get_device_capability(device) >= NATIVE_FP8 else "bits"
-
-
-def interpreted() -> bool:
-    """Whether Triton interprets kernels instead of compiling them; it must be importable."""
-    # What decides is how Triton was imported, not what the environment says now: its own functions are of one kind.
-    standard = importlib.import_module("triton.language.standard")
-    return type(standard.cdiv).__name__ == "InterpretedFunction"
+    return fp8_of(device_of(device).arch)

@@ -18,7 +18,10 @@ from __future__ import annotations
 import torch
 
 from kvcompile.kernels.triton import helpers, places, scores
-from kvcompile.kernels.triton.attend import Attend
+from kvcompile.kernels.triton.attend import keys
+from kvcompile.kernels.triton.attend.parts import Attend, unique
+from kvcompile.kernels.triton.attend.products import products
+from kvcompile.kernels.triton.attend.queries import fixed_scale, queries
 from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, TensorParam
 from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.rows import Source
@@ -34,15 +37,9 @@ def counted_from(retention: Scored, tokens: int) -> int:
     return torch.sym_max(tokens - retention.rows, 0) if retention.rows else 0
 
 
-def score_heads(spec: KernelSpec) -> int:
-    retention = spec.layout.retention
-    assert isinstance(retention, Scored)
-    return 1 if retention.granularity == "layer" else spec.num_kv_heads
-
-
 def grid(spec: KernelSpec, keys: int, batch: int) -> tuple[int, int, int]:
     """keys: slots, or new tokens."""
-    return -(-keys // spec.block_n), score_heads(spec), batch
+    return -(-keys // spec.block_n), spec.score_heads, batch
 
 
 def generate(spec: KernelSpec) -> KernelSource:
@@ -57,17 +54,17 @@ def generate(spec: KernelSpec) -> KernelSource:
     attend = Attend(spec)
     source = attend.new if "new" in spec.options else attend.cache
     params = _params(attend, source)
-    keys, rows = attend.keys, attend.full("keys")
-    constants = attend.keys.constants() + places.prologue(spec, True)
-    before = [*attend.fixed_scale(keys), attend.inside(source)]
+    part, rows = attend.keys, attend.full("keys")
+    constants = part.constants() + places.prologue(spec, True)
+    before = [*fixed_scale(attend, part), keys.inside(source)]
     if attend.mixed or attend.needs_key or source.prefix:
-        before += attend.key(source, True)
+        before += keys.positions(attend, source, True)
     if attend.needs_place:
         before += places.of_keys(spec, bool(source.prefix), True)
-    before += source.located([keys.group], True)
+    before += source.located([part.group], True)
     before += rows.row_flags() if rows else []
-    before += attend.load(source, "keys", True)
-    inner = [*attend.queries(), *(rows.flags() if rows else []), *attend.products(source, True)]
+    before += keys.loaded(attend, source, "keys", True)
+    inner = [*queries(attend), *(rows.flags() if rows else []), *products(attend, True)]
     inner += scores.after(spec, attend.names, True)
     layer = retention.granularity == "layer"
     heads = spec.num_kv_heads * spec.group if layer else spec.group
@@ -79,7 +76,7 @@ def generate(spec: KernelSpec) -> KernelSource:
         constants=constants,
         before=before,
         inner=inner,
-        visible=attend.visible(source),
+        visible=keys.visible(attend, source),
         layer=layer,
         largest=retention.pooling == "max",
         factor=1.0 / heads if retention.pooling == "mean" else 1.0,
@@ -96,15 +93,7 @@ def _params(attend: Attend, source: Source) -> tuple[Param, ...]:
     found += [TensorParam("positions", torch.int64, 2), TensorParam("lse", torch.float32)]
     found += rows.params if rows else ()
     found += scores.params(spec)
-    if attend.needs_token and not source.prefix:
-        found.append(TensorParam("slots_token", torch.int32))
-    if attend.needs_place and not source.prefix:
-        found.append(TensorParam("slots_place", torch.int32))
-    if attend.rotary:
-        found += [
-            TensorParam("cos", torch.float32),
-            TensorParam("sin", torch.float32),
-            ScalarParam("table_rows"),
-        ]
+    found += () if source.prefix else attend.of_slots
+    found += attend.tables
     found += [TensorParam("columns", torch.float32), ScalarParam("tokens"), ScalarParam("counted")]
-    return tuple({param.names[0]: param for param in found}.values())
+    return unique(found)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,45 +26,31 @@ from typing import Any
 import torch
 
 from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton.device import Device, device_of
 from kvcompile.kernels.triton.spec import Role
 from kvcompile.layouts import InKeys, Paged, PerChannel, Storage
 from kvcompile.layouts.storage import as_kept
 from kvcompile.user_cache import cache_dir
 
-_SHARED = {
-    80: 163,
-    86: 99,
-    87: 163,
-    89: 99,
-    90: 227,
-    100: 227,
-    103: 227,
-    120: 99,
-    121: 99,
-}  # KiB of a program
+__all__ = [
+    "Case",
+    "Config",
+    "Device",
+    "bits_of",
+    "case_of",
+    "config",
+    "device_of",
+    "fitted",
+    "found",
+    "measured",
+    "shipped",
+    "table_of",
+    "using",
+]
+
 _SMALLEST = 16  # what a product takes at least
 _ONE_PAGE = 64  # a page that is smaller makes tiles too small: then slots are gathered
 _USED: ContextVar[Mapping[str, Config]] = ContextVar("configurations that are measured", default={})  # noqa: B039
-_ACTS_AS: ContextVar[Device | None] = ContextVar("the device that all are", default=None)
-INTERPRETER = 0  # the arch that stands for Triton's interpreter
-
-
-@dataclass(frozen=True)
-class Device:
-    """A GPU, as far as kernels depend on it. arch: 90 for sm_90, or INTERPRETER"""
-
-    name: str
-    arch: int
-    multiprocessors: int
-
-    @property
-    def shared(self) -> int:
-        """Bytes of shared memory that a program can have."""
-        return _SHARED.get(self.arch, 99) * 1024
-
-    @property
-    def slug(self) -> str:
-        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
 
 
 @dataclass(frozen=True)
@@ -130,7 +115,7 @@ def case_of(
         max(head_dim, v_head_dim),
         num_qo_heads // num_kv_heads,
         placement.page_size if isinstance(placement, Paged) else 0,
-        any(storage.residual or storage.sinks for storage in (site.layout.keys, site.layout.values)),
+        site.layout.in_full,
         site.layout.rotates_on_read and site.rotary is not None,
     )
 
@@ -191,29 +176,6 @@ def bits_of(storage: Storage, dim: int, dtype: torch.dtype) -> int:
     """Bits of an element of vectors of `dim` channels in a slot, without scales."""
     data = as_kept(storage).parts(dim, dtype)[0]
     return 8 * data.dtype.itemsize * math.prod(data.shape) // (data.every * dim)
-
-
-def device_of(device: torch.device) -> Device:
-    """A device as kernels see it; a CPU runs them in the interpreter, one program at a time."""
-    return _ACTS_AS.get() or _device_of(device)
-
-
-@contextmanager
-def acting_as(device: Device) -> Iterator[None]:
-    """Within it every device is that one: to see what would be launched on it."""
-    token = _ACTS_AS.set(device)
-    try:
-        yield
-    finally:
-        _ACTS_AS.reset(token)
-
-
-@cache
-def _device_of(device: torch.device) -> Device:
-    if device.type != "cuda":
-        return Device("Triton's interpreter", INTERPRETER, 1)
-    found = torch.cuda.get_device_properties(device)
-    return Device(found.name, 10 * found.major + found.minor, found.multi_processor_count)
 
 
 def shipped() -> tuple[Mapping[str, Any], ...]:

@@ -8,13 +8,9 @@ seen. Models in float32 have float32 products. Triton's interpreter has no bfloa
 
 from __future__ import annotations
 
-import torch
-
 from kvcompile.kernels.triton.spec import DotType, KernelSpec
 from kvcompile.layouts import Float, ModelDtype, Storage
 from kvcompile.layouts.storage import as_kept
-
-TRITON = {torch.float32: "tl.float32", torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16"}
 
 
 def of_model(spec: KernelSpec) -> DotType:
@@ -38,3 +34,8 @@ def of_codes(storage: Storage, spec: KernelSpec) -> DotType:
         same = kept.torch_dtype == spec.torch_dtype
         return of_model(spec) if same else "float32"
     return "float32" if spec.dtype == "float32" else "float16"
+
+
+def precision(kind: DotType) -> str:
+    """The last argument of a `tl.dot` of numbers in `kind`: float32 is not to be multiplied as tf32."""
+    return ', input_precision="ieee"' if kind == "float32" else ""

@@ -56,17 +56,12 @@ def generate(spec: KernelSpec) -> KernelSource:
 
 
 def grid(spec: KernelSpec, batch: int) -> tuple[int, int]:
-    return score_heads(spec), batch
+    return spec.score_heads, batch
 
 
 def block_n(slots: int) -> int:
     """Slots of a tile: all, where they are not too many."""
     return min(power_of_two(slots), _LARGEST_TILE)
-
-
-def score_heads(spec: KernelSpec) -> int:
-    """Heads that have scores of their own."""
-    return int(spec.layout.state_heads.subs(sy.H, spec.num_kv_heads))
 
 
 def retention_of(spec: KernelSpec, options: set[str]) -> Scored:

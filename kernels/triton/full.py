@@ -41,6 +41,11 @@ class InFull:
         return f"{self.letter}_in_full"
 
     @property
+    def flag_of_scores(self) -> str:
+        """`flag`, as it broadcasts against [BLOCK_M, BLOCK_N]."""
+        return self.flag if self.many else f"{self.flag}[None, :]"
+
+    @property
     def params(self) -> tuple[Param, ...]:
         dtype = self.spec.torch_dtype
         own: tuple[Param, ...] = (TensorParam(f"{self.side}_full", dtype),)

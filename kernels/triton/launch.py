@@ -14,15 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.triton.available import interpreted
-from kvcompile.kernels.triton.params import TensorParam
+from kvcompile.kernels.triton.device import interpreted
+from kvcompile.kernels.triton.params import TensorParam, is_fp8
 from kvcompile.kernels.triton.source import Kernel
 from kvcompile.kernels.triton.spec import KernelSpec
 
 Recorded = tuple[KernelSpec, int, int]  # with the number of warps and of stages
 _RECORD: ContextVar[list[Recorded] | None] = ContextVar("launches that are recorded", default=None)
-# Kernels that convert fp8 numbers as bits take such tensors as bytes.
-_AS_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def launch(
@@ -85,7 +83,7 @@ def arguments(
 
 
 def _fitting(kernel: Kernel, param: TensorParam, tensor: Tensor) -> Tensor:
-    if param.dtype == torch.uint8 and tensor.dtype in _AS_BYTES:
+    if param.dtype == torch.uint8 and is_fp8(tensor.dtype):
         tensor = tensor.view(torch.uint8)
     said = f"{kernel.spec.role} kernel: {param.name}"
     if tensor.dtype != param.dtype or (param.rank and tensor.dim() != param.rank):

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.attention import cached_attention
-from kvcompile.kernels.triton.config import Device, acting_as
+from kvcompile.kernels.triton.device import Device, acting_as
 from kvcompile.kernels.triton.launch import recording
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.layouts import InKeys, Paged

@@ -42,7 +42,7 @@ def decode(
     num_stages: int,
     spec: str,
 ) -> list[Tensor]:
-    """One query per sequence against the slots, shared out over `splits` programs; see `attend.py`.
+    """One query per sequence against the slots, shared out over `splits` programs; see `attend/`.
 
     Args:
         q: [B, Hq, 1, D], as the stored keys are met (after RoPE, turned).
@@ -109,7 +109,7 @@ def prefill(
     num_stages: int,
     spec: str,
 ) -> list[Tensor]:
-    """Many queries against the slots and, with option new, against the tokens of the pass; see `attend.py`.
+    """Many queries against the slots and, with option new, against the tokens of the pass; see `attend/`.
 
     Args:
         q, q_sinks: [B, Hq, S, D]; k, v: [B, Hkv, S, D] in the basis of the storage, where some stand in full.
@@ -163,7 +163,7 @@ def columns(
     retention = own.layout.retention
     slots = own.layout.slots(None)
     counted = columns_role.counted_from(retention, tokens)  # type: ignore[arg-type]
-    sums = q.new_empty((batch, columns_role.score_heads(own), slots + tokens), dtype=torch.float32)
+    sums = q.new_empty((batch, own.score_heads, slots + tokens), dtype=torch.float32)
     for spec, keys in ((of_slots, slots), (of_new, tokens)):
         kernel = kernel_of(spec)
         given = {"q": q, "k": k, "lse": lse, "positions": positions, "bias": bias, "columns": sums}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import ops_write
-from kvcompile.kernels.triton.available import interpreted
+from kvcompile.kernels.triton.device import interpreted
 from kvcompile.kernels.triton.encode.tile import power_of_two
 from kvcompile.kernels.triton.page_copy import page_of, words
 from kvcompile.kernels.triton.spec import KernelSpec

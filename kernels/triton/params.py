@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+from kvcompile.kernels.triton.device import Fp8Form
+
 ScalarType = Literal["i32", "i64", "fp32"]
 _POINTERS = {
     torch.float32: "*fp32",
@@ -63,6 +65,15 @@ class ScalarParam:
 
 
 Param = TensorParam | ScalarParam
+
+
+def is_fp8(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def taken_as(dtype: torch.dtype, fp8: Fp8Form) -> torch.dtype:
+    """As what kernels take a part of `dtype`: fp8 as bytes, where they convert it as bits."""
+    return torch.uint8 if is_fp8(dtype) and fp8 == "bits" else dtype
 
 
 @dataclass(frozen=True)

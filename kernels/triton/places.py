@@ -36,11 +36,15 @@ def of_keys(spec: KernelSpec, new: bool, masked: bool) -> list[str]:
     if isinstance(retention, Scored):
         if new:
             return ["place = key - gone"]
-        heads = 1 if retention.granularity == "layer" else spec.num_kv_heads
-        row = f"(batch * {heads} + {'0' if heads == 1 else 'head'}) * {retention.tokens}"
         guard = ", mask=inside, other=0" if masked else ""
-        return [f"place = tl.load(slots_place_ptr + {row} + start + n{guard})"]
+        return [f"place = tl.load(slots_place_ptr + {row_of_slots(spec)} + start + n{guard})"]
     return [f"place = tl.where(key < {retention.sinks}, key, key - gone)"]
+
+
+def row_of_slots(spec: KernelSpec) -> str:
+    """An expression: where in what a retention by scores notes of slots, [B, Hs, N], the row of a head begins."""
+    heads = spec.score_heads
+    return f"(batch * {heads} + {'0' if heads == 1 else 'head'}) * {spec.layout.slots(None)}"
 
 
 def names(spec: KernelSpec, many: bool) -> dict[str, str]:

@@ -5,23 +5,27 @@ keys multiply a column of the scores, those of values a column of the probabilit
 product more per token (kernels.md: dequantizing element by element, decode is bound by instructions). Scales that
 tokens share per channel (KIVI keys) multiply the queries, once per tile of one group.
 
-A tile is read in pieces (`pieces.py`); the pieces with one scale are a `Scales`. Where vectors must be whole numbers
-before the product (keys that rotate when they are read), `elementwise` is the plain form: every element dequantized.
+A tile is read in pieces (`pieces.py`), whose elements `elements.py` loads; the pieces with one scale are a `Scales`.
+Where vectors must be whole numbers before the product (keys that rotate when they are read), `elementwise` is the plain
+form: every element dequantized.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from kvcompile.kernels.triton import dots
-from kvcompile.kernels.triton.params import Param, TensorParam
+from kvcompile.kernels.triton.device import Fp8Form
+from kvcompile.kernels.triton.params import Param, TensorParam, taken_as
 from kvcompile.kernels.triton.pieces import Piece, between
 from kvcompile.kernels.triton.rows import Source
 from kvcompile.kernels.triton.spec import DotType, KernelSpec
-from kvcompile.layouts import Affine, Fp8, Int8, ModelDtype, PerChannel, Recent, Storage
+from kvcompile.layouts import Affine, Fp8, Int8, PerChannel, Recent, Storage
 from kvcompile.layouts.storage import as_kept
 
-_PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # as kernels/bits.py packs
+PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # as kernels/bits.py packs
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,10 @@ class Reader:
     storage:  what is in the parts, with nothing in full beside (`settled`)
     dim:      channels of a vector
     pieces:   how they are read
+    dot:      the type of the products that they go into
+    model:    the model's dtype, by name
+    fp8:      how fp8 numbers are converted
+    block_n:  slots of a tile
     elementwise: every element is dequantized, to `dot`
     assembly: whether integers become float16 by inline assembly; what is interpreted has a plain form
     """
@@ -51,7 +59,7 @@ class Reader:
     pieces: tuple[Piece, ...]
     dot: DotType
     model: str
-    fp8: str
+    fp8: Fp8Form
     block_n: int
     elementwise: bool
     assembly: bool
@@ -83,21 +91,17 @@ class Reader:
         return own and self.group % self.block_n == 0
 
     @property
-    def _by_element(self) -> bool:
+    def by_element(self) -> bool:
         """Whether scales multiply elements."""
         return self.elementwise or (isinstance(self.storage, PerChannel) and not self.folded)
 
     def params(self, source: Source) -> tuple[Param, ...]:
         """The parts in memory, as tensors [array, KV head, row, ...]."""
         found = []
-        import torch
-
         for part in self.storage.parts(self.dim, getattr(torch, self.model)):
             if part.fixed and (part.name == "full" or source.prefix):
                 continue
-            dtype = part.dtype
-            if dtype.is_floating_point and dtype.itemsize == 1 and self.fp8 == "bits":
-                dtype = torch.uint8
+            dtype = taken_as(part.dtype, self.fp8)
             found.append(TensorParam(f"{source.prefix}{self.side}_{part.name}", dtype))
         return tuple(found)
 
@@ -161,26 +165,13 @@ class Reader:
 
     # ---- the elements
 
-    def load(self, source: Source, masked: bool) -> list[str]:
-        """Lines that define a block `k0`, `k1`, ... [BLOCK_N, W] (or `v0`, ...) of each piece, in `dot`."""
-        lines: list[str] = []
-        loaded: dict[str, str] = {}
-        for index, piece in enumerate(self.pieces):
-            name = f"{self.letter}{index}"
-            lines += self._codes(source, piece, index, masked, loaded)
-            if self._by_element:
-                lines += self._dequantized(source, piece, index, masked)
-            elif "halves(" not in lines[-1]:
-                lines.append(f"{name} = {self._to_dot(name)}")
-        return lines
-
     def channel_scales(self, source: Source) -> list[str]:
         """Lines that define `k_scale0`, `k_minimum0`, ... [1, W] of a tile whose tokens share them (`folded`)."""
         lines = []
         for index, piece in enumerate(self.pieces):
             for part in ("scale", "minimum"):
                 at = source.shared(
-                    f"{self.side}_{part}", self.group, self.dim, self._channels(index), alike=True
+                    f"{self.side}_{part}", self.group, self.dim, self.channels(index), alike=True
                 )
                 guard = f", mask={self._real(index)}, other=0.0" if not piece.whole else ""
                 lines.append(f"{self.letter}_{part}{index} = tl.load({at}{guard}).to(tl.float32)")
@@ -192,137 +183,26 @@ class Reader:
         for index, piece in enumerate(self.pieces):
             step = "" if piece.step == 1 else f"{piece.step} * "
             start = "" if piece.start == 0 else f"{piece.start} + "
-            lines.append(f"{self._channels(index)} = {start}{step}tl.arange(0, {piece.block})[None, :]")
+            lines.append(f"{self.channels(index)} = {start}{step}tl.arange(0, {piece.block})[None, :]")
         return lines
 
-    def _channels(self, index: int) -> str:
+    def channels(self, index: int) -> str:
         return f"{self.letter}c{index}"
 
     def _real(self, index: int) -> str:
         """Which channels of a padded piece are channels."""
-        return f"({self._channels(index)} < {self.pieces[index].stop})"
+        return f"({self.channels(index)} < {self.pieces[index].stop})"
 
-    def _guard(self, index: int, masked: bool, other: str = "0.0") -> str:
+    def guard(self, index: int, masked: bool, other: str = "0.0") -> str:
         parts = ["inside[:, None]"] if masked else []
         parts += [] if self.pieces[index].whole else [self._real(index)]
         return f", mask={' & '.join(parts)}, other={other}" if parts else ""
 
-    def _codes(
-        self, source: Source, piece: Piece, index: int, masked: bool, loaded: dict[str, str]
-    ) -> list[str]:
-        """Lines that define the piece as it is stored: floats, or codes as uint8."""
-        name, data = f"{self.letter}{index}", f"{self.side}_data"
-        bits = getattr(self.storage, "bits", 8)
-        if not isinstance(self.storage, (Affine, PerChannel)) or bits == 8:
-            guard = self._guard(index, masked, "0" if self._integers else "0.0")
-            return [
-                f"{name} = tl.load({source.rows(data, self.dim, self._channels(index), self.group)}{guard})"
-            ]
-        if self.assembly and not self._by_element and bits in (2, 4) and self._together(piece):
-            return self._halves(source, piece, index, masked, loaded)
-        lines, terms = [], []
-        row, before, low = self.dim * bits // 8, 0, 0
-        for width in _PLANES[bits]:
-            size = self.dim * width // 8
-            if piece.step == 1 and piece.start // size == (piece.stop - 1) // size:
-                # All channels of the piece have the same shift; another piece may have loaded the bytes already.
-                first, shift = before + piece.start % size, str(piece.start // size * width)
-                own = (
-                    f"{self._channels(index)} - {piece.start - first}"
-                    if first != piece.start
-                    else self._channels(index)
-                )
-                known = f"{piece.width} bytes from {first}"
-            else:
-                own = f"{self._channels(index)} % {size}" + (f" + {before}" if before else "")
-                shift, known = f"({self._channels(index)} // {size} * {width})", f"{index} of plane {before}"
-            if known not in loaded:
-                loaded[known] = f"{self.letter}_bytes{len(loaded)}"
-                at = source.rows(data, row, f"({own})" if own != self._channels(index) else own, self.group)
-                lines.append(f"{loaded[known]} = tl.load({at}{self._guard(index, masked, '0')})")
-            term = loaded[known] if shift == "0" else f"({loaded[known]} >> {shift})"
-            term = f"({term} & {2**width - 1})"
-            terms.append(term if not low else f"({term} << {low})")
-            before, low = before + size, low + width
-        lines.append(f"{name} = {' | '.join(terms)}")
-        return lines
-
-    def _together(self, piece: Piece) -> bool:
-        """Whether all channels of a piece have the same shift, in every plane."""
-        sizes = [self.dim * width // 8 for width in _PLANES[getattr(self.storage, "bits", 8)]]
-        return piece.step == 1 and all(piece.start // size == (piece.stop - 1) // size for size in sizes)
-
-    def _halves(
-        self, source: Source, piece: Piece, index: int, masked: bool, loaded: dict[str, str]
-    ) -> list[str]:
-        """Lines that define a piece of 2 or 4 bits as float16: pieces that share bytes share what spreads them."""
-        bits: int = getattr(self.storage, "bits", 8)
-        row = self.dim * bits // 8
-        first, shift = piece.start % row, piece.start // row * bits
-        known, lines = f"{piece.width} bytes from {first}", []
-        if known not in loaded:
-            loaded[known] = f"{self.letter}_bytes{len(loaded)}"
-            own = self._channels(index)
-            own = f"({own} - {piece.start - first})" if first != piece.start else own
-            at = source.rows(f"{self.side}_data", row, own, self.group)
-            guard = self._guard(index, masked, "0")
-            lines.append(f"{loaded[known]} = halfwords(tl.load({at}{guard}))")
-        name = f"{self.letter}{index}"
-        return [*lines, f"{name} = bits{bits}_at{shift}_halves({loaded[known]})"]
-
     @property
-    def _integers(self) -> bool:
+    def integers(self) -> bool:
         if isinstance(self.storage, Fp8):
             return self.fp8 == "bits"
         return isinstance(self.storage, (Int8, Affine, PerChannel))
-
-    def _to_dot(self, name: str) -> str:
-        """The stored block `name` as numbers in `dot`."""
-        kind = f"tl.{self.dot}"
-        if self.assembly and isinstance(self.storage, Int8):
-            return f"int8_halves({name})"
-        if self.assembly and isinstance(self.storage, (Affine, PerChannel)) and self.storage.bits == 8:
-            return f"uint8_halves({name})"
-        if isinstance(self.storage, Fp8) and self.fp8 == "bits":
-            form = f"fp8_{self.storage.format}"
-            return f"{form}_halves({name})" if self.assembly else f"{form}_bits({name}).to({kind})"
-        if isinstance(self.storage, ModelDtype) and self.dot == self.model:
-            return name
-        if self._integers and not isinstance(self.storage, Int8) and self.dot == "float16":
-            # An integer below 1024 in the mantissa of 1024: two instructions, and no conversion.
-            return f"(({name}.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)"
-        return f"{name}.to({kind})"
-
-    def _dequantized(self, source: Source, piece: Piece, index: int, masked: bool) -> list[str]:
-        """Lines that make the stored block of a piece what it stands for, in `dot`."""
-        name, kept = f"{self.letter}{index}", self.storage
-        plain = f"fp8_{kept.format}_bits({name})" if isinstance(kept, Fp8) and self.fp8 == "bits" else name
-        wide = f"{plain}.to(tl.float32)"
-        guard = self._guard(index, masked)
-        rows_guard = ", mask=inside, other=0.0" if masked else ""
-        lines = []
-        match kept:
-            case PerChannel():
-                for part in ("scale", "minimum"):
-                    at = source.shared(
-                        f"{self.side}_{part}", self.group, self.dim, self._channels(index), alike=False
-                    )
-                    lines.append(f"{self.letter}_{part} = tl.load({at}{guard}).to(tl.float32)")
-                wide = f"({wide} * {self.letter}_scale + {self.letter}_minimum)"
-            case Affine():
-                count = kept.groups(self.dim)
-                group = f"{self._channels(index)} // {self.dim // count}"
-                for part in ("scale", "minimum"):
-                    at = source.rows(f"{self.side}_{part}", count, group)
-                    lines.append(f"{self.letter}_{part} = tl.load({at}{guard}).to(tl.float32)")
-                wide = f"({wide} * {self.letter}_scale + {self.letter}_minimum)"
-            case Int8() | Fp8(scale="token"):
-                at = source.numbers(f"{self.side}_scale")
-                lines.append(f"{self.letter}_scale = tl.load({at}{rows_guard}).to(tl.float32)")
-                wide = f"({wide} * {self.letter}_scale[:, None])"
-            case Fp8() if self.fixed_scale:
-                wide = f"({wide} * {self.side}_scale)"
-        return [*lines, f"{name} = {wide}.to(tl.{self.dot})"]
 
 
 def reader(
@@ -335,7 +215,7 @@ def reader(
     dot = dots.of_model(spec) if elementwise or isinstance(kept, PerChannel) else dots.of_codes(kept, spec)
     if isinstance(kept, PerChannel) and side == "keys" and not elementwise and kept.group % spec.block_n == 0:
         dot = dots.of_codes(kept, spec)
-    own = pieces or between(dim, _edges(kept, dim))
+    own = pieces or between(dim, edges(kept, dim))
     assembly = "interpreted" not in spec.options and dot == "float16"
     return Reader(side, kept, dim, own, dot, spec.dtype, spec.fp8, spec.block_n, elementwise, assembly)
 
@@ -346,11 +226,11 @@ def settled(storage: Storage) -> Storage:
     return kept.inner if isinstance(kept, Recent) else kept
 
 
-def _edges(kept: Storage, dim: int) -> list[int]:
+def edges(kept: Storage, dim: int) -> list[int]:
     """Channels before which a piece must end."""
     if not isinstance(kept, (Affine, PerChannel)):
         return []
-    planes = _PLANES[kept.bits]
+    planes = PLANES[kept.bits]
     sizes = [dim * width // 8 for width in planes if width != 8]
     if isinstance(kept, Affine) and kept.groups(dim) > 1:
         sizes.append(dim // kept.groups(dim))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from kvcompile.kernels.triton.encode.tile import power_of_two
-from kvcompile.kernels.triton.evict import retention_of, score_heads
+from kvcompile.kernels.triton.evict import retention_of
 from kvcompile.kernels.triton.helpers import module
 from kvcompile.kernels.triton.params import KernelSource, Param, TensorParam
 from kvcompile.kernels.triton.render import rendered
@@ -57,4 +57,4 @@ def generate(spec: KernelSpec) -> KernelSource:
 
 
 def grid(spec: KernelSpec, batch: int) -> tuple[int, int, int]:
-    return -(-spec.layout.slots(None) // spec.block_n), score_heads(spec), batch
+    return -(-spec.layout.slots(None) // spec.block_n), spec.score_heads, batch

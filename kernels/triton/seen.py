@@ -101,13 +101,13 @@ def ordered(spec: KernelSpec, origin: str, limit: str, full: bool) -> Bounds:
     if limit:
         lines.append(f"plain_end = tl.minimum(plain_end, {limit})")
     if full:
-        first = max(_in_full(spec, side)[0] for side in ("keys", "values"))
+        first = max(in_full(spec, side)[0] for side in ("keys", "values"))
         if first:
             lines.append(
                 f"plain_from = tl.maximum(plain_from, tl.maximum({first}{back} + {n - 1}, 0) // {n}{shift})"
             )
         for side in ("keys", "values"):
-            settled = _in_full(spec, side)[1]
+            settled = in_full(spec, side)[1]
             if settled is not None:
                 lines.append(
                     f"plain_end = tl.minimum(plain_end, {settled.replace('{}', 'tl.maximum(near + 1, 0)')}{back})"
@@ -125,7 +125,7 @@ def unordered(spec: KernelSpec, held: str, plain: bool) -> Bounds:
     return Bounds(tuple(lines), False, plain)
 
 
-def _in_full(spec: KernelSpec, side: str) -> tuple[int, str | None]:
+def in_full(spec: KernelSpec, side: str) -> tuple[int, str | None]:
     """First tokens that are read in full, and the first position of the newest that are, of a length `{}`."""
     kept = as_kept(spec.layout.keys if side == "keys" else spec.layout.values)
     if not isinstance(kept, (Recent, PerChannel)):
@@ -133,9 +133,6 @@ def _in_full(spec: KernelSpec, side: str) -> tuple[int, str | None]:
     if not kept.residual:
         return kept.sinks, None
     return kept.sinks, printed(kept.settled, {sy.length: "{}"})
-
-
-in_full = _in_full
 
 
 def _max(terms: list[str]) -> str:

@@ -10,7 +10,7 @@
 | columns | key tiles x score heads x batch | each key's share of the probabilities of many queries |
 | score | slot tiles x score heads x batch | what one query's logits add to the scores of the slots |
 | evict | score heads x batch | the slot that a retention by scores gives up |
-| page_copy | parts x pages | pages of a pool onto others |
+| page_copy | tiles of a page x copies | pages of a pool onto others |
 
 Names in a kernel: q, k, v are new vectors, `keys_*` and `values_*` the parts of the cache by `Part.name`
 (`keys_data`, `keys_scale`, `keys_minimum`, `keys_full`, ...). A tensor `x` comes as `x_ptr` and its strides in elements
@@ -27,15 +27,14 @@ from typing import Literal
 import torch
 
 from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton.device import Fp8Form
 from kvcompile.layouts import CacheLayout
+from kvcompile.layouts import symbols as sy
 
 Role = Literal["append", "group", "decode", "combine", "prefill", "columns", "score", "evict", "page_copy"]
 # What products are computed in. The interpreter has no bfloat16 products: there it is float32.
 DotType = Literal["float16", "bfloat16", "float32"]
-# Whether fp8 numbers are converted by the hardware (sm_89 on), or as bits.
-Fp8Form = Literal["native", "bits"]
-# Source: the cache, or the new tokens of a prompt that are not in it yet (a contiguous array of the same storage).
-_PREFIX = 16
+_PREFIX = 16  # characters of `key`
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,11 @@ class KernelSpec:
     def group(self) -> int:
         """Query heads per KV head."""
         return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def score_heads(self) -> int:
+        """Heads that have scores of their own, of a retention by scores."""
+        return int(self.layout.state_heads.subs(sy.H, self.num_kv_heads))
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -26,14 +26,13 @@ from kvcompile.kernels.triton.clock import Timed, medians
 from kvcompile.kernels.triton.config import (
     Case,
     Config,
-    Device,
     case_of,
     config,
-    device_of,
     fitted,
     table_of,
     using,
 )
+from kvcompile.kernels.triton.device import Device, device_of
 from kvcompile.kernels.triton.sample import Sample, sample
 from kvcompile.kernels.triton.spec import Role
 from kvcompile.user_cache import make_cache_dir, write_atomically

@@ -91,7 +91,7 @@ class Functional(nn.Module):
         ]
         if self.has_slots:
             found.append(Argument("slots", "slots", ("slots",), torch.int64))
-        pages = {}
+        pages: dict[str, str] = {}
         for number, pool in enumerate(self.shape.pools):
             group = pool.group
             found.append(Argument(group.name, "page_table", ("batch", group.pages_per_sequence), torch.int32))

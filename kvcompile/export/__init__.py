@@ -12,6 +12,7 @@ And manifest.json, which says all that a runtime must know (docs/artifacts.md).
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -80,19 +81,8 @@ def export(
 
 def _writer(target: Target) -> Callable[..., Manifest]:
     """write(source, folder, options, tell) -> Manifest, of the target; what it needs is imported here, first."""
-    match target:
-        case "onnx":
-            from kvcompile.export import onnx
-
-            return onnx.write
-        case "tensorrt":
-            from kvcompile.export import tensorrt
-
-            return tensorrt.write
-        case "aoti":
-            from kvcompile.export import aoti
-
-            return aoti.write
+    write: Callable[..., Manifest] = import_module(f"kvcompile.export.{target}").write
+    return write
 
 
 __all__ = ["TARGETS", "Target", "export"]

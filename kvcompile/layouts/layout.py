@@ -105,6 +105,11 @@ class CacheLayout:
         return max(self.keys.residual, self.values.residual)
 
     @property
+    def in_full(self) -> bool:
+        """Whether K or V keep any tokens, the newest or the first, beside in the model's dtype."""
+        return any(storage.residual or storage.sinks for storage in (self.keys, self.values))
+
+    @property
     def bounded(self) -> bool:
         """Whether the slots do not grow with the tokens (a sequence may run for ever)."""
         return sy.T not in self.num_slots.free_symbols

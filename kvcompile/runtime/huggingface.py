@@ -20,6 +20,7 @@ from kvcompile.errors import InputError, LimitError
 from kvcompile.plan import Plan
 from kvcompile.runtime.cache import KVCache
 from kvcompile.runtime.module import CachedModel
+from kvcompile.runtime.padding import pads_of
 from kvcompile.runtime.program import Program
 
 _MODES = (
@@ -139,7 +140,7 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
 
     def _check_positions(self, input_ids: Tensor, mask: Tensor | None, positions: Any) -> None:
         self._check_ids(input_ids)
-        pads = self._pads(input_ids, mask)
+        pads = pads_of(self.cache, input_ids, mask, self.program.ragged)
         batch, tokens = input_ids.shape
         first = self.cache.seq_lens if self.cache.columns else self.cache.seq_lens.new_zeros(batch)
         if pads is not None:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kvcompile.artifact.manifest import Manifest
+from kvcompile.artifact.manifest import Manifest, Target
 from kvcompile.runtime.session import Session
+
+# Imported when they are asked for: each needs a package of its own.
+_ONNX = ("onnx", "kvcompile.runtime.onnx", "Session")
+_SESSIONS: dict[Target, tuple[tuple[str, str, str], ...]] = {
+    "onnx": (_ONNX,),
+    "tensorrt": (("tensorrt", "kvcompile.runtime.tensorrt", "Engine"), _ONNX),
+    "aoti": (("aoti", "kvcompile.runtime.aoti", "Package"),),
+}
 
 
 def load(path: str | Path, **options: Any) -> Session:
@@ -23,17 +32,5 @@ def load(path: str | Path, **options: Any) -> Session:
 
 def openers(manifest: Manifest) -> Iterator[tuple[str, Callable[..., Session]]]:
     """Sessions that an artifact can be run with, by name, its target's own first."""
-    match manifest.target:
-        case "onnx":
-            from kvcompile.runtime import onnx
-
-            yield "onnx", onnx.Session
-        case "tensorrt":
-            from kvcompile.runtime import onnx, tensorrt
-
-            yield "tensorrt", tensorrt.Engine
-            yield "onnx", onnx.Session
-        case "aoti":
-            from kvcompile.runtime import aoti
-
-            yield "aoti", aoti.Package
+    for name, module, cls in _SESSIONS[manifest.target]:
+        yield name, getattr(import_module(module), cls)

@@ -31,7 +31,7 @@ _ELEMENT = {
 
 
 class Session(session.Session):
-    """An artifact of target "onnx" that runs on ONNX Runtime; or of "tensorrt", by the graph its engine was built of."""
+    """An artifact for ONNX on ONNX Runtime; or one for TensorRT, by the graph that its engine was built of."""
 
     name = "ONNX Runtime"
     targets = ("onnx", "tensorrt")

@@ -88,10 +88,11 @@ def source_for(manifest: Manifest, model: nn.Module, scales: str | None = None) 
             f"the artifact is in {manifest.model.dtype}, and the model in {source.plan.dtype}: load it with "
             f"dtype={manifest.model.dtype}"
         )
+    made_by = manifest.versions.get("kvcompile", "unknown")
     if source.plan.digest() != manifest.plan.digest:
         raise ArtifactError(
             f"recipe {manifest.recipe.name!r} gives plan {source.plan.digest()} here, and the artifact was made of "
-            f"plan {manifest.plan.digest} (by kvcompile {manifest.versions.get('kvcompile', 'unknown')}): export it again"
+            f"plan {manifest.plan.digest} (by kvcompile {made_by}): export it again"
         )
     return source
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcompile.kernels.triton.spec import Fp8Form
+from kvcompile.kernels.triton.device import Fp8Form
 from kvcompile.layouts.storages.part import ScaleDtype, scale_dtype
 
 

@@ -20,23 +20,23 @@ def row_of(side: Side, pos: str) -> str:
     return f"tl.where({pos} < {sinks}, {pos}, {sinks} + {ring})" if sinks else ring
 
 
-def stays(side: Side, one: bool, only_sinks: bool) -> str | None:
+def stays(side: Side, one: bool) -> str | None:
     """Which real tokens at `pos` get a row, of new ones up to position `last`; None: none does.
 
     Of many tokens that share a row of the ring, the last: each row is written once, as no order can be relied on.
     """
     sinks, residual = side.storage.sinks, side.storage.residual
     among = [f"(pos < {sinks})"] if sinks else []
-    if residual and not only_sinks:
+    if residual:
         if one:
             return "real"
         among.append(f"(pos > last - {residual})")
     return f"real & ({' | '.join(among)})" if among else None
 
 
-def written(side: Side, part: TensorParam, tile: Tile, one: bool, only_sinks: bool) -> list[str]:
+def written(side: Side, part: TensorParam, tile: Tile, one: bool) -> list[str]:
     """Statements that write the vectors `x`, of the model's dtype, of those tokens at `pos` that stay in full."""
-    kept = stays(side, one, only_sinks)
+    kept = stays(side, one)
     if kept is None:
         return []
     value = Store("full", stored("x", tile.dtype, tile.interpreted), tile.dim)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from kvcompile.kernels.triton.encode.tile import Store, Tile, power_of_two
-from kvcompile.kernels.triton.params import TensorParam
+from kvcompile.kernels.triton.params import TensorParam, taken_as
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.layouts import InKeys, PerChannel, Recent, Rotated, Storage
 from kvcompile.layouts.storage import as_kept
@@ -50,8 +48,7 @@ class Side:
         """Its parts: [batch or pages, KV heads, rows, ...]."""
         found = []
         for part in self.storage.parts(self.dim, spec.torch_dtype):
-            fp8 = part.dtype.is_floating_point and part.dtype.itemsize == 1
-            dtype = torch.uint8 if fp8 and spec.fp8 == "bits" else part.dtype
+            dtype = taken_as(part.dtype, spec.fp8)
             found.append(TensorParam(f"{self.name}_{part.name}", dtype, 3 + len(part.shape)))
         return tuple(found)
 

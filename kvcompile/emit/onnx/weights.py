@@ -38,7 +38,7 @@ class WeightFile:
             tensor = value.const_value
             if tensor is None or tensor.nbytes <= _INLINE:
                 continue
-            shape = tuple(int(size) for size in tensor.shape)
+            shape = tuple(tensor.shape.numpy())
             data = tensor.tobytes()
             key = (str(tensor.dtype), shape, hashlib.sha256(data).digest())
             if key not in self._places:

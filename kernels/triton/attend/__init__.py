@@ -1,0 +1,109 @@
+"""Attention over slots: the roles decode (one query per sequence, a share of the slots) and prefill (many queries).
+
+    s = f(q k)    p = 2^(s - top)    total = sum p    acc = sum p v      over tiles of slots, top the running maximum
+
+The query heads of a group are rows of one product with a key (GQA-packed); of many queries, all of a tile's. Decode is
+split over programs (flash decoding, Dao et al. 2023): each writes acc, top and total of its share of the tiles, and
+`combine` joins them. Its grid depends on no length: a program reads its sequence's length and takes its share.
+
+| file | what it prints |
+|---|---|
+| `parts.py` | the arguments; it says who takes part: readers, sources, rows in full |
+| `queries.py` | before the loops |
+| `keys.py`, `products.py`, `weighing.py` | of a tile: its keys, their scores, what these weigh |
+
+Options of the two roles
+    logits        decode: scores in base 2 are stored, [B, Hkv, group, slots] float32, for `score`
+    lse           prefill: the log-sum-exp in base 2 of each query is stored, [B, Hq, tokens] float32, for `columns`
+    new           prefill: the new tokens are not in the slots; they come as a source of their own
+    interpreted   see `dots.py`
+    one_bias      the site's bias has one head
+    q_fp32        queries come in float32
+
+Keys that are stored before RoPE (`layout.rotates_on_read`) turn when they are read; queries come turned, and once more
+as `q_sinks` where they turn at other places toward sinks (`places.py`).
+"""
+
+from __future__ import annotations
+
+from kvcompile.kernels.triton import helpers, places, scores
+from kvcompile.kernels.triton.attend import keys
+from kvcompile.kernels.triton.attend.parts import Attend
+from kvcompile.kernels.triton.attend.products import products
+from kvcompile.kernels.triton.attend.queries import constants, fixed_scale, queries
+from kvcompile.kernels.triton.attend.weighing import accumulators, finish, softmax, stores, weigh
+from kvcompile.kernels.triton.params import KernelSource
+from kvcompile.kernels.triton.render import rendered
+from kvcompile.kernels.triton.rows import Source
+from kvcompile.kernels.triton.spec import KernelSpec
+from kvcompile.kernels.triton.tidy import tidy
+
+
+def row_tiles(spec: KernelSpec) -> int:
+    """Into how many tiles of rows decode cuts the query heads of a group."""
+    return -(-spec.group // spec.block_m)
+
+
+def generate(spec: KernelSpec) -> KernelSource:
+    """The kernel of `spec`, role decode or prefill."""
+    attend = Attend(spec)
+    params = attend.params()
+    loops = []
+    for source in attend.sources:
+        bounds = keys.bounds(attend, source)
+        loops.append(
+            {
+                "what": "the new tokens" if source.prefix else "the cache",
+                "bounds": bounds,
+                "plain": tile(attend, source, False) if bounds.plain else [],
+                "masked": tile(attend, source, True),
+            }
+        )
+    name = f"{spec.role}_attention"
+    scale = [line for part in attend.readers for line in fixed_scale(attend, part)]
+    text = rendered(
+        "attend.py.jinja",
+        name=name,
+        params=params,
+        spec=spec,
+        many=attend.many,
+        row_tiles=row_tiles(spec),
+        options=spec.options,
+        queries=[*constants(attend), *scale, *queries(attend)],
+        accumulators=accumulators(attend),
+        loops=loops,
+        finish=finish(attend),
+        partial=stores(attend, "partial_ptr + row[:, None]", "{}"),
+        out=stores(attend, "out_ptr + row[:, None]", "({} / total[:, None])"),
+        log2e=scores.LOG2E,
+        rescale=[f"acc{i} = acc{i} * tl.exp2(top - highest)[:, None]" for i in attend.values.indices],
+        out_dim=attend.values.channels,
+        mixed=attend.mixed,
+    )
+    return KernelSource(name, params, helpers.module(tidy(text)))
+
+
+def tile(attend: Attend, source: Source, masked: bool) -> list[str]:
+    """Lines of one tile, `start` its first slot. masked: some slots are not seen, or read in full."""
+    spec = attend.spec
+    lines = [keys.inside(source)] if masked else []
+    if masked or attend.needs_key:
+        lines += keys.positions(attend, source, masked)
+    if attend.needs_place:
+        lines += places.of_keys(spec, bool(source.prefix), masked)
+    lines += source.located([part.group for part in attend.readers], masked)
+    if masked:
+        for rows in filter(None, map(attend.full, ("keys", "values"))):
+            lines += [*rows.flags(), *rows.row_flags()]
+    lines += keys.loaded(attend, source, "keys", masked)
+    lines += products(attend, masked)
+    lines += scores.after(spec, attend.names, masked)
+    if masked:
+        lines.append(f's = tl.where({keys.visible(attend, source)}, s, float("-inf"))')
+    if "logits" in spec.options:
+        row = f"((batch * {spec.num_kv_heads} + head) * {spec.group} + m[:, None]) * {source.slots}"
+        guard = f"real[:, None] & (start + n < {source.slots})[None, :]"
+        lines.append(f"tl.store(logits_ptr + {row} + (start + n)[None, :], s, mask={guard})")
+    if attend.values.reader is not None:
+        lines += keys.loaded(attend, source, "values", masked)
+    return [*lines, *softmax(attend), *weigh(attend, masked)]

@@ -1,0 +1,69 @@
+"""What stands before the loops over tiles: the queries, in the type of their products, and what belongs to them.
+
+q[i]        piece i of a query's channels, [BLOCK_M, W]; q[i]_full for keys in full, q[i]_sinks for sinks (`places.py`)
+row_scale   of queries that are divided by their largest channel: it and the factor of scores
+q_sum[g]    the sum of a group's channels, times which the minimum of a key enters its score
+"""
+
+from __future__ import annotations
+
+from kvcompile.kernels.triton import dots, places, scores
+from kvcompile.kernels.triton.attend.parts import Attend
+from kvcompile.kernels.triton.read import Reader
+
+
+def constants(attend: Attend) -> list[str]:
+    """Lines that define what no query and no tile changes."""
+    lines = [line for part in attend.readers for line in part.constants()]
+    return [*lines, *places.prologue(attend.spec, attend.many)]
+
+
+def fixed_scale(attend: Attend, part: Reader) -> list[str]:
+    """The line that loads the calibrated scale of a head's vectors, where there is one."""
+    if not part.fixed_scale:
+        return []
+    return [f"{part.side}_scale = tl.load({part.side}_scale_ptr + batch * {attend.spec.num_kv_heads} + head)"]
+
+
+def queries(attend: Attend) -> list[str]:
+    """Lines that load the queries' pieces and what belongs to them."""
+    spec, keys = attend.spec, attend.keys
+    every = range(len(keys.pieces))
+    lines = [line for index in every for line in _loaded(attend, index)]
+    kind = f"tl.{dots.of_model(spec)}"
+    if attend.two_queries:
+        lines += [f"q{index}_sinks = q{index}_sinks.to({kind})" for index in every]
+    if attend.full("keys"):
+        lines += [f"q{index}_full = q{index}.to({kind})" for index in every]
+    if attend.normalized:
+        lines += [f"q{index} = q{index}.to(tl.float32)" for index in every]
+        largest = "tl.max(tl.abs(q0), 1)"
+        for index in every[1:]:
+            largest = f"tl.maximum({largest}, tl.max(tl.abs(q{index}), 1))"
+        lines.append(f"norm = tl.maximum({largest}, 1e-30)")
+        lines += [f"q{index} = q{index} / norm[:, None]" for index in every]
+        lines.append(f"row_scale = norm * {scores.factor(spec)!r}")
+    for index, group in enumerate(keys.scales()):
+        if group.minimum is not None:
+            wide = "" if attend.normalized else ".to(tl.float32)"
+            total = " + ".join(f"tl.sum(q{i}{wide}, 1)" for i in group.pieces)
+            lines.append(f"q_sum{index} = {total}")
+    if keys.folded:
+        # Scales per channel multiply queries in float32, tile by tile.
+        lines += [] if attend.normalized else [f"q{index} = q{index}.to(tl.float32)" for index in every]
+    elif attend.normalized or str(attend.q_dtype) != f"torch.{keys.dot}":
+        lines += [f"q{index} = q{index}.to(tl.{keys.dot})" for index in every]
+    return [*lines, *scores.prologue(spec, attend.names)]
+
+
+def _loaded(attend: Attend, index: int) -> list[str]:
+    """Lines that load piece `index`."""
+    piece = attend.keys.pieces[index]
+    at = "batch * q_s0 + heads[:, None] * q_s1"
+    at += " + token[:, None] * q_s2" if attend.many else ""
+    guard = "real[:, None]" + ("" if piece.whole else f" & (kc{index} < {piece.stop})")
+    lines = [f"q{index} = tl.load(q_ptr + {at} + kc{index}, mask={guard}, other=0.0)"]
+    if attend.two_queries:
+        own = at.replace("q_s", "q_sinks_s")
+        lines.append(f"q{index}_sinks = tl.load(q_sinks_ptr + {own} + kc{index}, mask={guard}, other=0.0)")
+    return lines

@@ -1,0 +1,66 @@
+"""Tiny models and small budgets for tests of artifacts: within a few tokens every ring wraps and every budget is met."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import kvcompile
+from kvcompile.artifact import Manifest
+from kvcompile.export.source import Source
+from kvcompile.recipe import Recipe
+from kvcompile.verify.artifact import source_for
+from tests.models import tiny_hf
+
+_SINKS_HEAVY_RECENT = {"retention": {"sinks": 4, "heavy": 8, "recent": 8}}
+_KIVI = {"keys": {"group": 8, "residual": 16}, "values": {"group": 8, "residual": 16}}
+SMALL: dict[str, dict[str, Any]] = {
+    "streaming": {"retention": {"window": 12}},
+    "streaming_int8": {"retention": {"window": 12}},
+    "h2o": _SINKS_HEAVY_RECENT,
+    "h2o_int8": _SINKS_HEAVY_RECENT,
+    "sinks_h2o_fp8": _SINKS_HEAVY_RECENT,
+    "long_context": _SINKS_HEAVY_RECENT,
+    "snapkv": {"retention": {"heavy": 12, "recent": 20, "rows": 8}},
+    "kivi2": _KIVI,
+    "kivi4": _KIVI,
+}
+SHIPPED = (
+    "baseline",
+    "int8",
+    "fp8",
+    "int4",
+    "kivi2",
+    "kivi4",
+    "streaming",
+    "streaming_int8",
+    "h2o",
+    "h2o_int8",
+    "sinks_h2o_fp8",
+    "snapkv",
+    "long_context",
+    "paged",
+    "paged_int8",
+    "chat",
+)
+
+
+def tiny(dtype: torch.dtype = torch.float32, kind: str = "llama", layers: int = 2, **changes: Any) -> nn.Module:
+    """A tiny model whose heads have 32 channels, which every shipped recipe divides."""
+    sizes = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
+    return tiny_hf(kind, attn="eager", layers=layers, **{**sizes, **changes}).to(dtype)
+
+
+def small(recipe: str, **changes: Any) -> Recipe:
+    """A shipped recipe with small budgets; changes: sections or keys of `runtime`."""
+    cache = {"cache": SMALL[recipe]} if recipe in SMALL else {}
+    return Recipe.load(recipe, **{"max_tokens": 256, "max_batch": 4, "verify": "off", **cache, **changes})
+
+
+def written(model: nn.Module, folder: Path, target: Any, recipe: Recipe, **options: Any) -> Source:
+    """Export, and the source that the artifact says it was made of."""
+    kvcompile.export(model, folder, target, recipe=recipe, options=options)
+    return source_for(Manifest.read(folder), model)

@@ -1,0 +1,325 @@
+"""Artifacts as folders: written whole or not at all, and refused when they are not what they were."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import kvcompile
+from kvcompile.artifact import Manifest, folder
+from kvcompile.errors import ArtifactError, ExportError, InputError, LimitError, RecipeError
+from kvcompile.runtime.load import load
+from kvcompile.runtime.onnx import Session
+from kvcompile.verify.artifact import source_for, verify_artifact
+from tests.exports import small, tiny
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def made(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good artifact, which tests only read."""
+    out = tmp_path_factory.mktemp("made") / "artifact"
+    kvcompile.export(model, out, "onnx", recipe=small("int8", verify="quick"))
+    return out
+
+
+@pytest.fixture
+def copy(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "copy"))
+
+
+def listed(path: Path) -> list[str]:
+    return sorted(p.relative_to(path).as_posix() for p in path.rglob("*"))
+
+
+class TestManifest:
+    def test_says_all(self, made: Path, model: nn.Module) -> None:
+        manifest = Manifest.read(made)
+        assert manifest == Manifest.model_validate_json(manifest.to_json())
+        assert manifest.target == "onnx" and manifest.model.dtype == "float32"
+        assert manifest.recipe.name == "int8" and manifest.limits.max_tokens == 256
+        assert {g.phase for g in manifest.graphs} == {"prefill", "decode"}
+        assert set(manifest.files) == {"prefill.onnx", "decode.onnx", "weights.bin"}
+        assert {"kvcompile", "torch", "onnx"} <= manifest.versions.keys()
+        assert manifest.model.eos_token_ids == (2,)
+        for graph in manifest.graphs:
+            caches = {cache.name: cache for cache in manifest.caches}
+            given = {t.name: t for t in graph.inputs if t.role == "cache"}
+            assert given.keys() == caches.keys()
+            assert all((t.shape, t.dtype) == (caches[n].shape, caches[n].dtype) for n, t in given.items())
+            assert [a.input for a in graph.aliases] == list(given)
+
+    def test_was_run_before_it_had_its_name(self, made: Path) -> None:
+        (check,) = Manifest.read(made).checks
+        assert check.session == "ONNX Runtime" and 0 < check.error < check.budget
+
+    def test_weights_are_there_once(self, made: Path, model: nn.Module) -> None:
+        held = sum(p.numel() * 4 for p in model.parameters())
+        assert (made / "weights.bin").stat().st_size < held * 1.05
+
+    def test_the_graphs_say_where_they_come_from(self, made: Path) -> None:
+        import onnx
+
+        said = {p.key: p.value for p in onnx.load(made / "decode.onnx", load_external_data=False).metadata_props}
+        assert said["kvcompile.plan_digest"] == Manifest.read(made).plan.digest
+        assert said["kvcompile.recipe"] == "int8" and said["kvcompile.phase"] == "decode"
+
+
+class TestWriting:
+    def test_an_optimized_module_brings_its_recipe(self, model: nn.Module, tmp_path: Path) -> None:
+        fast = kvcompile.optimize(model, small("paged"), compile={"mode": "none"})
+        manifest = kvcompile.export(fast, tmp_path / "a", "onnx", max_tokens=64)
+        assert manifest.recipe.name == "paged" and manifest.limits.max_tokens == 64
+        assert manifest.pages[0].page_size == 64 or manifest.pages[0].page_size > 0
+
+    @pytest.mark.parametrize("target", ("engine", "", None))
+    def test_unknown_target(self, model: nn.Module, tmp_path: Path, target: Any) -> None:
+        with pytest.raises(ExportError, match="expected one of onnx, tensorrt, aoti"):
+            kvcompile.export(model, tmp_path / "a", target)
+        assert listed(tmp_path) == []
+
+    def test_unknown_option(self, model: nn.Module, tmp_path: Path) -> None:
+        with pytest.raises(ExportError, match="'opsets' is not one of target onnx"):
+            kvcompile.export(model, tmp_path / "a", "onnx", recipe=small("int8"), options={"opsets": 3})
+        with pytest.raises(ExportError, match="opset: expected one of 23, 24, got 17"):
+            kvcompile.export(model, tmp_path / "a", "onnx", recipe=small("int8"), options={"opset": 17})
+        assert listed(tmp_path) == []
+
+    def test_a_wrong_recipe_writes_nothing(self, model: nn.Module, tmp_path: Path) -> None:
+        with pytest.raises(RecipeError):
+            kvcompile.export(model, tmp_path / "a", "onnx", recipe="int9")
+        assert listed(tmp_path) == []
+
+    def test_what_is_no_artifact_is_left_alone(self, model: nn.Module, tmp_path: Path) -> None:
+        file, other = tmp_path / "file", tmp_path / "other"
+        file.write_text("mine")
+        other.mkdir()
+        (other / "thesis.tex").write_text("mine")
+        with pytest.raises(ExportError, match="expected a folder, and it is a file"):
+            kvcompile.export(model, file, "onnx")
+        with pytest.raises(ExportError, match="something that is no artifact"):
+            kvcompile.export(model, other, "onnx")
+        (other / "manifest.json").write_text('{"name": "a web app"}')
+        with pytest.raises(ExportError, match="not of kvcompile"):
+            kvcompile.export(model, other, "onnx")
+        assert file.read_text() == "mine" and (other / "thesis.tex").read_text() == "mine"
+
+    @pytest.mark.parametrize("where", ("weights", "graph", "manifest"))
+    def test_a_full_disk(
+        self, model: nn.Module, made: Path, copy: Path, where: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nothing is left but what was there."""
+
+        def full(*args: Any, **kwargs: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        place = {
+            "weights": "kvcompile.emit.onnx.weights.WeightFile._append",
+            "graph": "onnx_ir.save",
+            "manifest": "pathlib.Path.write_text",
+        }[where]
+        before = listed(copy.parent)
+        with monkeypatch.context() as patched:
+            patched.setattr(place, full)
+            with pytest.raises(ExportError, match="No space left on device"):
+                kvcompile.export(model, copy, "onnx", recipe=small("baseline"))
+            with pytest.raises(ExportError, match="No space left on device"):
+                kvcompile.export(model, copy.parent / "new", "onnx", recipe=small("baseline"))
+        assert listed(copy.parent) == before
+        folder.check(copy, Manifest.read(copy))
+
+    def test_an_artifact_is_replaced(self, model: nn.Module, copy: Path) -> None:
+        kvcompile.export(model, copy, "onnx", recipe=small("baseline"))
+        assert Manifest.read(copy).recipe.name == "baseline"
+        assert [p.name for p in copy.parent.iterdir()] == ["copy"]
+
+    def test_modules_that_run_as_python(self, tmp_path: Path) -> None:
+        from tests.models import tiny_hf
+
+        mixed = tiny_hf("mixtral")
+        try:
+            kvcompile.export(mixed, tmp_path / "a", "onnx", recipe=small("baseline"))
+        except ExportError as error:
+            assert "as Python" in str(error)
+
+
+class TestDamage:
+    def change(self, path: Path, **fields: Any) -> None:
+        data = json.loads((path / "manifest.json").read_text())
+        (path / "manifest.json").write_text(json.dumps(data | fields))
+
+    def test_no_artifact(self, tmp_path: Path) -> None:
+        with pytest.raises(ArtifactError, match=r"with a manifest.json, and there is none"):
+            load(tmp_path / "nothing")
+
+    def test_another_format(self, copy: Path) -> None:
+        self.change(copy, format_version=99)
+        with pytest.raises(ArtifactError, match="format version 99, and this kvcompile reads 1"):
+            load(copy)
+        (copy / "manifest.json").write_text("{")
+        with pytest.raises(ArtifactError, match="cannot be read"):
+            load(copy)
+        (copy / "manifest.json").write_text("[]")
+        with pytest.raises(ArtifactError, match="no manifest of kvcompile"):
+            load(copy)
+
+    def test_edited(self, copy: Path) -> None:
+        self.change(copy, graphs=3)
+        with pytest.raises(ArtifactError, match="damaged or edited by hand: graphs"):
+            load(copy)
+
+    def test_a_missing_file(self, copy: Path) -> None:
+        (copy / "weights.bin").unlink()
+        with pytest.raises(ArtifactError, match=r"weights.bin is missing"):
+            load(copy)
+
+    def test_a_truncated_file(self, copy: Path) -> None:
+        data = (copy / "weights.bin").read_bytes()
+        (copy / "weights.bin").write_bytes(data[:-100])
+        with pytest.raises(ArtifactError, match="truncated"):
+            load(copy, check=False)
+
+    def test_a_flipped_bit(self, copy: Path) -> None:
+        data = bytearray((copy / "weights.bin").read_bytes())
+        data[len(data) // 2] ^= 1
+        (copy / "weights.bin").write_bytes(data)
+        with pytest.raises(ArtifactError, match="sha256"):
+            load(copy)
+
+    def test_a_graph_that_is_none(self, copy: Path) -> None:
+        size = (copy / "decode.onnx").stat().st_size
+        (copy / "decode.onnx").write_bytes(b"\7" * size)
+        with pytest.raises(ArtifactError, match="ONNX Runtime cannot load it"):
+            load(copy, check=False)
+
+    def test_another_target(self, copy: Path) -> None:
+        self.change(copy, target="aoti")
+        with pytest.raises(ArtifactError, match="an artifact for aoti"):
+            Session(copy)
+
+    def test_another_provider(self, made: Path) -> None:
+        with pytest.raises(ArtifactError, match="no QNNExecutionProvider; it has .*CPUExecutionProvider"):
+            Session(made, providers=["QNNExecutionProvider"])
+
+    def test_without_onnx_runtime(self, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
+        with pytest.raises(ArtifactError, match="pip install onnxruntime"):
+            Session(made)
+
+
+class TestVerify:
+    def test_the_model_that_it_was_made_of(self, made: Path, model: nn.Module) -> None:
+        (outcome,) = verify_artifact(made, model)
+        assert outcome.check is not None and outcome.check.tokens == 52
+
+    def test_another_model(self, made: Path) -> None:
+        with pytest.raises(ArtifactError, match="of another model"):
+            source_for(Manifest.read(made), tiny(layers=1))
+
+    def test_another_dtype(self, made: Path) -> None:
+        with pytest.raises(ArtifactError, match="in float32, and the model in float16"):
+            source_for(Manifest.read(made), tiny(torch.float16))
+
+    def test_another_plan(self, made: Path, model: nn.Module) -> None:
+        manifest = Manifest.read(made)
+        other = manifest.model_copy(update={"plan": manifest.plan.model_copy(update={"digest": "0" * 16})})
+        with pytest.raises(ArtifactError, match="was made of plan 0000000000000000"):
+            source_for(other, model)
+
+    def test_other_weights(self, made: Path) -> None:
+        """The same shapes, other numbers: only running tells."""
+        torch.manual_seed(5)
+        other = tiny()
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(1.01)
+        with pytest.raises(kvcompile.KVCompileError, match="logits differ"):
+            verify_artifact(made, other, chunks=(9, 1))
+
+
+class TestSession:
+    @pytest.fixture
+    def session(self, made: Path) -> Session:
+        return Session(made, threads=1)
+
+    def ids(self, batch: int, tokens: int) -> torch.Tensor:
+        return torch.randint(3, 61, (batch, tokens), generator=torch.Generator().manual_seed(tokens))
+
+    def test_generates_what_the_module_does(self, session: Session, model: nn.Module) -> None:
+        fast = kvcompile.optimize(model, small("int8"), compile={"mode": "none"})
+        ids = self.ids(2, 9)
+        wanted = fast.generate(ids, max_new_tokens=20, do_sample=False)
+        assert torch.equal(session.generate(ids, max_new_tokens=20), wanted)
+
+    def test_ends(self, session: Session) -> None:
+        ids = self.ids(1, 9)
+        free = session.generate(ids, max_new_tokens=12, eos_token_id=())
+        assert free.shape == (1, 21)
+        end = int(free[0, 12])
+        ended = session.generate(ids, max_new_tokens=12, eos_token_id=end)
+        assert ended.shape[1] <= 13 and int(ended[0, -1]) == end
+
+    def test_sampling_is_seeded(self, session: Session) -> None:
+        def drawn(seed: int) -> torch.Tensor:
+            generator = torch.Generator().manual_seed(seed)
+            options: dict[str, Any] = {"do_sample": True, "temperature": 2.0, "top_k": 30, "eos_token_id": ()}
+            return session.generate(self.ids(1, 5), max_new_tokens=16, generator=generator, **options)
+
+        assert torch.equal(drawn(1), drawn(1)) and not torch.equal(drawn(1), drawn(2))
+
+    @pytest.mark.parametrize(
+        ("bad", "message"),
+        (
+            (torch.zeros(2, 3), "torch.int64"),
+            (torch.zeros(3, dtype=torch.int64), "expected an int64 tensor"),
+            (torch.full((2, 1), 61), "expected 0 to 60"),
+            (torch.full((2, 1), -1), "expected 0 to 60"),
+            (torch.zeros(3, 1, dtype=torch.int64), "keeps its size until reset"),
+        ),
+    )
+    def test_bad_input_changes_nothing(self, session: Session, bad: torch.Tensor, message: str) -> None:
+        ids = self.ids(2, 12)
+        session.prefill(ids[:, :11])
+        before = {name: x.clone() for name, x in session.cache.buffers.items()}
+        with pytest.raises(InputError, match=message):
+            session.prefill(bad)
+        assert all(torch.equal(x, before[name]) for name, x in session.cache.buffers.items())
+        after = session.decode(ids[:, 11:])
+        session.reset()
+        assert torch.equal(session.prefill(ids[:, :11])[:0], after[:0])
+        assert torch.equal(session.decode(ids[:, 11:]), after)
+
+    def test_limits(self, session: Session) -> None:
+        with pytest.raises(LimitError, match="runtime.max_batch is 4"):
+            session.prefill(self.ids(5, 2))
+        with pytest.raises(LimitError, match="max_tokens"):
+            session.prefill(self.ids(1, 257))
+        with pytest.raises(LimitError, match="max_tokens"):
+            session.generate(self.ids(1, 200), max_new_tokens=100)
+        with pytest.raises(InputError, match="prefill takes more"):
+            session.decode(self.ids(1, 2))
+
+    def test_caches_stay_where_they_are(self, session: Session) -> None:
+        session.prefill(self.ids(2, 9))
+        places = {name: x.data_ptr() for name, x in session.cache.buffers.items()}
+        for token in range(3, 9):
+            session.decode(torch.full((2, 1), token))
+        assert {name: x.data_ptr() for name, x in session.cache.buffers.items()} == places
+        assert session.report()["swapped"] == 0
+
+    def test_a_text_needs_a_tokenizer(self, session: Session) -> None:
+        with pytest.raises(InputError, match="has no tokenizer"):
+            session.generate("hello", max_new_tokens=2)
+        with pytest.raises(InputError, match="a prompt that is a text"):
+            session.generate(self.ids(1, 2), max_new_tokens=2, streamer=print)
