@@ -16,7 +16,7 @@ from kvcompile.verify.artifact import source_for
 from tests.models import tiny_hf
 
 _SINKS_HEAVY_RECENT = {"retention": {"sinks": 4, "heavy": 8, "recent": 8}}
-_KIVI = {"keys": {"group": 8, "residual": 16}, "values": {"group": 8, "residual": 16}}
+_KIVI = {"keys": {"group": 32, "residual": 32}, "values": {"group": 32, "residual": 32}}
 SMALL: dict[str, dict[str, Any]] = {
     "streaming": {"retention": {"window": 12}},
     "streaming_int8": {"retention": {"window": 12}},

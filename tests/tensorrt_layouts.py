@@ -15,7 +15,10 @@ import pytest
 import torch
 
 from kvcompile.artifact.manifest import Manifest
-from kvcompile.emit.tensorrt import Options, Sizes, adapter, build
+from kvcompile.emit.tensorrt import adapter
+from kvcompile.emit.tensorrt.build import build
+from kvcompile.emit.tensorrt.options import Options
+from kvcompile.emit.tensorrt.profiles import Sizes
 from kvcompile.export.source import Source
 from kvcompile.recipe import Recipe
 from kvcompile.runtime.tensorrt import Engine

@@ -10,11 +10,16 @@ import pytest
 
 import kvcompile
 from kvcompile.artifact.manifest import Graph, TensorInfo
-from kvcompile.emit.tensorrt import Options, Sizes, adapter
-from kvcompile.emit.tensorrt.profiles import profiles
+from kvcompile.emit.functional import functional
+from kvcompile.emit.tensorrt import adapter
+from kvcompile.emit.tensorrt.options import Options
+from kvcompile.emit.tensorrt.profiles import Sizes, profiles
 from kvcompile.errors import ExportError
 from kvcompile.export import tensorrt as target
-from tests.models import tiny_hf
+from kvcompile.kernels.dialect import TENSORRT
+from kvcompile.pipeline import plan_for, understand
+from kvcompile.recipe import Recipe
+from tests.models import TinyLlama, tiny_hf
 
 
 def fake_module(name: str, **members: object) -> ModuleType:
@@ -136,3 +141,33 @@ def test_a_graph_for_both_phases_has_a_profile_for_each() -> None:
     assert [p.name for p in profiles(graph("decode"), Sizes(1, 8, pages={"pages_0": 2}))] == ["decode"]
     with pytest.raises(ExportError, match="no range for the size 'pages_0' of pool"):
         profiles(graph("step"), Sizes(1, 8))
+
+
+def sizes(cache: dict[str, object], **limits: int | None) -> Sizes:
+    recipe = Recipe.load(
+        {"cache": {"keys": {"dtype": "model"}, "values": {"dtype": "model"}, **cache}}, **limits
+    )
+    front = understand(TinyLlama().eval())
+    return target.sizes_of(functional(front, plan_for(front, recipe), TENSORRT))
+
+
+def test_sizes_follow_the_limits() -> None:
+    full = {"retention": {"kind": "full"}}
+    got = sizes(full, max_tokens=96, max_batch=3, prefill_chunk=16)
+    assert (got.batch, got.chunk, got.slots, got.pages) == (3, 16, 96, {})
+    assert sizes(full, max_tokens=96, max_batch=3, prefill_chunk=512).chunk == 96
+    paged = {**full, "placement": {"kind": "paged", "page_size": 16}}
+    got = sizes(paged, max_tokens=90, max_batch=3, prefill_chunk=16)
+    assert got.pages == {"pages_0": 3 * 6 + 1}, "six pages of a sequence each, and one that nobody has"
+    paged = {**full, "placement": {"kind": "paged", "page_size": 16, "pages": 9}}
+    assert sizes(paged, max_tokens=90, max_batch=3, prefill_chunk=16).pages == {"pages_0": 10}
+
+
+def test_scores_of_whole_prompts_need_the_longest_prompt() -> None:
+    scored = {
+        "placement": {"kind": "slots"},
+        "retention": {"kind": "h2o", "sinks": 4, "heavy": 8, "recent": 8, "prefill": "full"},
+    }
+    assert sizes(scored, max_tokens=96, max_batch=1, prefill_chunk=16).chunk == 96
+    with pytest.raises(ExportError, match=r"the longest: set runtime\.max_tokens, or prefill: bounded"):
+        sizes(scored, max_tokens=None, max_batch=1, prefill_chunk=16)

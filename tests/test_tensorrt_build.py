@@ -10,7 +10,10 @@ import pytest
 from onnx import helper
 
 from kvcompile.artifact.manifest import Graph
-from kvcompile.emit.tensorrt import Built, Options, Sizes, adapter, build
+from kvcompile.emit.tensorrt import adapter
+from kvcompile.emit.tensorrt.build import Built, build
+from kvcompile.emit.tensorrt.options import Options
+from kvcompile.emit.tensorrt.profiles import Sizes
 from kvcompile.errors import ExportError
 from tests.onnx_graphs import F16, F32, I64, attention, graph, node, update
 

@@ -195,7 +195,7 @@ def test_without_a_gpu_a_whole_engine_says_so(artifact: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(ArtifactError, match="needs an NVIDIA GPU"):
-        Engine(artifact, device="cpu")
+        Engine(artifact)
     trt = adapter.load(("tensorrt_rtx_bindings",))
     with pytest.raises(ArtifactError, match="CUDA driver"):
         Engine(artifact, device="cpu", trt=trt, gpu=Gpu())

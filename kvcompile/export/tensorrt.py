@@ -20,7 +20,10 @@ from kvcompile.artifact.manifest import Manifest
 from kvcompile.emit.functional import Functional, Phase, functional
 from kvcompile.emit.onnx import emit
 from kvcompile.emit.onnx.weights import WeightFile
-from kvcompile.emit.tensorrt import Options, Sizes, adapter, build
+from kvcompile.emit.tensorrt import adapter
+from kvcompile.emit.tensorrt.build import build
+from kvcompile.emit.tensorrt.options import Options
+from kvcompile.emit.tensorrt.profiles import Sizes
 from kvcompile.errors import ExportError
 from kvcompile.export.onnx import WEIGHTS, checked
 from kvcompile.export.source import Source

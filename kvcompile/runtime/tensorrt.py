@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvcompile.artifact.manifest import Graph, Profile
+from kvcompile.artifact.manifest import Graph, Manifest, Profile
 from kvcompile.emit.tensorrt.adapter import TensorRT
 from kvcompile.errors import ArtifactError, LimitError
 from kvcompile.runtime import session, tensorrt_engine
@@ -67,13 +67,16 @@ class Engine(session.Session):
             ArtifactError: no artifact, a damaged one or one for another target; no TensorRT that runs it, or another
                 GPU. No memory of the GPU has been taken then.
         """
+        manifest = Manifest.read(path)
+        self._gpu = gpu if gpu is not None else Cuda(torch.device(device))
+        if manifest.target in self.targets:  # else the base class says so
+            self._trt = trt or tensorrt_engine.installed(manifest, Path(path))
+            problem = tensorrt_engine.mismatch(manifest, self._trt)
+            if problem is not None:
+                raise ArtifactError(f"{path}: {self._trt.package} {problem}; export again")
+            tensorrt_engine.check_gpu(manifest, self._gpu.capability, self._trt, Path(path))
+        # It takes tensors of the device, and so comes after what that may lack.
         super().__init__(path, device=device, check=check)
-        self._gpu = gpu if gpu is not None else Cuda(self.device)
-        self._trt = trt or tensorrt_engine.installed(self.manifest, self.path)
-        problem = tensorrt_engine.mismatch(self.manifest, self._trt)
-        if problem is not None:
-            raise ArtifactError(f"{self.path}: {self._trt.package} {problem}; export again")
-        tensorrt_engine.check_gpu(self.manifest, self._gpu.capability, self._trt, self.path)
         self._errors: list[str] = []
         self._logger = self._trt.logger(self._errors)
         self._runtime = self._trt.module.Runtime(self._logger)
