@@ -9,8 +9,9 @@ from torch import nn
 
 from kvcompile.dump import Dump
 from kvcompile.emit.cudagraph import CudaRecorder, StepGraphs
-from kvcompile.emit.executor import Executor, Progress
+from kvcompile.emit.executor import Executor, Progress, RegionCompiler
 from kvcompile.emit.regions import cut
+from kvcompile.emit.torch_tensorrt import TorchTensorRT
 from kvcompile.kernels import opaque, ops
 from kvcompile.pipeline import Front, absorbed, analysis_of, plan_for, rewrite, understand
 from kvcompile.plan import Plan
@@ -92,10 +93,11 @@ def _emit(model: nn.Module, front: Front, plan: Plan, recipe: Recipe, dump: Dump
         rewritten.graph_module,
         lambda node: node.target is ops.cached_attention,
         lambda node: node.target in (opaque.opaque, opaque.mixer),
+        alone=plan.backend == "torch_tensorrt",
     )
     dump.back(model, rewritten, regions, recipe)
     graphs = StepGraphs(CudaRecorder(front.device)) if plan.step == "cudagraph" else None
-    executor = Executor(regions, recipe.compile.mode, graphs)
+    executor = Executor(regions, recipe.compile.mode, graphs, _compiler(plan, recipe))
     program = Program(
         rewritten.caches,
         rewritten.states,
@@ -118,6 +120,15 @@ def _emit(model: nn.Module, front: Front, plan: Plan, recipe: Recipe, dump: Dump
     fast.analysis = analysis_of(front, plan)
     fast.recipe = recipe
     return fast
+
+
+def _compiler(plan: Plan, recipe: Recipe) -> RegionCompiler | None:
+    """The region compiler of the plan's backend; None: Inductor."""
+    if plan.backend != "torch_tensorrt":
+        return None
+    limits = plan.limits
+    most = limits.max_tokens if plan.whole_prompts else limits.prefill_chunk
+    return TorchTensorRT(limits.max_batch, most or limits.prefill_chunk, recipe.compile.mode)
 
 
 def _check_emitted(fast: CachedModel, front: Front, plan: Plan) -> Check:

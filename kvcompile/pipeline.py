@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from kvcompile.auto import choose, free_memory
+from kvcompile.backend import with_backend
 from kvcompile.decide import make_plan
 from kvcompile.errors import ModelError, PlanError
 from kvcompile.passes.absorb import absorb
@@ -134,7 +135,8 @@ def plan_for(front: Front, recipe: Recipe) -> Plan:
         front.device,
     )
     python = sorted({record.path for record in front.captured.opaques})
-    return with_step(rope_on_append(plan), recipe.compile.mode, front.device, python)
+    plan = with_step(rope_on_append(plan), recipe.compile.mode, front.device, python)
+    return with_backend(plan, recipe.compile.backend, front.device)
 
 
 def analysis_of(front: Front, plan: Plan) -> Analysis:

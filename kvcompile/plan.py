@@ -150,6 +150,7 @@ class Plan:
     notes: tuple[str, ...] = ()  # why it was chosen, where `auto` chose it
     step: Literal["regions", "cudagraph"] = "regions"  # how a decode step runs
     step_because: str = ""  # where the recipe's mode asks for the latter
+    backend: Literal["inductor", "torch_tensorrt"] = "inductor"  # what compiles the graph
 
     @property
     def torch_dtype(self) -> torch.dtype:

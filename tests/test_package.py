@@ -33,6 +33,7 @@ LEVELS = {
     "kvcompile.auto": 5,
     "kvcompile.decide": 5,
     "kvcompile.step": 5,
+    "kvcompile.backend": 5,
     "kvcompile.passes": 5,
     "kvcompile.pipeline": 6,
     "kvcompile.emit": 7,

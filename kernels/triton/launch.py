@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,19 @@ from torch import Tensor
 from kvcompile.kernels.triton.device import interpreted
 from kvcompile.kernels.triton.params import TensorParam, is_fp8
 from kvcompile.kernels.triton.source import Kernel
-from kvcompile.kernels.triton.spec import KernelSpec
 
-Recorded = tuple[KernelSpec, int, int]  # with the number of warps and of stages
+
+class Recorded(NamedTuple):
+    """What `launch` was called with."""
+
+    kernel: Kernel
+    grid: tuple[int, ...]
+    tensors: Mapping[str, Tensor]
+    sizes: Mapping[str, int | float]
+    num_warps: int
+    num_stages: int
+
+
 _RECORD: ContextVar[list[Recorded] | None] = ContextVar("launches that are recorded", default=None)
 
 
@@ -44,7 +54,7 @@ def launch(
     values = arguments(kernel, tensors, sizes or {})
     record = _RECORD.get()
     if record is not None:
-        record.append((kernel.spec, num_warps, num_stages))
+        record.append(Recorded(kernel, grid, tensors, sizes or {}, num_warps, num_stages))
         return
     if interpreted():
         kernel.function[grid](**values)

@@ -6,6 +6,7 @@ What decides is the code that launches (`attention.py`), so nothing here can dif
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,35 +42,53 @@ def launches(
 
     heads, dims: of queries and keys; of keys and values. limit: of the tokens of a sequence
     """
-    layout, (queries, kv_heads), (dim, v_dim) = site.layout, heads, dims
     with recording() as found, acting_as(device), FakeTensorMode():
+        call(site, heads, dims, dtype, limit, 2, tokens)
+    return tuple(Launch(for_hardware(one.kernel.spec), one.num_warps, one.num_stages) for one in found)
 
-        def vectors(count: int, size: int) -> Tensor:
-            return torch.empty(2, count, tokens, size, dtype=dtype)
 
-        page = layout.placement.page_size if isinstance(layout.placement, Paged) else 0
-        specs = layout.buffers(kv_heads, dim, v_dim, dtype, limit)
-        pages = -(-layout.slots(limit) // page) if page else 0
-        buffers = [torch.empty(1 + 2 * pages if s.paged else 2, *s.shape, dtype=s.dtype) for s in specs]
-        q, k = vectors(queries, dim), vectors(kv_heads, dim)
-        v = k[..., :v_dim] if isinstance(layout.values, InKeys) else vectors(kv_heads, v_dim)
-        width = site.rotary.rotary_dim if site.rotary else 0
-        cached_attention(
-            q,
-            k,
-            v,
-            buffers,
-            torch.empty(2, tokens, dtype=torch.int64),
-            torch.empty(2, dtype=torch.int64),
-            [torch.empty(limit, width), torch.empty(limit, width)] if site.rotary else [],
-            limit,
-            site,
-            torch.empty(queries) if site.score.sinks else None,
-            _bias(site, queries, limit),
-            None,
-            torch.empty(2, pages, dtype=torch.int32) if page else None,
-        )
-    return tuple(Launch(_for_hardware(spec), num_warps, num_stages) for spec, num_warps, num_stages in found)
+def call(
+    site: SiteSpec,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    limit: int,
+    batch: Any,
+    tokens: Any,
+    pool: Any = None,
+) -> None:
+    """One call of a site's op on new tensors, `tokens` new tokens of each of `batch` sequences; sizes may be symbols.
+
+    pool: pages of a pool; None: what the sequences take, and one more
+    """
+    layout, (queries, kv_heads), (dim, v_dim) = site.layout, heads, dims
+
+    def vectors(count: int, size: int) -> Tensor:
+        return torch.empty(batch, count, tokens, size, dtype=dtype)
+
+    page = layout.placement.page_size if isinstance(layout.placement, Paged) else 0
+    specs = layout.buffers(kv_heads, dim, v_dim, dtype, limit)
+    pages = -(-layout.slots(limit) // page) if page else 0
+    pool = 1 + batch * pages if pool is None else pool
+    buffers = [torch.empty(pool if s.paged else batch, *s.shape, dtype=s.dtype) for s in specs]
+    q, k = vectors(queries, dim), vectors(kv_heads, dim)
+    v = k[..., :v_dim] if isinstance(layout.values, InKeys) else vectors(kv_heads, v_dim)
+    width = site.rotary.rotary_dim if site.rotary else 0
+    cached_attention(
+        q,
+        k,
+        v,
+        buffers,
+        torch.empty(batch, tokens, dtype=torch.int64),
+        torch.empty(batch, dtype=torch.int64),
+        [torch.empty(limit, width), torch.empty(limit, width)] if site.rotary else [],
+        limit,
+        site,
+        torch.empty(queries) if site.score.sinks else None,
+        _bias(site, queries, limit),
+        None,
+        torch.empty(batch, pages, dtype=torch.int32) if page else None,
+    )
 
 
 def _bias(site: SiteSpec, heads: int, limit: int) -> Tensor | None:
@@ -87,6 +106,6 @@ def _bias(site: SiteSpec, heads: int, limit: int) -> Tensor | None:
     return torch.empty(shapes[bias.kind])
 
 
-def _for_hardware(spec: KernelSpec) -> KernelSpec:
+def for_hardware(spec: KernelSpec) -> KernelSpec:
     """The spec as compiled, where this process has Triton's interpreter."""
     return replace(spec, options=tuple(option for option in spec.options if option != "interpreted"))

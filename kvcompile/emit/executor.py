@@ -6,10 +6,12 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from kvcompile.emit.cudagraph import StepGraphs
 from kvcompile.emit.inductor import Compiled, ShapeClass, Tracer, compile_region, describe
@@ -18,19 +20,29 @@ from kvcompile.emit.regions import Regions
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
+# A region, its fake inputs and the tracer of their sizes -> the region compiled.
+RegionCompiler = Callable[[GraphModule, Sequence[Any], Tracer], Compiled]
 
 
 class Executor:
     """Calls the regions in order. Values live in a dict by name and are dropped after their last use."""
 
-    def __init__(self, regions: Regions, mode: str, graphs: StepGraphs | None = None):
+    def __init__(
+        self,
+        regions: Regions,
+        mode: str,
+        graphs: StepGraphs | None = None,
+        compiler: RegionCompiler | None = None,
+    ):
         """
-        mode:   the recipe's; "none" runs the regions as they are
-        graphs: captures steps; None: every step runs region by region
+        mode:     the recipe's; "none" runs the regions as they are
+        graphs:   captures steps; None: every step runs region by region
+        compiler: of the recipe's backend; None: Inductor
         """
         self.graphs = graphs
         self.regions = regions
         self.mode = mode
+        self.compiler = compiler or partial(compile_region, mode=mode)
         self.compile_seconds: dict[str, float] = {}
         self._programs: dict[ShapeClass, list[Compiled]] = {}
         drops: dict[int, list[str]] = {}
@@ -69,7 +81,7 @@ class Executor:
                 outputs = tracer.run(module, args)
                 region_started = time.perf_counter()
                 eager = call.region in self.regions.eager
-                program = module if eager else compile_region(module, args, tracer, self.mode)
+                program = module if eager else self.compiler(module, args, tracer)
                 done[key] = (program, outputs)
                 log.debug("region %d, %s: %.1f s", call.region, shapes, time.perf_counter() - region_started)
             program, outputs = done[key]

@@ -67,6 +67,11 @@ class Tracer:
             self._others[name] = self._symbol(name, _OTHER_HINT + 2 * len(self._others))
         return self._others[name]
 
+    def symbols(self) -> dict[str, Any]:
+        """The sizes that are symbolic, by name."""
+        found = {**{name: getattr(self, name) for name in HINTS}, **self._others}
+        return {name: size for name, size in found.items() if isinstance(size, torch.SymInt)}
+
     def _symbol(self, name: str, hint: int = 0) -> Any:
         source, hint = ConstantSource(name), hint or HINTS[name]
         symbol = self.env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)

@@ -57,11 +57,19 @@ def cut(
     module: GraphModule,
     is_site: Callable[[Node], bool],
     is_opaque: Callable[[Node], bool] = lambda node: False,
+    alone: bool = False,
 ) -> Regions:
-    """Cut `module` after every node for which `is_site` holds, and around every one for which `is_opaque` does."""
+    """Cut `module` after every node for which `is_site` holds, and around every one for which `is_opaque` does.
+
+    alone: sites are regions of their own, so that what lies between them writes nothing
+    """
     nodes = [n for n in module.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
     output = next(n for n in module.graph.nodes if n.op == "output")
-    apart = {n for n in nodes if is_opaque(n)}
+
+    def is_apart(node: Node) -> bool:
+        return is_opaque(node) or (alone and is_site(node))
+
+    apart = {n for n in nodes if is_apart(n)}
     apart |= {n for n in nodes if n.target is operator.getitem and n.args[0] in apart}
     segment = _segments(nodes, is_site, apart)
     weights = {n: f"weight:{n.target}" for n in module.graph.nodes if n.op == "get_attr"}
@@ -72,7 +80,7 @@ def cut(
     order: dict[Node, int] = {}
     for node in nodes:
         # Within a segment, opaque calls come after the rest, each (with its results) by itself.
-        call = node.args[0] if node in apart and not is_opaque(node) else node
+        call = node.args[0] if node in apart and not is_apart(node) else node
         assert isinstance(call, Node)
         place = order.setdefault(call, len(order)) if call in apart else -1
         groups.setdefault((segment[node], place), []).append(node)
@@ -91,7 +99,7 @@ def cut(
         if text not in known:
             known[text] = len(modules)
             modules.append(_module(members, inputs, outputs, len(modules)))
-        if key[1] >= 0:
+        if any(map(is_opaque, members)):
             eager.add(known[text])
         names = tuple(weights.get(n, n.name) for n in inputs)
         calls.append(RegionCall(known[text], names, tuple(n.name for n in outputs)))

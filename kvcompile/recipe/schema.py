@@ -273,6 +273,19 @@ class CompileConfig(Strict):
         "auto",
         description="generated Triton kernels, or PyTorch; auto: Triton on an NVIDIA GPU where there are any",
     )
+    backend: Literal["inductor", "torch_tensorrt"] = Field(
+        "inductor",
+        description="what compiles the graph between attention sites; torch_tensorrt: TensorRT engines, on NVIDIA GPUs",
+    )
+
+    @model_validator(mode="after")
+    def _backend_takes_the_mode(self) -> CompileConfig:
+        if self.backend == "torch_tensorrt" and self.mode != "default":
+            raise ValueError(
+                f"backend: torch_tensorrt has no mode: {self.mode}: its engines are launched by torch_tensorrt's own "
+                "runtime, outside of CUDA graphs and of Inductor's tuning; leave mode out, or use backend: inductor"
+            )
+        return self
 
 
 VerifyMode = Literal["quick", "thorough", "off"]
