@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -171,3 +172,37 @@ def test_scores_of_whole_prompts_need_the_longest_prompt() -> None:
     assert sizes(scored, max_tokens=96, max_batch=1, prefill_chunk=16).chunk == 96
     with pytest.raises(ExportError, match=r"the longest: set runtime\.max_tokens, or prefill: bounded"):
         sizes(scored, max_tokens=None, max_batch=1, prefill_chunk=16)
+
+
+@pytest.mark.parametrize(
+    "raised, message",
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (ExportError("TensorRT cannot hold step.onnx"), "TensorRT cannot hold step.onnx"),
+    ],
+)
+def test_a_build_that_fails_leaves_what_was_there(
+    raised: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorrt_rtx_bindings")
+    out = tmp_path / "artifact"
+    out.mkdir()  # empty: an export may take it
+
+    def half_written(trt: object, file: Path, *rest: object) -> None:
+        file.with_suffix(".engine").write_bytes(b"half")
+        raise raised
+
+    emitted = SimpleNamespace(graph=graph("step"), vocab=61)
+    monkeypatch.setattr(target, "emit", lambda *_: emitted)
+    monkeypatch.setattr(target, "checked", lambda *_: None)
+    monkeypatch.setattr(target, "build", half_written)
+    with pytest.raises(ExportError, match=message):
+        kvcompile.export(
+            TinyLlama().eval(),
+            out,
+            "tensorrt",
+            verify="off",
+            options={"package": "tensorrt_rtx_bindings"},
+            max_tokens=64,
+        )
+    assert list(out.iterdir()) == [] and list(tmp_path.iterdir()) == [out]
