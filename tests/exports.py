@@ -16,7 +16,7 @@ from kvcompile.verify.artifact import source_for
 from tests.models import tiny_hf
 
 _SINKS_HEAVY_RECENT = {"retention": {"sinks": 4, "heavy": 8, "recent": 8}}
-_KIVI = {"keys": {"group": 32, "residual": 32}, "values": {"group": 32, "residual": 32}}
+_KIVI = {"keys": {"residual": 32}, "values": {"residual": 32}}
 SMALL: dict[str, dict[str, Any]] = {
     "streaming": {"retention": {"window": 12}},
     "streaming_int8": {"retention": {"window": 12}},
@@ -48,7 +48,9 @@ SHIPPED = (
 )
 
 
-def tiny(dtype: torch.dtype = torch.float32, kind: str = "llama", layers: int = 2, **changes: Any) -> nn.Module:
+def tiny(
+    dtype: torch.dtype = torch.float32, kind: str = "llama", layers: int = 2, **changes: Any
+) -> nn.Module:
     """A tiny model whose heads have 32 channels, which every shipped recipe divides."""
     sizes = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
     return tiny_hf(kind, attn="eager", layers=layers, **{**sizes, **changes}).to(dtype)

@@ -19,6 +19,8 @@ from kvcompile.runtime.load import load
 from kvcompile.runtime.onnx import Session
 from kvcompile.verify.artifact import source_for, verify_artifact
 from tests.exports import small, tiny
+from tests.models import TinyConfig, TinyLlama, make
+from tests.test_opaque import routed
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,9 @@ class TestManifest:
     def test_the_graphs_say_where_they_come_from(self, made: Path) -> None:
         import onnx
 
-        said = {p.key: p.value for p in onnx.load(made / "decode.onnx", load_external_data=False).metadata_props}
+        said = {
+            p.key: p.value for p in onnx.load(made / "decode.onnx", load_external_data=False).metadata_props
+        }
         assert said["kvcompile.plan_digest"] == Manifest.read(made).plan.digest
         assert said["kvcompile.recipe"] == "int8" and said["kvcompile.phase"] == "decode"
 
@@ -145,13 +149,17 @@ class TestWriting:
         assert [p.name for p in copy.parent.iterdir()] == ["copy"]
 
     def test_modules_that_run_as_python(self, tmp_path: Path) -> None:
-        from tests.models import tiny_hf
+        with pytest.raises(ExportError, match=r"experts.0 and 1 more run as Python"):
+            kvcompile.export(routed(), tmp_path / "a", "onnx", recipe=small("baseline"))
+        assert listed(tmp_path) == []
 
-        mixed = tiny_hf("mixtral")
-        try:
-            kvcompile.export(mixed, tmp_path / "a", "onnx", recipe=small("baseline"))
-        except ExportError as error:
-            assert "as Python" in str(error)
+    def test_a_plain_module_that_counts_positions_itself(self, tmp_path: Path) -> None:
+        plain = make(TinyLlama, TinyConfig())
+        manifest = kvcompile.export(plain, tmp_path / "a", "onnx", recipe=small("int8", verify="quick"))
+        assert not manifest.ragged and len(manifest.checks) == 1
+        session = Session(tmp_path / "a", threads=1)
+        with pytest.raises(InputError, match="cannot start at different places"):
+            session.prefill(torch.ones(2, 3, dtype=torch.int64), torch.tensor([[0, 1, 1], [1, 1, 1]]))
 
 
 class TestDamage:

@@ -36,7 +36,9 @@ def test_fp8_by_arithmetic(dtype: torch.dtype, dialect: Dialect) -> None:
     exact = torch.cat([numbers, middles, powers, -powers])
     inf = torch.tensor(float("inf"))
     random = torch.randn(50_000, generator=torch.Generator().manual_seed(0))
-    x = torch.cat([exact, exact.nextafter(inf), exact.nextafter(-inf), *(random * 10.0**e for e in range(-6, 5))])
+    x = torch.cat(
+        [exact, exact.nextafter(inf), exact.nextafter(-inf), *(random * 10.0**e for e in range(-6, 5))]
+    )
     most = torch.finfo(dtype).max
     x = x.clamp(-most, most)
     wanted = x.to(dtype)

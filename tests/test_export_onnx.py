@@ -30,7 +30,9 @@ def test_shipped_recipes(recipe: str, tmp_path: Path) -> None:
     in_place = {g.phase: [a.in_place for a in g.aliases] for g in session.manifest.graphs}
     assert all(in_place["prefill"]) == (recipe in EVERY_STEP)
     # Slots are never copied in a decode step; of scores, whose every number changes, there are two.
-    kept = [a.in_place for a in session.manifest.graphs[1].aliases if not a.input.endswith(("_score", "_token"))]
+    kept = [
+        a.in_place for a in session.manifest.graphs[1].aliases if not a.input.endswith(("_score", "_token"))
+    ]
     assert all(kept)
 
 
@@ -50,6 +52,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "gpt2": ({"n_embd": 128, "n_head": 4}, "h2o"),  # learned positions, as many KV heads as query heads
     "gpt_neox": ({}, "kivi2"),
     "mistral": ({}, "chat"),  # a window behind pages
+    "mixtral": ({}, "paged"),
 }
 
 
@@ -61,19 +64,19 @@ def test_kinds_of_attention(kind: str, tmp_path: Path) -> None:
 
 
 def test_rounded_values_of_many_forms(tmp_path: Path) -> None:
-    """Hadamard, 3 bits, asymmetric groups, e5m2, keys before RoPE, sinks in full: primitives that no shipped recipe has."""
+    """What no shipped recipe has: Hadamard, 3 bits, e5m2 without scales, keys before RoPE, first tokens in full."""
     recipe = Recipe.load(
         {
             "cache": {
-                "keys": {"dtype": "int3", "group": 16, "rotate": "hadamard"},
+                "keys": {"dtype": "int3", "group": 32, "rotate": "hadamard"},
                 "values": {"dtype": "fp8_e5m2", "scale": "none"},
             },
             "layers": [
                 {
-                    "where": {"layers": [1]},
+                    "where": {"index": [1]},
                     "cache": {
                         "keys": {"dtype": "int8", "rope": "before"},
-                        "values": {"dtype": "int4", "group": 16, "sinks": 2},
+                        "values": {"dtype": "int4", "group": 32, "sinks": 2},
                     },
                 }
             ],
@@ -96,7 +99,8 @@ class TestFailsWhenBroken:
     """What the checks above are worth: the same comparison of sessions that do something else."""
 
     @pytest.fixture(scope="class")
-    def artifact(self, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @classmethod
+    def artifact(cls, tmp_path_factory: pytest.TempPathFactory) -> Any:
         folder = tmp_path_factory.mktemp("broken") / "out"
         return folder, written(tiny(), folder, "onnx", small("streaming"))
 
@@ -108,7 +112,11 @@ class TestFailsWhenBroken:
         run = session._run
 
         def later(graph: Any, inputs: Any, outputs: Any) -> None:
-            run(graph, inputs | {"positions": inputs["positions"] + (inputs["seq_lens"] > 20).long()[:, None]}, outputs)
+            run(
+                graph,
+                inputs | {"positions": inputs["positions"] + (inputs["seq_lens"] > 20).long()[:, None]},
+                outputs,
+            )
 
         session._run = later  # type: ignore[method-assign]
         with pytest.raises(VerificationError, match="ONNX Runtime"):
@@ -117,7 +125,9 @@ class TestFailsWhenBroken:
     def test_a_place_that_is_not_swapped(self, artifact: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         session = Session(artifact[0], threads=1)
         graphs = tuple(
-            g.model_copy(update={"aliases": tuple(a.model_copy(update={"in_place": True}) for a in g.aliases)})
+            g.model_copy(
+                update={"aliases": tuple(a.model_copy(update={"in_place": True}) for a in g.aliases)}
+            )
             for g in session.manifest.graphs
         )
         session.manifest = session.manifest.model_copy(update={"graphs": graphs})

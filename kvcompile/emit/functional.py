@@ -22,6 +22,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
 from kvcompile.artifact.manifest import Role
+from kvcompile.emit import experts
 from kvcompile.errors import ExportError
 from kvcompile.kernels import ops, running_sum
 from kvcompile.kernels.dialect import Dialect, speaking
@@ -126,20 +127,21 @@ class Functional(nn.Module):
 
 
 def _spelled_out(graph_module: GraphModule) -> GraphModule:
-    """The graph with the reference's functions in place of the project's ops, so that tracing sees into them.
+    """The graph with functions in place of ops that targets do not know, so that tracing sees into them.
 
-    As ops they would be taken apart only when the traced program is translated, outside of the dialect.
+    The project's own ops would else be taken apart when the traced program is translated, outside of the dialect.
     """
     for node in graph_module.graph.nodes:
-        node.target = _FUNCTIONS.get(node.target, node.target)
+        node.target = _FUNCTIONS.get(str(node.target), node.target)
     graph_module.recompile()
     return graph_module
 
 
 _FUNCTIONS = {
-    ops.cached_attention: ops.cached_attention_function,
-    ops.cached_rows: ops.cached_rows_function,
-    running_sum.cached_running_sum: running_sum.cached_running_sum_function,
+    experts.NAME: experts.grouped_product,
+    str(ops.cached_attention): ops.cached_attention_function,
+    str(ops.cached_rows): ops.cached_rows_function,
+    str(running_sum.cached_running_sum): running_sum.cached_running_sum_function,
 }
 
 

@@ -86,10 +86,13 @@ def ready(options: dict[str, Any]) -> tuple[adapter.TensorRT, Options]:
     if package is not None and package not in adapter.PACKAGES:
         raise ExportError(f"package: expected one of {', '.join(adapter.PACKAGES)}, got {package!r}")
     targets = options.get("compute_capabilities") or ()
-    if isinstance(targets, str):
-        targets = [targets]
+    if not isinstance(targets, (list, tuple)):  # one
+        targets = (targets,)
+    workspace = options.get("workspace_bytes")
+    if workspace is not None and (not isinstance(workspace, int) or isinstance(workspace, bool)):
+        raise ExportError(f"workspace_bytes: expected a number of bytes, got {workspace!r}")
     trt = adapter.load(adapter.PACKAGES if package is None else (package,))
-    chosen = Options(tuple(str(name) for name in targets), options.get("workspace_bytes"))
+    chosen = Options(tuple(str(name) for name in targets), workspace)
     chosen.check(trt)
     return trt, chosen
 
