@@ -100,6 +100,11 @@ def test_the_enterprise_package_builds_for_its_own_gpu_only() -> None:
             {"precision": "fp16"},
             "options: 'precision' is not one of target tensorrt; it has: compute_capabilities",
         ),
+        ({"workspace_bytes": "1G"}, "workspace_bytes: expected a number of bytes, got '1G'"),
+        (
+            {"compute_capabilities": 89, "package": "tensorrt_rtx_bindings"},
+            "compute_capabilities: 89 is not among",
+        ),
         (
             {"package": "trt"},
             "package: expected one of tensorrt, tensorrt_rtx, tensorrt_rtx_bindings, got 'trt'",
