@@ -6,6 +6,8 @@
 | fp8 | a dtype | its code in a byte (`fp8_codes.py`) |
 | one query's scores | product and sum, which Inductor fuses | a matrix product |
 | many queries and their columns | blocks of queries | all queries at once |
+| a stable sort | a sort | the same, or places by counting (`order.py`) |
+| consecutive rows of a buffer | an index | the same, or one op for them (`linear_write.py`) |
 
 The numbers are the same but for the order of sums. Which form is meant is decided while tracing and never at run time:
 a graph has one of them in it.
@@ -29,11 +31,15 @@ class Dialect:
     byte:     the dtype that holds packed integers and codes of fp8: uint8, or int8 with the same bits
     alone:    whether the graph runs where kvcompile is not, so that none of its ops can be called: of the table, the
               last row is said in the portable way
+    counts:   whether the order of numbers is told by counting, and not by a sort
+    linear:   whether new rows of a contiguous buffer of floating dtype are written by one op
     """
 
     portable: bool = False
     byte: torch.dtype = torch.uint8
     alone: bool = False
+    counts: bool = False
+    linear: bool = False
 
     @property
     def in_blocks(self) -> bool:
@@ -44,7 +50,7 @@ class Dialect:
 PYTORCH = Dialect()
 AOTI = Dialect(alone=True)
 ONNX = Dialect(portable=True)
-TENSORRT = Dialect(portable=True, byte=torch.int8)
+TENSORRT = Dialect(portable=True, byte=torch.int8, counts=True, linear=True)
 
 _CURRENT: ContextVar[Dialect] = ContextVar("dialect", default=PYTORCH)
 

@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcompile.kernels import codec, forms, paged, recent
+from kvcompile.kernels import codec, forms, linear_write, paged, recent
+from kvcompile.kernels.dialect import current
 from kvcompile.kernels.rope import rotate, rotated_first
 from kvcompile.kernels.scores import bias_at, grouped, probabilities, soft_capped
 from kvcompile.kernels.sides import as_read, sides, turned_back, weighed
@@ -133,6 +134,10 @@ def append(
             for buffer, part in zip(own, parts, strict=False):
                 if page_table is not None:
                     paged.write(buffer, page_table, rows, part)
+                    continue
+                # `rows is positions`: the address is the position, and tokens share no row.
+                if current().linear and rows is positions and linear_write.fits(buffer):
+                    linear_write.write(buffer, part, positions)
                     continue
                 # Padding (negative positions) lands at the far end, in slots that no token of its sequence
                 # reaches: the limit of tokens counts padding, too.

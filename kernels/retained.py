@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvcompile.kernels.order import order, places
 from kvcompile.layouts import Scored
 
 LATEST = torch.iinfo(torch.int32).max  # stands behind all positions
@@ -35,9 +36,7 @@ def held_in(token: Tensor, length: Tensor) -> Tensor:
 def ranks(held: Tensor) -> Tensor:
     """Each token's place among those kept, [B, Hs, N], from 0 in the order of positions; anything for no token."""
     # Slots without a token go last.
-    order = torch.where(held < 0, LATEST, held).argsort(-1)
-    place = torch.arange(held.shape[2], device=held.device).expand_as(held)
-    return torch.empty_like(order).scatter_(2, order, place)
+    return places(torch.where(held < 0, LATEST, held))
 
 
 def scores_after(score: Tensor, gained: Tensor, tokens: Tensor, last: Tensor, retention: Scored) -> Tensor:
@@ -67,8 +66,8 @@ def chosen(tokens: Tensor, scores: Tensor, last: Tensor, slots: int, retention: 
     protected = (tokens < retention.sinks) | (tokens > last - retention.recent)
     value = value.masked_fill(protected, float("inf")).masked_fill(tokens < 0, float("-inf"))
     # The newest first, and then by value without changing the order of equals: of them the oldest goes.
-    newest = tokens.argsort(-1, descending=True)
-    ranked = value.gather(2, newest).argsort(dim=-1, descending=True, stable=True)
+    newest = order(tokens, descending=True)
+    ranked = order(value.gather(2, newest), descending=True, stable=True)
     return newest.gather(2, ranked)[:, :, :slots]
 
 
@@ -76,8 +75,8 @@ def _smoothed(votes: Tensor, tokens: Tensor, width: int) -> Tensor:
     """Votes averaged over `width` neighbours in the order of positions (zeros beyond the ends)."""
     if width == 1:
         return votes
-    order = tokens.argsort(-1)
-    ordered = votes.gather(2, order)
+    by_position = order(tokens)
+    ordered = votes.gather(2, by_position)
     count = ordered.shape[2]
     total = torch.zeros_like(ordered)
     for shift in range(-(width // 2), width // 2 + 1):
@@ -85,4 +84,4 @@ def _smoothed(votes: Tensor, tokens: Tensor, width: int) -> Tensor:
         neighbour = torch.arange(count, device=votes.device) + shift
         there = (neighbour >= 0) & (neighbour < count)
         total = total + torch.where(there, ordered[:, :, neighbour.clamp(0, count - 1)], 0.0)
-    return torch.empty_like(votes).scatter_(2, order, total / width)
+    return torch.empty_like(votes).scatter_(2, by_position, total / width)

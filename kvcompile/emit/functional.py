@@ -34,6 +34,7 @@ Phase = Literal["prefill", "decode", "step"]
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Sizes that stand for the dynamic ones while tracing: different, and none of 0, 1 or any size of a model.
 _HINTS = {"batch": 11, "tokens": 61, "kept": 37, "slots": 59, "pages": 13}
+_FEWER_SLOTS = (59, 47, 43, 31, 29, 23, 19, 17, 7, 5, 3, 2)  # of caches that hold no more
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ def example(function: Functional, one: bool, alone: bool = False) -> tuple[Tenso
     """Arguments to trace with: empty caches, and sizes that stand for the dynamic ones."""
     made = []
     for argument in function.arguments(one, alone):
-        shape = [_hint(size) for size in argument.shape]
+        shape = [_hint(size, function.shape.span) for size in argument.shape]
         if argument.role in ("positions", "slots", "keep"):
             value = torch.arange(shape[-1], device=function.device).expand(shape).contiguous()
         else:
@@ -199,7 +200,9 @@ def traced(function: Functional, one: bool, alone: bool = False) -> ExportedProg
         ) from error
 
 
-def _hint(size: int | str) -> int:
+def _hint(size: int | str, span: int) -> int:
+    if size == "slots":
+        return next((fewer for fewer in _FEWER_SLOTS if fewer < span), span)
     return size if isinstance(size, int) else _HINTS[size.split("_")[0]]
 
 

@@ -65,7 +65,10 @@ def export(
     if target not in TARGETS:
         raise ExportError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}")
     folder.check_replaceable(Path(out).expanduser().absolute())
-    write = _writer(target)
+    module = import_module(f"kvcompile.export.{target}")  # and what it needs, before the model is looked at
+    if hasattr(module, "ready"):
+        module.ready(options or {})
+    write: Callable[..., Manifest] = module.write
     tell = progress or (lambda stage, done, total: None)
     source = source_of(model, recipe, tell, overrides, target)
     with folder.writing(out) as made:
@@ -77,12 +80,6 @@ def export(
         manifest = manifest.model_copy(update={"checks": checks})
         (made / FILE).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
-
-
-def _writer(target: Target) -> Callable[..., Manifest]:
-    """write(source, folder, options, tell) -> Manifest, of the target; what it needs is imported here, first."""
-    write: Callable[..., Manifest] = import_module(f"kvcompile.export.{target}").write
-    return write
 
 
 __all__ = ["TARGETS", "Target", "export"]

@@ -8,6 +8,8 @@ from typing import Any
 import onnxscript
 import torch
 
+from kvcompile.kernels.linear_write import OP
+
 
 def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
     """Translations by operator, for `torch.onnx.export(custom_translation_table=...)`."""
@@ -18,4 +20,7 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
         size = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]), axis=0)
         return op.TopK(self, size, axis=dim, largest=int(descending), sorted=1)
 
-    return {torch.ops.aten.sort.stable: sort_stable}
+    def linear_write(buffer: Any, rows: Any, start: Any) -> Any:
+        return op.TensorScatter(buffer, rows, start, axis=-2, mode="linear")  # opset 24
+
+    return {torch.ops.aten.sort.stable: sort_stable, OP: linear_write}

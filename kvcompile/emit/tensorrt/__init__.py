@@ -1,0 +1,1 @@
+"""TensorRT: engines of ONNX files traced under `kernels.dialect.TENSORRT`, and Triton kernels as plugins."""
