@@ -24,9 +24,10 @@ from torch.utils.cpp_extension import include_paths, library_paths
 import kvcompile
 from kvcompile.artifact import Manifest, machine
 from kvcompile.emit.aoti import LEVELS, entries, instruction_sets
-from kvcompile.errors import ArtifactError, ExportError, LimitError
+from kvcompile.errors import ArtifactError, ExportError, LimitError, ModelError
 from kvcompile.export.source import Source
-from kvcompile.recipe import shipped_recipes
+from kvcompile.models import load_model
+from kvcompile.recipe import Recipe, shipped_recipes
 from kvcompile.runtime.aoti import Package
 from kvcompile.runtime.load import load
 from kvcompile.verify.artifact import CHUNKS, check_session
@@ -451,3 +452,24 @@ def test_code_for_every_cpu_with_avx2(made: Callable[..., Made], tmp_path: Path)
     check = check_session(Package(of.folder), of.source, CHUNKS)
     of.eager.reset()
     assert agree(session.prefill(ids, keep=None), of.eager(ids).logits, check)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_smollm2_writes_the_same_text(tmp_path: Path) -> None:
+    """As the compiled module; the code is a fortieth of the weights, which stay in their file."""
+    try:
+        loaded = load_model("smollm2", "float32")
+    except ModelError as error:
+        pytest.skip(str(error))
+    recipe = Recipe.load("int8", verify="off", max_tokens=512, max_batch=1)
+    kvcompile.export(loaded.model, tmp_path / "out", "aoti", recipe=recipe, tokenizer=loaded.tokenizer)
+    files = Manifest.read(tmp_path / "out").files
+    assert files["model.pt2"].bytes * 30 < files["weights.safetensors"].bytes
+    prompt = "The capital of France is Paris, and the capital of Italy is"
+    session = load(tmp_path / "out")
+    text = session.generate(prompt, max_new_tokens=40)
+    fast = kvcompile.optimize(loaded.model, recipe)
+    given = loaded.tokenizer(prompt, return_tensors="pt")
+    out = fast.generate(**given, max_new_tokens=40, do_sample=False)[0, given["input_ids"].shape[1] :]
+    assert len(text.split()) > 5 and text == loaded.tokenizer.decode(out, skip_special_tokens=True)
