@@ -217,7 +217,7 @@ class TestDamage:
             Session(copy)
 
     def test_another_provider(self, made: Path) -> None:
-        with pytest.raises(ArtifactError, match="no QNNExecutionProvider; it has .*CPUExecutionProvider"):
+        with pytest.raises(ArtifactError, match=r"no QNNExecutionProvider; it has .*CPUExecutionProvider"):
             Session(made, providers=["QNNExecutionProvider"])
 
     def test_without_onnx_runtime(self, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +309,7 @@ class TestSession:
         assert torch.equal(session.decode(ids[:, 11:]), after)
 
     def test_limits(self, session: Session) -> None:
-        with pytest.raises(LimitError, match="runtime.max_batch is 4"):
+        with pytest.raises(LimitError, match=r"runtime.max_batch is 4"):
             session.prefill(self.ids(5, 2))
         with pytest.raises(LimitError, match="max_tokens"):
             session.prefill(self.ids(1, 257))
