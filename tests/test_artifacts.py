@@ -14,6 +14,7 @@ from torch import nn
 
 import kvcompile
 from kvcompile.artifact import Manifest, folder
+from kvcompile.emit.onnx.weights import WeightFile
 from kvcompile.errors import ArtifactError, ExportError, InputError, LimitError, RecipeError
 from kvcompile.runtime.load import load
 from kvcompile.runtime.onnx import Session
@@ -142,6 +143,22 @@ class TestWriting:
                 kvcompile.export(model, copy.parent / "new", "onnx", recipe=small("baseline"))
         assert listed(copy.parent) == before
         folder.check(copy, Manifest.read(copy))
+
+    def test_what_does_not_run_is_not_written(
+        self, model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        move = WeightFile.move
+
+        def emptied(self: WeightFile, graph: Any) -> None:
+            move(self, graph)
+            node = next(node for node in graph.graph if node.op_type == "MatMul")
+            node.op_type = "NoSuchOperator"
+
+        monkeypatch.setattr(WeightFile, "move", emptied)
+        monkeypatch.setattr("kvcompile.export.onnx.checked", lambda path: None)
+        with pytest.raises(ExportError, match="what was written does not run"):
+            kvcompile.export(model, tmp_path / "a", "onnx", recipe=small("int8", verify="quick"))
+        assert listed(tmp_path) == []
 
     def test_an_artifact_is_replaced(self, model: nn.Module, copy: Path) -> None:
         kvcompile.export(model, copy, "onnx", recipe=small("baseline"))

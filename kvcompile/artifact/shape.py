@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from kvcompile.artifact.manifest import Manifest
 from kvcompile.cache_shape import Buffer, CacheShape, Pool
 from kvcompile.layouts import BufferSpec, PageGroup
 from kvcompile.plan import Limits
-
-if TYPE_CHECKING:  # what exports; running takes none of it
-    pass
 
 
 def cache_shape(manifest: Manifest) -> CacheShape:
