@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import kvcompile
+import kvcompile.export.onnx
 from kvcompile.artifact import Manifest, folder
 from kvcompile.emit.onnx.weights import WeightFile
 from kvcompile.errors import ArtifactError, ExportError, InputError, LimitError, RecipeError
@@ -155,7 +157,8 @@ class TestWriting:
             node.op_type = "NoSuchOperator"
 
         monkeypatch.setattr(WeightFile, "move", emptied)
-        monkeypatch.setattr("kvcompile.export.onnx.checked", lambda path: None)
+        # By its name: `kvcompile.export` is the function, too.
+        monkeypatch.setattr(sys.modules["kvcompile.export.onnx"], "checked", lambda path: None)
         with pytest.raises(ExportError, match="what was written does not run"):
             kvcompile.export(model, tmp_path / "a", "onnx", recipe=small("int8", verify="quick"))
         assert listed(tmp_path) == []
