@@ -101,3 +101,15 @@ def test_artifacts_give_the_tokens_of_the_module(
     assert (tmp_path / "out" / "onnx" / "manifest.json").is_file()
     assert example.main(["--model", str(tmp_path / "none"), "--target", "onnx"]) == 1
     assert "error:" in capsys.readouterr().err
+
+
+@needs_smollm2
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["export"], indirect=True)
+def test_smollm2_says_the_same_from_every_artifact(
+    example: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    targets = ["--target", "onnx", "--target", "aoti"]
+    assert example.main([*targets, "--max-new-tokens", "48", "--out", str(tmp_path)]) == 0
+    table = capsys.readouterr().out
+    assert table.count("48 of 48 the same") == 3, table
