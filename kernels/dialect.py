@@ -29,8 +29,7 @@ class Dialect:
 
     portable: whether primitives are said in the portable way of the table above
     byte:     the dtype that holds packed integers and codes of fp8: uint8, or int8 with the same bits
-    alone:    whether the graph runs where kvcompile is not, so that none of its ops can be called: of the table, the
-              last row is said in the portable way
+    alone:    whether the graph runs where kvcompile is not and none of its ops can be called: many queries come at once
     counts:   whether the order of numbers is told by counting, and not by a sort
     linear:   whether new rows of a contiguous buffer of floating dtype are written by one op
     """

@@ -1,4 +1,4 @@
-"""Tiny models and small budgets for tests of artifacts: within a few tokens every ring wraps and every budget is met."""
+"""Tiny models and small budgets for tests of artifacts: every ring wraps and every budget is met in a few tokens."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 from torch import nn
 
 import kvcompile
+import kvcompile.export.onnx
 from kvcompile.artifact import Manifest, folder
+from kvcompile.emit.onnx.weights import WeightFile
 from kvcompile.errors import ArtifactError, ExportError, InputError, LimitError, RecipeError
 from kvcompile.runtime.load import load
 from kvcompile.runtime.onnx import Session
@@ -25,7 +28,7 @@ from tests.test_opaque import routed
 
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
-    return tiny()
+    return tiny(layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +146,23 @@ class TestWriting:
         assert listed(copy.parent) == before
         folder.check(copy, Manifest.read(copy))
 
+    def test_what_does_not_run_is_not_written(
+        self, model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        move = WeightFile.move
+
+        def emptied(self: WeightFile, graph: Any) -> None:
+            move(self, graph)
+            node = next(node for node in graph.graph if node.op_type == "MatMul")
+            node.op_type = "NoSuchOperator"
+
+        monkeypatch.setattr(WeightFile, "move", emptied)
+        # By its name: `kvcompile.export` is the function, too.
+        monkeypatch.setattr(sys.modules["kvcompile.export.onnx"], "checked", lambda path: None)
+        with pytest.raises(ExportError, match="what was written does not run"):
+            kvcompile.export(model, tmp_path / "a", "onnx", recipe=small("int8", verify="quick"))
+        assert listed(tmp_path) == []
+
     def test_an_artifact_is_replaced(self, model: nn.Module, copy: Path) -> None:
         kvcompile.export(model, copy, "onnx", recipe=small("baseline"))
         assert Manifest.read(copy).recipe.name == "baseline"
@@ -217,7 +237,7 @@ class TestDamage:
             Session(copy)
 
     def test_another_provider(self, made: Path) -> None:
-        with pytest.raises(ArtifactError, match="no QNNExecutionProvider; it has .*CPUExecutionProvider"):
+        with pytest.raises(ArtifactError, match=r"no QNNExecutionProvider; it has .*CPUExecutionProvider"):
             Session(made, providers=["QNNExecutionProvider"])
 
     def test_without_onnx_runtime(self, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,11 +253,11 @@ class TestVerify:
 
     def test_another_model(self, made: Path) -> None:
         with pytest.raises(ArtifactError, match="of another model"):
-            source_for(Manifest.read(made), tiny(layers=1))
+            source_for(Manifest.read(made), tiny())
 
     def test_another_dtype(self, made: Path) -> None:
         with pytest.raises(ArtifactError, match="in float32, and the model in float16"):
-            source_for(Manifest.read(made), tiny(torch.float16))
+            source_for(Manifest.read(made), tiny(torch.float16, layers=1))
 
     def test_another_plan(self, made: Path, model: nn.Module) -> None:
         manifest = Manifest.read(made)
@@ -248,7 +268,7 @@ class TestVerify:
     def test_other_weights(self, made: Path) -> None:
         """The same shapes, other numbers: only running tells."""
         torch.manual_seed(5)
-        other = tiny()
+        other = tiny(layers=1)
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.mul_(1.01)
@@ -309,7 +329,7 @@ class TestSession:
         assert torch.equal(session.decode(ids[:, 11:]), after)
 
     def test_limits(self, session: Session) -> None:
-        with pytest.raises(LimitError, match="runtime.max_batch is 4"):
+        with pytest.raises(LimitError, match=r"runtime.max_batch is 4"):
             session.prefill(self.ids(5, 2))
         with pytest.raises(LimitError, match="max_tokens"):
             session.prefill(self.ids(1, 257))

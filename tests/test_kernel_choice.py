@@ -17,6 +17,7 @@ from torch import Tensor
 import kvcompile
 from kvcompile import pipeline
 from kvcompile.api import build
+from kvcompile.cache_shape import CacheShape
 from kvcompile.errors import PlanError, RecipeError
 from kvcompile.explain import Explanation
 from kvcompile.kernels import ops, reference
@@ -30,7 +31,6 @@ from kvcompile.pipeline import plan_for, understand
 from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe
 from kvcompile.runtime.cache import KVCache
-from kvcompile.runtime.shape import CacheShape
 from kvcompile.types import RotaryForm
 from tests.models import tiny_hf
 from tests.test_shared_kv import CrossLayer
@@ -304,7 +304,7 @@ def test_fp8_comes_as_bytes_to_kernels_that_take_it_apart(monkeypatch: pytest.Mo
         ("native", generated, {torch.float8_e4m3fn, torch.float16}),
         ("bits", plan, {torch.float8_e4m3fn, torch.float16}),
     ):
-        monkeypatch.setattr("kvcompile.runtime.shape.fp8_form", lambda device, form=form: form)
+        monkeypatch.setattr("kvcompile.cache_shape.fp8_form", lambda device, form=form: form)
         cache = KVCache(CacheShape.of(of, names, CPU), CPU)
         cache.reserve(2)
         assert (

@@ -29,7 +29,9 @@ LEVELS = {
     "kvcompile.layouts": 2,
     "kvcompile.recipe": 3,
     "kvcompile.kernels": 3,
+    "kvcompile.artifact": 6,  # what an export writes and a session reads
     "kvcompile.plan": 4,
+    "kvcompile.cache_shape": 5,
     "kvcompile.auto": 5,
     "kvcompile.decide": 5,
     "kvcompile.step": 5,

@@ -1,55 +1,13 @@
-"""The cache's shape as a manifest tells it, and back."""
+"""The cache that a manifest describes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from kvcompile.artifact.manifest import Cache, Manifest, Pages
+from kvcompile.artifact.manifest import Manifest
+from kvcompile.cache_shape import Buffer, CacheShape, Pool
 from kvcompile.layouts import BufferSpec, PageGroup
 from kvcompile.plan import Limits
-from kvcompile.runtime.shape import Buffer, CacheShape, Pool
-
-if TYPE_CHECKING:  # what exports; running takes none of it
-    from kvcompile.emit.functional import Functional
-
-
-def caches_of(function: Functional) -> tuple[Cache, ...]:
-    """What the manifest says of a function's caches."""
-    arguments = {argument.name: argument for argument in function.arguments(one=True)}
-    found = []
-    for name in function.caches:
-        of, argument = function.shape.buffers[name], arguments[name]
-        spec = of.spec
-        found.append(
-            Cache(
-                name=name,
-                dtype=_name(argument.dtype),
-                shape=argument.shape,
-                holds=None if argument.dtype == spec.dtype else _name(spec.dtype),
-                fill=spec.fill,
-                in_order=of.in_order,
-                state=name in function.shape.state,
-            )
-        )
-    return tuple(found)
-
-
-def pages_of(function: Functional) -> tuple[Pages, ...]:
-    """What the manifest says of a function's pages."""
-    return tuple(
-        Pages(
-            table=pool.group.name,
-            page_size=pool.group.page_size,
-            slots=pool.group.slots,
-            pages=pool.group.pages,
-            dimension=f"pages_{number}",
-            layers=pool.group.layers,
-            caches=pool.buffers,
-        )
-        for number, pool in enumerate(function.shape.pools)
-    )
 
 
 def cache_shape(manifest: Manifest) -> CacheShape:
@@ -75,10 +33,6 @@ def cache_shape(manifest: Manifest) -> CacheShape:
     limits = Limits(manifest.limits.max_batch, manifest.limits.max_tokens, manifest.limits.prefill_chunk)
     state = tuple(cache.name for cache in manifest.caches if cache.state)
     return CacheShape(buffers, pools, limits, manifest.slots, state)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -22,13 +22,13 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
 from kvcompile.artifact.manifest import Role
+from kvcompile.cache_shape import CacheShape
 from kvcompile.emit import experts
 from kvcompile.errors import ExportError
 from kvcompile.kernels import ops, running_sum
 from kvcompile.kernels.dialect import Dialect, speaking
 from kvcompile.pipeline import Front, absorbed, rewrite
 from kvcompile.plan import Plan
-from kvcompile.runtime.shape import CacheShape
 
 Phase = Literal["prefill", "decode", "step"]
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvcompile.artifact.manifest import CheckInfo, Manifest
-from kvcompile.errors import ArtifactError
+from kvcompile.errors import ArtifactError, ExportError
 from kvcompile.export.source import Source
 from kvcompile.runtime.load import openers
 from kvcompile.verify.artifact import check_session
@@ -22,6 +23,7 @@ def checked(source: Source, folder: Path, tell: Callable[[str, int, int], None])
     A session that this machine has no package or GPU for is left out: `kvcompile verify` runs it elsewhere.
 
     Raises:
+        ExportError: it does not run, though all that it needs is here.
         VerificationError: it disagrees.
     """
     if source.recipe.verify == "off":
@@ -31,6 +33,8 @@ def checked(source: Source, folder: Path, tell: Callable[[str, int, int], None])
         try:
             session = opened(folder, check=False)
         except ArtifactError as error:
+            if not _may_fail(name, source):
+                raise ExportError(f"what was written does not run: {error}") from error
             log.warning("the artifact was not run with %s: %s", name, error)
             continue
         tell(f"verify ({session.name})", 0, 1)
@@ -40,3 +44,10 @@ def checked(source: Source, folder: Path, tell: Callable[[str, int, int], None])
             CheckInfo(session=session.name, error=check.error, budget=check.budget, tokens=check.tokens)
         )
     return tuple(found)
+
+
+def _may_fail(name: str, source: Source) -> bool:
+    """Whether a session may lack what it needs here: a GPU, ONNX Runtime, or its kernels of bfloat16."""
+    if name == "onnx":
+        return find_spec("onnxruntime") is None or source.plan.dtype == "bfloat16"
+    return name == "tensorrt"

@@ -20,9 +20,9 @@ from kvcompile.artifact.manifest import (
     RecipeInfo,
     Target,
 )
-from kvcompile.artifact.shape import caches_of, pages_of
 from kvcompile.emit.functional import Functional
 from kvcompile.errors import ExportError
+from kvcompile.export.caches import caches_of, pages_of
 from kvcompile.pipeline import Front, absorbed, plan_for, understand
 from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe

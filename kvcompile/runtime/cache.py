@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcompile.cache_shape import CacheShape
 from kvcompile.errors import InputError, LimitError
 from kvcompile.kernels.page_copy import page_copy
 from kvcompile.layouts.pages import SPARE_PAGES
 from kvcompile.runtime.pages import PagePool
-from kvcompile.runtime.shape import CacheShape
 
 
 class KVCache:

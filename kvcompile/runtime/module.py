@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvcompile.cache_shape import CacheShape
 from kvcompile.emit.executor import Executor, Progress, Symbolic
 from kvcompile.emit.inductor import ShapeClass
 from kvcompile.errors import InputError, KVCompileError
@@ -19,7 +20,6 @@ from kvcompile.runtime.cache import KVCache
 from kvcompile.runtime.padding import pads_of
 from kvcompile.runtime.program import Program
 from kvcompile.runtime.sampling import check_sampling, pick
-from kvcompile.runtime.shape import CacheShape
 
 _SPAN_STEP = 64  # slots are read in whole blocks, so that lengths next to each other read the same shapes
 _GRAPH_SPAN = 512  # the least span of a captured step

@@ -144,8 +144,8 @@ class Session(ABC):
         ids = self._encoded(prompt) if isinstance(prompt, str) else self._checked(prompt)
         ends = self.manifest.model.eos_token_ids if eos_token_id is None else eos_token_id
         ends = (ends,) if isinstance(ends, int) else tuple(ends)
+        self._check_end(ids, attention_mask, ids.shape[1] + max_new_tokens - 1)
         self.reset()
-        self.cache.check_limits(len(ids), ids.shape[1] + max_new_tokens - 1)
         logits = self.prefill(ids, attention_mask)[:, -1]
         ended = torch.zeros(len(ids), dtype=torch.bool, device=self.device)
         rows, shown = [ids], ""
@@ -186,6 +186,14 @@ class Session(ABC):
         """JSON-ready: bytes of the cache, sequences, columns and pages; `swapped`: bytes of second places."""
         swapped = sum(tensor.nbytes for tensor in self._spare.values())
         return {**self.cache.report(), "swapped": swapped}
+
+    def _check_end(self, ids: Tensor, mask: Any, tokens: int) -> None:
+        """Refuse new sequences that would come to more tokens than there is room for, before anything is forgotten."""
+        self.cache.check_limits(len(ids), tokens)
+        pads = [0] * len(ids)
+        if self.cache.pools and isinstance(mask, Tensor) and mask.shape == ids.shape:
+            pads = (mask == 0).sum(1).tolist()
+        self.cache.check_pages([tokens - pad for pad in pads], kept=False)
 
     def _passes(self, input_ids: Tensor, pads: Tensor | None, keep: int) -> Tensor:
         tokens = input_ids.shape[1]
