@@ -106,10 +106,11 @@ def test_artifacts_give_the_tokens_of_the_module(
 @needs_smollm2
 @pytest.mark.slow
 @pytest.mark.parametrize("example", ["export"], indirect=True)
-def test_smollm2_says_the_same_from_every_artifact(
+def test_smollm2_says_the_same_on_onnx_runtime(
     example: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    targets = ["--target", "onnx", "--target", "aoti"]
-    assert example.main([*targets, "--max-new-tokens", "48", "--out", str(tmp_path)]) == 0
+    """`test_aoti.py` has the same of AOTInductor, `test_tensorrt_models.py` of the graph that an engine is built of."""
+    arguments = ["--target", "onnx", "--max-new-tokens", "48", "--out", str(tmp_path)]
+    assert example.main(arguments) == 0
     table = capsys.readouterr().out
-    assert table.count("48 of 48 the same") == 3, table
+    assert table.count("48 of 48 the same") == 2, table
