@@ -4,8 +4,9 @@
     python examples/export.py --target onnx --target tensorrt --recipe streaming_int8 --out artifacts/
 
 Every artifact answers the same prompt greedily; the table says whether the tokens are those of the compiled module, and
-how many came per second. ONNX takes a few minutes to write, AOTInductor longer: it compiles the whole model. A TensorRT engine is built anywhere and runs on a GPU that it was built for; elsewhere ONNX
-Runtime runs the graph that it was built of.
+how many came per second. ONNX takes a few minutes to write, AOTInductor longer: it compiles the whole model. A TensorRT
+engine is built anywhere and runs on a GPU that it was built for; elsewhere ONNX Runtime runs the graph that it was built
+of.
 """
 
 from __future__ import annotations
