@@ -5,8 +5,7 @@
 
 Every artifact answers the same prompt greedily; the table says whether the tokens are those of the compiled module, and
 how many came per second. ONNX takes a few minutes to write, AOTInductor longer: it compiles the whole model. A TensorRT
-engine is built anywhere and runs on a GPU that it was built for; elsewhere ONNX Runtime runs the graph that it was built
-of.
+engine is built anywhere and runs on a GPU that it was built for; elsewhere ONNX Runtime runs the graph behind it.
 """
 
 from __future__ import annotations
