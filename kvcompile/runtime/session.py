@@ -131,7 +131,8 @@ class Session(ABC):
         Starts from an empty cache.
 
         Args:
-            eos_token_id: where a row ends; None: as the manifest says.
+            eos_token_id: where a row ends; it then goes on with it (with the first of several). None: as the manifest
+                says.
             streamer: called with each piece of the text as it comes; for a text only.
 
         Raises:
