@@ -7,6 +7,7 @@
 | one query's scores | product and sum, which Inductor fuses | a matrix product |
 | many queries and their columns | blocks of queries | all queries at once |
 | a stable sort | a sort | the same, or places by counting (`order.py`) |
+| rows in full among the keys | a scatter | the same, or each row looks for its key (`recent.py`) |
 | consecutive rows of a buffer | an index | the same, or one op for them (`linear_write.py`) |
 
 The numbers are the same but for the order of sums. Which form is meant is decided while tracing and never at run time:
@@ -30,7 +31,7 @@ class Dialect:
     portable: whether primitives are said in the portable way of the table above
     byte:     the dtype that holds packed integers and codes of fp8: uint8, or int8 with the same bits
     alone:    whether the graph runs where kvcompile is not and none of its ops can be called: many queries come at once
-    counts:   whether the order of numbers is told by counting, and not by a sort
+    counts:   whether the order of numbers is told by counting, and not by a sort, and places by looking for them
     linear:   whether new rows of a contiguous buffer of floating dtype are written by one op
     """
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kvcompile.kernels import codec
 from kvcompile.kernels.bits import pack, unpack
+from kvcompile.kernels.dialect import current
 from kvcompile.kernels.symbolic import evaluate
 from kvcompile.layouts import ModelDtype, PerChannel, Recent, Storage
 from kvcompile.layouts import symbols as sy
@@ -239,6 +240,9 @@ def _places(storage: Storage, key_positions: Tensor, full: Tensor) -> Tensor:
     # All that are in no row go to one more, which is dropped.
     row = torch.where(full & (key_positions >= 0), row_of(storage, key_positions), rows)
     place = torch.arange(row.shape[-1], device=row.device).expand_as(row)
+    if current().counts:  # such a target scatters no more numbers than there are places
+        own = row[..., None, :] == torch.arange(rows, device=row.device)[:, None]
+        return torch.where(own, place[..., None, :], -1).amax(-1)
     none = torch.full((*row.shape[:-1], rows + 1), -1, dtype=place.dtype, device=row.device)
     return none.scatter(-1, row, place)[..., :rows]
 
