@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.spec import Kernels
+from kvcompile.layouts.storages.floats import is_fp8
 
 PageCopy = Callable[[Tensor, Tensor, Tensor], None]
 
@@ -24,7 +25,7 @@ def page_copy(kernels: Kernels) -> PageCopy:
 
 def _reference(pool: Tensor, sources: Tensor, targets: Tensor) -> None:
     # torch gathers no fp8
-    flat = pool.view(torch.uint8) if pool.is_floating_point() and pool.itemsize == 1 else pool
+    flat = pool.view(torch.uint8) if is_fp8(pool.dtype) else pool
     flat[targets] = flat[sources]
 
 

@@ -14,6 +14,7 @@ from kvcompile.kernels.symbolic import evaluate
 from kvcompile.layouts import Storage
 from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.pages import offset, page_index
+from kvcompile.layouts.storages.floats import is_fp8
 
 
 def located(table: Tensor, rows: Tensor, rows_per_page: int) -> tuple[Tensor, Tensor]:
@@ -25,7 +26,7 @@ def located(table: Tensor, rows: Tensor, rows_per_page: int) -> tuple[Tensor, Te
 def read(pool: Tensor, table: Tensor, rows: Tensor) -> Tensor:
     """Rows [B or 1, N] of each sequence: [B, Hkv, N, ...]. Where there is no page, numbers that mean nothing."""
     page, row, head = _index(pool, table, rows)
-    if pool.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):  # torch gathers no fp8
+    if is_fp8(pool.dtype):  # torch gathers no fp8
         return pool.view(torch.uint8)[page, head, row].view(pool.dtype)
     return pool[page, head, row]
 

@@ -26,6 +26,7 @@ from kvcompile.kernels.dialect import current
 from kvcompile.kernels.symbolic import evaluate
 from kvcompile.layouts import ModelDtype, PerChannel, Recent, Storage
 from kvcompile.layouts import symbols as sy
+from kvcompile.layouts.storages.floats import is_fp8
 from kvcompile.layouts.storages.part import scale_dtype
 
 
@@ -278,7 +279,7 @@ def _heads(x: Tensor) -> Tensor:
 
 def take(x: Tensor, index: Tensor) -> Tensor:
     """Rows `index` [B, N] or [B, Hkv, N] of x [B, Hkv, rows, ...]."""
-    if x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):  # torch gathers no fp8
+    if is_fp8(x.dtype):  # torch gathers no fp8
         return take(x.view(torch.uint8), index).view(x.dtype)
     index = _heads(index)
     shape = (*index.shape, *[1] * (x.dim() - 3))

@@ -25,6 +25,7 @@ from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.symbolic import evaluate
 from kvcompile.layouts import CacheLayout, ModelDtype, Scored
 from kvcompile.layouts import symbols as sy
+from kvcompile.layouts.storages.floats import is_fp8
 
 
 def cached_attention(
@@ -227,6 +228,6 @@ def _slot_for(token: Tensor, score: Tensor, position: Tensor, layout: CacheLayou
 
 def _take(old: Tensor, new: Tensor, index: Tensor) -> Tensor:
     """Rows `index` [B, Hs, N] of old [B, Hkv, N, ...] followed by new [B, Hkv, S, ...]."""
-    if old.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):  # torch joins no fp8
+    if is_fp8(old.dtype):  # torch joins no fp8
         return _take(old.view(torch.uint8), new.view(torch.uint8), index).view(old.dtype)
     return recent.take(torch.cat([old, new], dim=2), index)

@@ -9,9 +9,8 @@ import torch
 
 from kvcompile.kernels.triton.available import fp8_form
 from kvcompile.layouts import BufferSpec, PageGroup
+from kvcompile.layouts.storages.floats import is_fp8
 from kvcompile.plan import Limits, Plan
-
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class CacheShape:
                 # Rows of a ring (the newest tokens in full) do not stand at their token's column, and the first tokens
                 # in full move them further.
                 in_order = not decision.layout.bounded and not spec.fixed
-                as_bytes = bits and decision.kernels == "triton" and spec.dtype in _FP8
+                as_bytes = bits and decision.kernels == "triton" and is_fp8(spec.dtype)
                 buffers[name] = Buffer(spec, in_order, as_bytes)
         kept = []
         for state, of_state in zip(plan.states, states, strict=True):

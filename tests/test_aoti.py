@@ -329,16 +329,16 @@ def test_another_build_of_the_same_torch(copied: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_package_for_a_gpu(copied: Path) -> None:
-    edited(copied, lambda data: data["engine"].update(device="cuda", compute_capability=[9, 0]))
+    edited(copied, lambda data: data["machine"].update(device="cuda", compute_capability=[9, 0]))
     with pytest.raises(ArtifactError, match="compiled for an NVIDIA GPU, and there is none here"):
         load(copied)
 
 
 def test_another_cpu(copied: Path) -> None:
-    edited(copied, lambda data: data["engine"]["cpu"].append("avx1024_f"))
+    edited(copied, lambda data: data["machine"]["cpu"].append("avx1024_f"))
     with pytest.raises(ArtifactError, match=r"a CPU with avx1024_f, which this one lacks.*x86-64-v3"):
         load(copied)
-    edited(copied, lambda data: data["engine"].update(machine="riscv64"))
+    edited(copied, lambda data: data["machine"].update(machine="riscv64"))
     with pytest.raises(ArtifactError, match="compiled for linux on riscv64, and this is"):
         load(copied)
 
@@ -437,7 +437,7 @@ def test_code_for_every_cpu_with_avx2(made: Callable[..., Made], tmp_path: Path)
     recipe = small("int8", max_tokens=TOKENS, max_batch=1)
     written(of.source.model, tmp_path / "out", "aoti", recipe, cpu="x86-64-v3")
     manifest = Manifest.read(tmp_path / "out")
-    assert manifest.engine is not None and not any("avx512" in name for name in manifest.engine["cpu"])
+    assert manifest.machine is not None and not any("avx512" in name for name in manifest.machine["cpu"])
     with zipfile.ZipFile(tmp_path / "out" / "model.pt2") as package:
         libraries = [name for name in package.namelist() if name.endswith(".so")]
         assert len(libraries) == 2

@@ -24,6 +24,7 @@ LEVELS = {
     "kvcompile.errors": 0,
     "kvcompile.recipes": 0,
     "kvcompile.console": 1,
+    "kvcompile.quiet": 1,
     "kvcompile.types": 1,
     "kvcompile.user_cache": 1,
     "kvcompile.layouts": 2,

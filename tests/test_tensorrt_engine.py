@@ -21,6 +21,7 @@ from kvcompile.artifact.manifest import FILE, Manifest
 from kvcompile.emit.tensorrt import adapter
 from kvcompile.errors import ArtifactError, LimitError
 from kvcompile.runtime.tensorrt import Engine, profile_for
+from kvcompile.verify.artifact import check_session, source_for
 from tests.models import TinyLlama
 
 pytest.importorskip("tensorrt_rtx_bindings")
@@ -240,15 +241,7 @@ def test_a_real_engine_gives_the_numbers_of_the_model(artifact: Path) -> None:
     if f"SM{''.join(map(str, torch.cuda.get_device_capability()))}" not in trt.targets:
         pytest.skip("TensorRT for RTX does not run on this GPU")
     engine = Engine(artifact)
-    eager = kvcompile.optimize(
-        model().cuda(), recipe={**RECIPE, "compile": {"mode": "none"}}, verify="off", **LIMITS
-    )
-    prompt = ids(2, 11).cuda()
-    with torch.no_grad():
-        assert torch.allclose(engine.prefill(prompt), _last(eager(prompt)), atol=5e-3)
-        for _ in range(20):
-            token = ids(2, 1).cuda()
-            assert torch.allclose(engine.decode(token), _last(eager(token)), atol=5e-3)
+    check_session(engine, source_for(engine.manifest, model().cuda()))
 
 
 def edit(folder: Path, change: Any) -> None:

@@ -123,7 +123,7 @@ def test_the_numbers_are_those_of_the_rewritten_graph(
     ids = torch.randint(3, 60, (batch, 21), generator=torch.Generator().manual_seed(batch))
     for _ in range(5):
         got, want = fast(ids).logits, plain(ids).logits
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert torch.equal(got, want)  # the stand-in runs the very operations
         ids = want[:, -1:].argmax(-1)
     engines = [built for built in fast.executor.compiler.built if built.by == "torch_tensorrt"]
     assert len(engines) == len(stand.asked) and all(built.engines == 1 for built in engines)

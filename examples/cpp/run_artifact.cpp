@@ -80,7 +80,7 @@ class Artifact {
       throw std::runtime_error(folder + ": expected format kvcompile, version 1");
     if (manifest_["target"].text != "aoti")
       throw std::runtime_error(folder + ": an artifact for " + manifest_["target"].text + ", and this runs aoti");
-    device_ = at::Device(manifest_["engine"]["device"].text);
+    device_ = at::Device(manifest_["machine"]["device"].text);
     weights_ = weights_of(folder + "/weights.safetensors", device_);
     for (const Json& graph : manifest_["graphs"].items) {
       const std::string entry = graph["entry"].text;

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.triton.device import interpreted
-from kvcompile.kernels.triton.params import TensorParam, is_fp8
+from kvcompile.kernels.triton.params import TensorParam
 from kvcompile.kernels.triton.source import Kernel
+from kvcompile.layouts.storages.floats import is_fp8
 
 
 class Recorded(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from kvcompile.kernels.triton.device import Fp8Form
+from kvcompile.layouts.storages.floats import is_fp8
 
 ScalarType = Literal["i32", "i64", "fp32"]
 _POINTERS = {
@@ -65,10 +66,6 @@ class ScalarParam:
 
 
 Param = TensorParam | ScalarParam
-
-
-def is_fp8(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def taken_as(dtype: torch.dtype, fp8: Fp8Form) -> torch.dtype:

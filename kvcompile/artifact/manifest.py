@@ -23,6 +23,18 @@ Role = Literal["input_ids", "positions", "seq_lens", "keep", "slots", "page_tabl
 Size = int | str
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As the manifest has it: "float16", "int8", ..."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The inverse of `dtype_name`."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,9 +49,7 @@ class TensorInfo(_Record):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        return dtype_named(self.dtype)
 
 
 class Alias(_Record):
@@ -171,8 +181,8 @@ class Manifest(_Record):
     slots:    the most that may be read of layers that are kept in order; 0 where there are none
     ragged:   whether sequences may start behind padding
     versions: of the packages that made it
-    engine:   of the TensorRT engine: package, version, compute capabilities; of an AOTInductor package: the machine
-              that it is compiled for (`artifact/machine.py`)
+    engine:   of the TensorRT engine: package, version, compute capabilities
+    machine:  that an AOTInductor package is compiled for (`artifact/machine.py`)
     """
 
     format: Literal["kvcompile"] = "kvcompile"
@@ -192,6 +202,7 @@ class Manifest(_Record):
     tokenizer: str | None = None
     checks: tuple[CheckInfo, ...] = ()
     engine: dict[str, Any] | None = None
+    machine: dict[str, Any] | None = None
 
     def graph(self, tokens: int, batch: int) -> Graph:
         """The first graph for so many new tokens of so many sequences."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from kvcompile.artifact.manifest import Manifest
+from kvcompile.artifact.manifest import Manifest, dtype_named
 from kvcompile.cache_shape import Buffer, CacheShape, Pool
 from kvcompile.layouts import BufferSpec, PageGroup
 from kvcompile.plan import Limits
@@ -18,7 +16,7 @@ def cache_shape(manifest: Manifest) -> CacheShape:
             BufferSpec(
                 cache.name,
                 tuple(size for size in cache.shape[1:] if isinstance(size, int)),
-                _dtype(cache.dtype),
+                dtype_named(cache.dtype),
                 paged=cache.name in paged,
                 fill=cache.fill,
             ),
@@ -33,9 +31,3 @@ def cache_shape(manifest: Manifest) -> CacheShape:
     limits = Limits(manifest.limits.max_batch, manifest.limits.max_tokens, manifest.limits.prefill_chunk)
     state = tuple(cache.name for cache in manifest.caches if cache.state)
     return CacheShape(buffers, pools, limits, manifest.slots, state)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype

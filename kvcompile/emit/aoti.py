@@ -18,11 +18,6 @@ Weights are no part of the code: each graph names the constants that it needs, a
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +29,7 @@ from torch.fx import GraphModule
 from kvcompile.emit.functional import Functional, Phase, example, traced
 from kvcompile.emit.gemv import give_gemv
 from kvcompile.errors import ExportError
+from kvcompile.quiet import quiet
 
 # What compilers call the CPUs that a package may be for, and the width of their vectors in bits.
 LEVELS: dict[str, tuple[str, int] | None] = {
@@ -115,7 +111,7 @@ def compiled(function: Functional, entry: Entry, mode: str, level: str) -> Compi
         module = give_gemv(module)
     given = example(function, entry.one, entry.alone)
     try:
-        with torch.no_grad(), _quiet():
+        with torch.no_grad(), quiet("torch._inductor"):
             made: Any = torch._inductor.aot_compile(module, given, options=_options(entry, mode, level))
     except Exception as error:  # Inductor and the C++ compiler raise many kinds
         reason = " ".join(str(error).split())[:600]
@@ -143,7 +139,7 @@ def package(path: Path, made: tuple[Compiled, ...]) -> None:
     """
     from torch._inductor.package.package import package_aoti
 
-    with _quiet():
+    with quiet("torch._inductor"):
         package_aoti(str(path), {each.entry.name: list(each.files) for each in made})
 
 
@@ -181,17 +177,3 @@ def _options(entry: Entry, mode: str, level: str) -> dict[str, Any]:
     if (target := LEVELS[level]) is not None:
         options |= {"cpp.march": target[0], "cpp.simdlen": target[1]}
     return options
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what Inductor warns of, which no user can act on."""
-    logger = logging.getLogger("torch._inductor")
-    before = logger.level
-    try:
-        logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(before)

@@ -11,8 +11,6 @@ All of them int64 but page tables (int32) and caches. Everything else that the g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,11 +25,12 @@ from kvcompile.emit import experts
 from kvcompile.errors import ExportError
 from kvcompile.kernels import ops, running_sum
 from kvcompile.kernels.dialect import Dialect, speaking
+from kvcompile.layouts.storages.floats import is_fp8
 from kvcompile.pipeline import Front, absorbed, rewrite
 from kvcompile.plan import Plan
+from kvcompile.quiet import quiet
 
 Phase = Literal["prefill", "decode", "step"]
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Sizes that stand for the dynamic ones while tracing: different, and none of 0, 1 or any size of a model.
 _HINTS = {"batch": 11, "tokens": 61, "kept": 37, "slots": 59, "pages": 13}
 _FEWER_SLOTS = (59, 47, 43, 31, 29, 23, 19, 17, 7, 5, 3, 2)  # of caches that hold no more
@@ -79,7 +78,7 @@ class Functional(nn.Module):
         dtype = self.shape.buffers[name].spec.dtype
         if self.shape.buffers[name].as_bytes:
             return torch.uint8
-        if self.dialect.portable and (dtype in FP8 or dtype == torch.uint8):
+        if self.dialect.portable and (is_fp8(dtype) or dtype == torch.uint8):
             return self.dialect.byte
         return dtype
 
@@ -188,7 +187,7 @@ def traced(function: Functional, one: bool, alone: bool = False) -> ExportedProg
         {i: Dim.DYNAMIC for i, size in enumerate(shape) if isinstance(size, str)} for shape in names
     )
     try:
-        with speaking(function.dialect), torch.no_grad(), _quiet():
+        with speaking(function.dialect), torch.no_grad(), quiet():
             return torch.export.export(
                 function, example(function, one, alone), dynamic_shapes=(dynamic,), strict=False
             )
@@ -204,12 +203,3 @@ def _hint(size: int | str, span: int) -> int:
     if size == "slots":
         return next((fewer for fewer in _FEWER_SLOTS if fewer < span), span)
     return size if isinstance(size, int) else _HINTS[size.split("_")[0]]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

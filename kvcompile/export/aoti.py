@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvcompile.artifact import machine
-from kvcompile.artifact.manifest import Alias, Graph, Manifest, TensorInfo
+from kvcompile.artifact.manifest import Alias, Graph, Manifest, TensorInfo, dtype_name
 from kvcompile.emit.aoti import LEVELS, Compiled, Entry, compiled, entries, instruction_sets, package
 from kvcompile.emit.functional import Functional, functional
 from kvcompile.errors import ExportError
@@ -51,7 +51,7 @@ def write(
     save_file(weights(tuple(made)), folder / WEIGHTS)
     vocab = vocabulary(function)
     graphs = tuple(_graph(function, entry, vocab, source.plan.torch_dtype) for entry in wanted)
-    return source.manifest("aoti", function, graphs, vocab, (), engine=needed)
+    return source.manifest("aoti", function, graphs, (), machine=needed)
 
 
 def weights(made: tuple[Compiled, ...]) -> dict[str, torch.Tensor]:
@@ -102,7 +102,7 @@ def _graph(function: Functional, entry: Entry, vocab: int, dtype: torch.dtype) -
     logits = TensorInfo(
         name="logits",
         role="logits",
-        dtype=_name(dtype),
+        dtype=dtype_name(dtype),
         shape=(arguments[0].shape[0], arguments[3].shape[0], vocab),
     )
     return Graph(
@@ -110,7 +110,7 @@ def _graph(function: Functional, entry: Entry, vocab: int, dtype: torch.dtype) -
         file=PACKAGE,
         entry=entry.name,
         inputs=tuple(
-            TensorInfo(name=a.name, role=a.role, dtype=_name(a.dtype), shape=a.shape) for a in arguments
+            TensorInfo(name=a.name, role=a.role, dtype=dtype_name(a.dtype), shape=a.shape) for a in arguments
         ),
         outputs=(logits,),
         aliases=tuple(Alias(input=name, output=name, in_place=True) for name in function.caches),
@@ -121,7 +121,3 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return a.data_ptr() == b.data_ptr() or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

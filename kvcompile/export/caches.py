@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from kvcompile.artifact.manifest import Cache, Pages
+from kvcompile.artifact.manifest import Cache, Pages, dtype_name
 from kvcompile.emit.functional import Functional
 
 
@@ -18,9 +16,9 @@ def caches_of(function: Functional) -> tuple[Cache, ...]:
         found.append(
             Cache(
                 name=name,
-                dtype=_name(argument.dtype),
+                dtype=dtype_name(argument.dtype),
                 shape=argument.shape,
-                holds=None if argument.dtype == spec.dtype else _name(spec.dtype),
+                holds=None if argument.dtype == spec.dtype else dtype_name(spec.dtype),
                 fill=spec.fill,
                 in_order=of.in_order,
                 state=name in function.shape.state,
@@ -43,7 +41,3 @@ def pages_of(function: Functional) -> tuple[Pages, ...]:
         )
         for number, pool in enumerate(function.shape.pools)
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -45,10 +45,8 @@ def write(
             emitted.append(emit(function, phase, folder, weights, source.metadata(), opset=opset))
     tell("check", len(_PHASES), len(_PHASES))
     for each in emitted:
-        checked(folder / each.graph.file)
-    return source.manifest(
-        "onnx", function, tuple(e.graph for e in emitted), emitted[0].vocab, ("onnx", "onnxscript")
-    )
+        checked(folder / each.file)
+    return source.manifest("onnx", function, tuple(emitted), ("onnx", "onnxscript"))
 
 
 def checked(path: Path) -> None:

@@ -57,7 +57,6 @@ class Source:
         target: Target,
         function: Functional,
         graphs: tuple[Graph, ...],
-        vocab: int,
         packages: tuple[str, ...],
         **more: Any,
     ) -> Manifest:
@@ -73,7 +72,7 @@ class Source:
                 architecture=front.model.architecture,
                 digest=front.model.digest,
                 dtype=plan.dtype,
-                vocab_size=vocab,
+                vocab_size=int(graphs[0].outputs[0].shape[-1]),
                 bos_token_id=getattr(config, "bos_token_id", None),
                 eos_token_ids=ends,
             ),

@@ -52,15 +52,14 @@ def write(
             emitted.append(emit(function, phase, folder, weights, source.metadata()))
     built = []
     for number, each in enumerate(emitted):
-        checked(folder / each.graph.file)
-        tell(f"build {each.graph.phase}.engine", number, len(emitted))
-        built.append(build(trt, folder / each.graph.file, each.graph, sizes, chosen))
+        checked(folder / each.file)
+        tell(f"build {each.phase}.engine", number, len(emitted))
+        built.append(build(trt, folder / each.file, each, sizes, chosen))
     tell("build", len(built), len(built))
     return source.manifest(
         "tensorrt",
         function,
         tuple(b.graph for b in built),
-        emitted[0].vocab,
         ("onnx", "onnxscript"),
         engine={
             "package": trt.package,

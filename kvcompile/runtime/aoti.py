@@ -35,7 +35,7 @@ class Package(session.Session):
             ArtifactError: no artifact, a damaged one, or one for another target, PyTorch or machine.
         """
         manifest = Manifest.read(path)
-        needed = manifest.engine or {}
+        needed = manifest.machine or {}
         if manifest.target in self.targets:
             _check_torch(Path(path), manifest)
             problem = machine.problem(needed)

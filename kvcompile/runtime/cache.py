@@ -14,6 +14,9 @@ from kvcompile.kernels.page_copy import page_copy
 from kvcompile.layouts.pages import SPARE_PAGES
 from kvcompile.runtime.pages import PagePool
 
+# Contiguous slots are read in whole blocks, so that lengths next to each other read the same shapes.
+SPAN_STEP = 64
+
 
 class KVCache:
     """Buffers of every layer, and of recurrent state, allocated when the first tokens of a batch come and then only
@@ -148,6 +151,17 @@ class KVCache:
         """
         for pool in self.pools:
             pool.check(lengths, kept)
+
+    def check_end(self, tokens: int, batch: int, mask: Any, kept: bool = False) -> None:
+        """Refuse what pools of a fixed size could not hold at the end: `batch` sequences of `tokens`, padding included.
+
+        mask: [sequences, any]: 0 is padding; `batch` is a multiple of its sequences. None, or no such mask: no padding.
+        kept: whether they are the sequences that the cache holds.
+        """
+        pads = [0] * batch
+        if self.pools and isinstance(mask, Tensor) and mask.dim() == 2 and batch % mask.shape[0] == 0:
+            pads = (mask == 0).sum(1).repeat_interleave(batch // mask.shape[0]).tolist()
+        self.check_pages([tokens - pad for pad in pads], kept)
 
     def allocate(self, batch: int, tokens: int, pads: Tensor | None) -> None:
         """Make room for `tokens` more columns of `batch` sequences, of which the first `pads` are padding.

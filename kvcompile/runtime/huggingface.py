@@ -214,7 +214,7 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
         self.cache.check_limits(rows, 1)
         kept = given is not None and self.cache.columns > 0 and rows == self.cache.batch
-        self._check_pages(max_cache_length, rows, model_kwargs.get("attention_mask"), kept)
+        self.cache.check_end(max_cache_length, rows, model_kwargs.get("attention_mask"), kept)
         if given is None:
             self.reset()
         # Every step is one token long; without this, generate() would send the whole sequence again.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +15,13 @@ from kvcompile.errors import InputError, KVCompileError
 from kvcompile.pipeline import Analysis
 from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe
-from kvcompile.runtime.cache import KVCache
+from kvcompile.runtime.cache import SPAN_STEP, KVCache
+from kvcompile.runtime.ids import check_ids
 from kvcompile.runtime.padding import pads_of
+from kvcompile.runtime.passes import in_passes
 from kvcompile.runtime.program import Program
 from kvcompile.runtime.sampling import check_sampling, pick
 
-_SPAN_STEP = 64  # slots are read in whole blocks, so that lengths next to each other read the same shapes
 _GRAPH_SPAN = 512  # the least span of a captured step
 
 
@@ -96,32 +96,11 @@ class CachedModel(nn.Module):
         pads = pads_of(self.cache, input_ids, attention_mask, self.program.ragged)
         self.cache.allocate(batch, tokens, pads)
         try:
-            return self._passes(input_ids, pads, keep)
+            most = None if self.plan.whole_prompts else self.plan.limits.prefill_chunk
+            return in_passes(input_ids, pads, keep, most, self._step)
         except BaseException:
             self.cache.trim()
             raise
-
-    def _passes(self, input_ids: Tensor, pads: Tensor | None, keep: int | None) -> list[Tensor]:
-        """As many passes as the tokens take; returns the flat outputs of the last `keep` tokens (None: all)."""
-        tokens = input_ids.shape[1]
-        pieces: list[list[Tensor]] = []
-        wanted = tokens if keep is None else min(keep, tokens)
-        start = 0
-        for size in self._chunks(tokens):
-            kept = max(0, min(size, wanted - (tokens - start - size)))
-            chunk_pads = None if pads is None else (pads - start).clamp(0, size)
-            outputs = self._step(input_ids[:, start : start + size].contiguous(), chunk_pads, kept)
-            if kept:
-                pieces.append(outputs)
-            start += size
-        if len(pieces) == 1:
-            return pieces[0]
-        return [torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True)]
-
-    def _chunks(self, tokens: int) -> list[int]:
-        """Sizes of the passes of a prompt, as even as can be."""
-        count = 1 if self.plan.whole_prompts else math.ceil(tokens / self.plan.limits.prefill_chunk)
-        return [tokens * (i + 1) // count - tokens * i // count for i in range(count)]
 
     def _step(self, input_ids: Tensor, pads: Tensor | None, kept: int) -> list[Tensor]:
         """One pass over all regions; returns the flat outputs of the last `kept` tokens."""
@@ -162,7 +141,7 @@ class CachedModel(nn.Module):
 
         A captured step has its span in it, so there are few: powers of two, and the capacity.
         """
-        step = max(_GRAPH_SPAN, 1 << (tokens - 1).bit_length()) if captured else _SPAN_STEP
+        step = max(_GRAPH_SPAN, 1 << (tokens - 1).bit_length()) if captured else SPAN_STEP
         return min(self.cache.span, -(-tokens // step) * step)
 
     def _shapes(self, batch: int, tokens: int, keep: int) -> ShapeClass:
@@ -172,7 +151,7 @@ class CachedModel(nn.Module):
             tokens == 1,
             not self.program.takes_logits_to_keep or keep == 1,
             # A cache no longer than one block has but one span; without contiguous layers nothing reads it.
-            span=0 if span > _SPAN_STEP else max(span, 1),
+            span=0 if span > SPAN_STEP else max(span, 1),
         )
 
     def _prepare(self, shapes: ShapeClass, progress: Progress | None) -> None:
@@ -197,29 +176,12 @@ class CachedModel(nn.Module):
         self._prepared.add(shapes)
 
     def _check_ids(self, input_ids: Any) -> None:
-        if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or 0 in input_ids.shape:
-            got = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
-            raise InputError(f"input_ids: expected an int64 tensor [batch, new tokens], got {got}")
-        if input_ids.dtype != torch.int64:
-            raise InputError(
-                f"input_ids: expected dtype torch.int64, got {input_ids.dtype}; pass input_ids.long()"
-            )
+        check_ids(input_ids)
         if input_ids.device != self.device:
             raise InputError(
                 f"input_ids: expected device {self.device} (the model's), got {input_ids.device}; "
                 f"pass input_ids.to({str(self.device)!r})"
             )
-
-    def _check_pages(self, tokens: int, batch: int, mask: Any, kept: bool = False) -> None:
-        """Refuse what pools of a fixed size could not hold at the end: `batch` sequences of `tokens`, padding included.
-
-        mask: [sequences, any]: 0 is padding; `batch` is a multiple of its sequences. None, or no such mask: no padding.
-        kept: whether they are the sequences that the cache holds.
-        """
-        pads = [0] * batch
-        if self.cache.pools and isinstance(mask, Tensor) and mask.dim() == 2 and batch % mask.shape[0] == 0:
-            pads = (mask == 0).sum(1).repeat_interleave(batch // mask.shape[0]).tolist()
-        self.cache.check_pages([tokens - pad for pad in pads], kept)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         probe = torch.zeros(1, dtype=self.dtype, device=self.device)
@@ -274,7 +236,7 @@ class PlainCachedModel(CachedModel):
             raise InputError(f"streamer: expected one sequence, got {input_ids.shape[0]}")
         batch, cached = input_ids.shape[0], input_ids.shape[1] + max_new_tokens - 1
         self.cache.check_limits(batch, cached)
-        self._check_pages(cached, batch, attention_mask)
+        self.cache.check_end(cached, batch, attention_mask)
         self.reset()
         if streamer is not None:
             streamer.put(input_ids)

@@ -10,7 +10,6 @@ No model, no PyTorch graph and no recipe is needed: all that is read is the arti
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +22,11 @@ from kvcompile.artifact import folder as files
 from kvcompile.artifact.manifest import Graph, Manifest, Target
 from kvcompile.artifact.shape import cache_shape
 from kvcompile.errors import ArtifactError, InputError
-from kvcompile.runtime.cache import KVCache
+from kvcompile.runtime.cache import SPAN_STEP, KVCache
+from kvcompile.runtime.ids import check_ids
 from kvcompile.runtime.padding import pads_of
+from kvcompile.runtime.passes import in_passes
 from kvcompile.runtime.sampling import check_sampling, pick
-
-_SLOTS = 64  # slots are read in whole blocks, so that lengths next to each other have the same shapes
 
 
 class Session(ABC):
@@ -100,7 +99,10 @@ class Session(ABC):
         pads = pads_of(self.cache, input_ids, attention_mask, self.manifest.ragged)
         self.cache.allocate(batch, tokens, pads)
         try:
-            return self._passes(input_ids, pads, tokens if keep is None else max(1, min(keep, tokens)))
+            limits = self.manifest.limits
+            most = None if limits.whole_prompts else limits.prefill_chunk
+            (logits,) = in_passes(input_ids, pads, None if keep is None else max(1, keep), most, self._step)
+            return logits
         except BaseException:
             self.cache.trim()
             raise
@@ -145,7 +147,9 @@ class Session(ABC):
         ids = self._encoded(prompt) if isinstance(prompt, str) else self._checked(prompt)
         ends = self.manifest.model.eos_token_ids if eos_token_id is None else eos_token_id
         ends = (ends,) if isinstance(ends, int) else tuple(ends)
-        self._check_end(ids, attention_mask, ids.shape[1] + max_new_tokens - 1)
+        cached = ids.shape[1] + max_new_tokens - 1
+        self.cache.check_limits(len(ids), cached)
+        self.cache.check_end(cached, len(ids), attention_mask)
         self.reset()
         logits = self.prefill(ids, attention_mask)[:, -1]
         ended = torch.zeros(len(ids), dtype=torch.bool, device=self.device)
@@ -188,30 +192,8 @@ class Session(ABC):
         swapped = sum(tensor.nbytes for tensor in self._spare.values())
         return {**self.cache.report(), "swapped": swapped}
 
-    def _check_end(self, ids: Tensor, mask: Any, tokens: int) -> None:
-        """Refuse new sequences that would come to more tokens than there is room for, before anything is forgotten."""
-        self.cache.check_limits(len(ids), tokens)
-        pads = [0] * len(ids)
-        if self.cache.pools and isinstance(mask, Tensor) and mask.shape == ids.shape:
-            pads = (mask == 0).sum(1).tolist()
-        self.cache.check_pages([tokens - pad for pad in pads], kept=False)
-
-    def _passes(self, input_ids: Tensor, pads: Tensor | None, keep: int) -> Tensor:
-        tokens = input_ids.shape[1]
-        limits = self.manifest.limits
-        count = 1 if limits.whole_prompts else math.ceil(tokens / limits.prefill_chunk)
-        pieces, start = [], 0
-        for number in range(count):
-            size = tokens * (number + 1) // count - tokens * number // count
-            kept = max(0, min(size, keep - (tokens - start - size)))
-            own = None if pads is None else (pads - start).clamp(0, size)
-            logits = self._step(input_ids[:, start : start + size].contiguous(), own, max(kept, 1))
-            if kept:
-                pieces.append(logits)
-            start += size
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
-
-    def _step(self, input_ids: Tensor, pads: Tensor | None, kept: int) -> Tensor:
+    def _step(self, input_ids: Tensor, pads: Tensor | None, kept: int) -> tuple[Tensor]:
+        """One call of a graph: logits of the last `kept` tokens, of one at least."""
         cache = self.cache
         batch, tokens = input_ids.shape
         steps = torch.arange(tokens, device=self.device)
@@ -221,14 +203,14 @@ class Session(ABC):
             "input_ids": input_ids,
             "positions": positions,
             "seq_lens": cache.seq_lens,
-            "keep": steps[tokens - kept :].contiguous(),
+            "keep": steps[tokens - max(kept, 1) :].contiguous(),
             **cache.buffers,
         }
         if cache.span:
-            span = min(cache.span, -(-(cache.columns + tokens) // _SLOTS) * _SLOTS)
+            span = min(cache.span, -(-(cache.columns + tokens) // SPAN_STEP) * SPAN_STEP)
             inputs["slots"] = torch.arange(span, device=self.device)
         graph = self.manifest.graph(tokens, batch)
-        logits = torch.empty(batch, kept, self.vocab_size, dtype=self.dtype, device=self.device)
+        logits = torch.empty(batch, max(kept, 1), self.vocab_size, dtype=self.dtype, device=self.device)
         outputs = {"logits": logits}
         for alias in graph.aliases:
             outputs[alias.output] = cache.buffers[alias.input] if alias.in_place else self._place(alias.input)
@@ -239,7 +221,7 @@ class Session(ABC):
                 cache.buffers[alias.input] = outputs[alias.output]
         rows = cache.rows(pads) if cache.pools or cache.shape.state else None
         cache.advance(positions[:, -1] + 1, tokens, rows)
-        return logits
+        return (logits,)
 
     def _place(self, name: str) -> Tensor:
         """A tensor like the cache `name` that nothing is in."""
@@ -249,17 +231,12 @@ class Session(ABC):
         return spare
 
     def _checked(self, input_ids: Any) -> Tensor:
-        if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or 0 in input_ids.shape:
-            got = list(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
-            raise InputError(f"input_ids: expected an int64 tensor [batch, new tokens], got {got}")
-        if input_ids.dtype != torch.int64:
-            raise InputError(
-                f"input_ids: expected dtype torch.int64, got {input_ids.dtype}; pass input_ids.long()"
-            )
+        check_ids(input_ids)
         least, most = int(input_ids.min()), int(input_ids.max())
         if least < 0 or most >= self.vocab_size:
             raise InputError(f"input_ids: expected 0 to {self.vocab_size - 1}, got {least} to {most}")
-        return input_ids.to(self.device)
+        ids: Tensor = input_ids.to(self.device)
+        return ids
 
     def _encoded(self, text: str) -> Tensor:
         ids = self.tokenizer(text, return_tensors="pt")["input_ids"]

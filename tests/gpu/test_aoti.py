@@ -28,7 +28,7 @@ def test_a_package_has_the_kernels_and_is_the_module(
     with zipfile.ZipFile(tmp_path / "out" / "model.pt2") as package:
         names = package.namelist()
     assert any("decode_attention" in name and name.endswith(".cubin") for name in names), names
-    engine = Manifest.read(tmp_path / "out").engine
+    engine = Manifest.read(tmp_path / "out").machine
     assert engine is not None and engine["compute_capability"] == list(
         torch.cuda.get_device_capability(device)
     )

@@ -6,37 +6,23 @@ are names, dynamic sizes, metadata, and the weights' file.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import onnx_ir as ir
 import torch
 from torch.export import ExportedProgram
 
-from kvcompile.artifact.manifest import Graph, TensorInfo
+from kvcompile.artifact.manifest import Graph, TensorInfo, dtype_name
 from kvcompile.emit.functional import Functional, Phase, traced
 from kvcompile.emit.onnx.aliases import aliases
 from kvcompile.emit.onnx.translate import translations
 from kvcompile.emit.onnx.weights import WeightFile
 from kvcompile.errors import ExportError
-
-log = logging.getLogger(__name__)
+from kvcompile.quiet import quiet
 
 OPSET = 24
 OPSETS = (23, 24)
-
-
-@dataclass(frozen=True)
-class Emitted:
-    """A graph file and the part of the manifest that tells of it; vocab: how many logits a token has."""
-
-    graph: Graph
-    vocab: int
 
 
 def emit(
@@ -47,8 +33,8 @@ def emit(
     metadata: Mapping[str, str],
     *,
     opset: int = OPSET,
-) -> Emitted:
-    """Write `{phase}.onnx` of a function to `folder`, its weights to `weights`.
+) -> Graph:
+    """Write `{phase}.onnx` of a function to `folder`, its weights to `weights`; what the manifest says of it.
 
     Args:
         metadata: what the model's metadata_props say of where it comes from.
@@ -78,7 +64,9 @@ def emit(
     for name in function.caches:
         argument = given[name]
         infos.append(
-            TensorInfo(name=f"{name}_out", role="cache", dtype=_name(argument.dtype), shape=argument.shape)
+            TensorInfo(
+                name=f"{name}_out", role="cache", dtype=dtype_name(argument.dtype), shape=argument.shape
+            )
         )
     for value, info in zip(model.graph.outputs, infos, strict=True):
         value.shape = ir.Shape(info.shape)
@@ -90,23 +78,20 @@ def emit(
     weights.move(model)
     file = f"{phase}.onnx"
     ir.save(model, folder / file)
-    return Emitted(
-        Graph(
-            phase=phase,
-            file=file,
-            inputs=tuple(
-                TensorInfo(name=a.name, role=a.role, dtype=_name(a.dtype), shape=a.shape) for a in arguments
-            ),
-            outputs=tuple(infos),
-            aliases=pairs,
+    return Graph(
+        phase=phase,
+        file=file,
+        inputs=tuple(
+            TensorInfo(name=a.name, role=a.role, dtype=dtype_name(a.dtype), shape=a.shape) for a in arguments
         ),
-        vocab,
+        outputs=tuple(infos),
+        aliases=pairs,
     )
 
 
 def _translated(program: ExportedProgram, opset: int, digest: str) -> ir.Model:
     try:
-        with _quiet():
+        with quiet("torch.onnx", "onnxscript", "onnx_ir"):
             exported = torch.onnx.export(
                 program,
                 (),
@@ -182,27 +167,3 @@ def _dtype(value: ir.Value) -> str:
         ir.DataType.FLOAT16: "float16",
         ir.DataType.BFLOAT16: "bfloat16",
     }[value.dtype]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what the exporter and its optimizer print and warn of, which no user can act on."""
-    noisy = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in noisy]
-    try:
-        for logger in noisy:
-            logger.setLevel(logging.ERROR)
-        with (
-            warnings.catch_warnings(),
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(noisy, levels, strict=True):
-            logger.setLevel(level)

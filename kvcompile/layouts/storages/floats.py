@@ -38,6 +38,13 @@ _FLOATS: dict[FloatName, torch.dtype] = {
 }
 Fp8Format = Literal["e4m3", "e5m2"]
 _FP8: dict[Fp8Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def is_fp8(dtype: torch.dtype) -> bool:
+    """Whether it is a float of one byte: what torch neither gathers nor joins, and old GPUs cannot convert."""
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
 FP8_RANGE = 448.0  # what a scaled element is at most
 
 
