@@ -197,7 +197,7 @@ def test_a_build_that_fails_leaves_what_was_there(
         file.with_suffix(".engine").write_bytes(b"half")
         raise raised
 
-    emitted = SimpleNamespace(graph=graph("step"), vocab=61)
+    emitted = SimpleNamespace(phase="step", file="step.onnx", graph=graph("step"), vocab=61)
     monkeypatch.setattr(target, "emit", lambda *_: emitted)
     monkeypatch.setattr(target, "checked", lambda *_: None)
     monkeypatch.setattr(target, "build", half_written)
