@@ -29,6 +29,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
+from kvcompile.collector import paused
 from kvcompile.errors import CaptureError, DetectionError, ModelError
 from kvcompile.kernels.opaque import OpaqueModule, State, opaque
 from kvcompile.passes.base import expr
@@ -361,7 +362,7 @@ def _export(wrapper: nn.Module, inputs: CapturedInputs, device: torch.device) ->
     }  # ranges and equal sizes are inferred; specialisation is an error
     dims = {"input_ids": rank2, "position_ids": rank2, "logits_to_keep": {0: Dim.DYNAMIC}}
     names = inputs.names
-    with redirect_stderr(io.StringIO()):  # export prints its half-made graph where it fails
+    with paused(), redirect_stderr(io.StringIO()):  # export prints its half-made graph where it fails
         return torch.export.export(
             wrapper,
             example(inputs, _BATCH, _SEQ, _KEEP, device),

@@ -1,16 +1,20 @@
-"""One thread, and Triton's interpreter where no GPU is asked for.
+"""What makes tests of tiny models quick, and Triton's interpreter where no GPU is asked for.
 
-On a few shared cores, the threads of tiny models cost more than they save. Triton decides at its first import whether
+On a few shared cores, the threads of tiny models cost more than they save; so do PyTorch's cache of what operators
+make of shapes, which pays where layers repeat, and collecting garbage among the objects of a whole session all the
+time: together a quarter of what tests of tracing take. Triton decides at its first import whether
 kernels are interpreted, so the variable is set before any test is collected; what needs the compiler runs in a process
 of its own (`kernels/triton/assemble.py`).
 """
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
 import torch
+import torch._dynamo.config
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -20,5 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
+def _quick() -> None:
     torch.set_num_threads(1)
+    torch._dynamo.config.fake_tensor_cache_enabled = False
+    gc.set_threshold(100_000, 50, 100)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from torch import nn
 import kvcompile
 from kvcompile.artifact import Manifest
 from kvcompile.export.source import Source
+from kvcompile.pipeline import understand
 from kvcompile.recipe import Recipe
 from kvcompile.verify.artifact import source_for
 from tests.models import tiny_hf
@@ -48,10 +51,11 @@ SHIPPED = (
 )
 
 
+@cache
 def tiny(
     dtype: torch.dtype = torch.float32, kind: str = "llama", layers: int = 2, **changes: Any
 ) -> nn.Module:
-    """A tiny model whose heads have 32 channels, which every shipped recipe divides."""
+    """A tiny model whose heads have 32 channels, which every shipped recipe divides; one for all who ask."""
     sizes = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
     return tiny_hf(kind, attn="eager", layers=layers, **{**sizes, **changes}).to(dtype)
 
@@ -63,6 +67,10 @@ def small(recipe: str, **changes: Any) -> Recipe:
 
 
 def written(model: nn.Module, folder: Path, target: Any, recipe: Recipe, **options: Any) -> Source:
-    """Export, and the source that the artifact says it was made of."""
-    kvcompile.export(model, folder, target, recipe=recipe, options=options)
-    return source_for(Manifest.read(folder), model)
+    """Export, and the source that the artifact says it was made of; a model is captured once."""
+    with patch("kvcompile.export.source.understand", _understood):
+        kvcompile.export(model, folder, target, recipe=recipe, options=options)
+        return source_for(Manifest.read(folder), model)
+
+
+_understood = cache(understand)

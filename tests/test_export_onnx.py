@@ -54,11 +54,11 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "gemma2": ({}, "baseline"),  # softcap, sliding windows in rings
     "gemma3": ({}, "int8"),
     "gpt_oss": ({}, "streaming"),  # sink logits, experts
-    "bloom": ({"n_head": 4}, "int8"),  # ALiBi
-    "gpt2": ({"n_embd": 128, "n_head": 4}, "h2o"),  # learned positions, as many KV heads as query heads
-    "gpt_neox": ({}, "kivi2"),
-    "mistral": ({}, "chat"),  # a window behind pages
-    "mixtral": ({}, "paged"),
+    "bloom": ({"n_head": 4, "layers": 1}, "int8"),  # ALiBi
+    "gpt2": ({"n_embd": 128, "n_head": 4, "layers": 1}, "h2o"),  # learned positions
+    "gpt_neox": ({"layers": 1}, "kivi2"),
+    "mistral": ({"layers": 1}, "chat"),  # a window behind pages
+    "mixtral": ({"layers": 1}, "paged"),
 }
 
 

@@ -23,6 +23,7 @@ FOLDERS: dict[str, str] = PYPROJECT["tool"]["setuptools"]["package-dir"]  # pack
 LEVELS = {
     "kvcompile.errors": 0,
     "kvcompile.recipes": 0,
+    "kvcompile.collector": 1,
     "kvcompile.console": 1,
     "kvcompile.quiet": 1,
     "kvcompile.types": 1,

@@ -30,7 +30,7 @@ EAGER = {"compile": {"mode": "none"}, "verify": "off"}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _two_threads(_one_thread: None) -> Iterator[None]:
+def _two_threads(_quick: None) -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)

@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 
 from kvcompile.artifact.manifest import Role
 from kvcompile.cache_shape import CacheShape
+from kvcompile.collector import paused
 from kvcompile.emit import experts
 from kvcompile.errors import ExportError
 from kvcompile.kernels import ops, running_sum
@@ -187,7 +188,7 @@ def traced(function: Functional, one: bool, alone: bool = False) -> ExportedProg
         {i: Dim.DYNAMIC for i, size in enumerate(shape) if isinstance(size, str)} for shape in names
     )
     try:
-        with speaking(function.dialect), torch.no_grad(), quiet():
+        with speaking(function.dialect), torch.no_grad(), paused(), quiet():
             return torch.export.export(
                 function, example(function, one, alone), dynamic_shapes=(dynamic,), strict=False
             )

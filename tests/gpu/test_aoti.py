@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 def test_a_package_has_the_kernels_and_is_the_module(
     recipe: str, device: torch.device, tmp_path: Path
 ) -> None:
-    model = tiny(torch.bfloat16, layers=2, head_dim=64).to(device)
+    model = deepcopy(tiny(torch.bfloat16, layers=2, head_dim=64)).to(device)
     wanted = small(recipe, compile={"kernels": "triton"})
     source = written(model, tmp_path / "out", "aoti", wanted)
     assert {decision.kernels for decision in source.plan.decisions} == {"triton"}

@@ -14,6 +14,7 @@ import torch
 from torch.export import ExportedProgram
 
 from kvcompile.artifact.manifest import Graph, TensorInfo, dtype_name
+from kvcompile.collector import paused
 from kvcompile.emit.functional import Functional, Phase, traced
 from kvcompile.emit.onnx.aliases import aliases
 from kvcompile.emit.onnx.translate import translations
@@ -91,7 +92,7 @@ def emit(
 
 def _translated(program: ExportedProgram, opset: int, digest: str) -> ir.Model:
     try:
-        with quiet("torch.onnx", "onnxscript", "onnx_ir"):
+        with paused(), quiet("torch.onnx", "onnxscript", "onnx_ir"):
             exported = torch.onnx.export(
                 program,
                 (),
