@@ -123,6 +123,11 @@ class Artifact:
 
     def generate(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         """Up to `count` new tokens after each prompt, the most probable one each time."""
+        vocab = self.manifest["model"]["vocab_size"]
+        if count < 1 or not all(prompts):
+            raise SystemExit("expected prompts of one token or more, and --max-new-tokens of 1 or more")
+        if not all(0 <= token < vocab for prompt in prompts for token in prompt):
+            raise SystemExit(f"expected token ids from 0 to {vocab - 1}")
         longest = max(map(len, prompts))
         pads = np.array([longest - len(prompt) for prompt in prompts])
         if pads.any() and not self.manifest["ragged"]:

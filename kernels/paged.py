@@ -50,13 +50,15 @@ def overwrite(pool: Tensor, table: Tensor, part: Tensor, index: Tensor, which: T
 
 
 def stored(storage: Storage, parts: list[Tensor], table: Tensor, slots: int) -> list[Tensor]:
-    """The parts of the first `slots` slots, [B, Hkv, rows, ...] each; those with a fixed number of rows as they are."""
+    """The parts of the first `slots` slots at least: [B, Hkv, rows, ...], or as they are where their rows are fixed."""
     # Which parts a storage has, and how many tokens share a row, does not depend on the dim.
     own = storage.parts(128, torch.float32)
-    return [
-        part if of.fixed else read(part, table, torch.arange(of.rows(slots), device=table.device)[None])
-        for part, of in zip(parts, own, strict=True)
-    ]
+
+    def found(part: Tensor) -> Tensor:
+        rows = recent.rows_of(storage, slots, table.shape[1] * part.shape[2])
+        return read(part, table, torch.arange(rows, device=table.device)[None])
+
+    return [part if of.fixed else found(part) for part, of in zip(parts, own, strict=True)]
 
 
 def _index(pool: Tensor, table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:

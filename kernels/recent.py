@@ -100,11 +100,25 @@ def overwrite(buffer: Tensor, part: Tensor, index: Tensor, which: Tensor) -> Non
 
 
 def up_to(storage: Storage, parts: list[Tensor], span: int) -> list[Tensor]:
-    """The parts of the first `span` tokens, in whole groups; what has rows of its own as it is."""
-    kept = codec.as_kept(storage)
-    every = kept.group if isinstance(kept, PerChannel) else 1
+    """The parts of the first `span` tokens at least, in whole groups; what has rows of its own as it is."""
     own = sum(not part.fixed for part in storage.parts(128, torch.float32))
-    return [*(part[:, :, : (span + every - 1) // every] for part in parts[:own]), *parts[own:]]
+    return [*(part[:, :, : rows_of(storage, span, part.shape[2])] for part in parts[:own]), *parts[own:]]
+
+
+def rows_of(storage: Storage, span: int, rows: int) -> int:
+    """How many of a part's `rows` hold the first `span` tokens, where a row may be a group of tokens.
+
+    Of groups some more are read: a number of them that can be one, or pass the last, would be taken for one, or for
+    less than all, in every call by those who trace with a span of few tokens. This one goes from 2 to `rows` as span
+    goes from none to all, and is at least span / group:  rows - floor((rows - 2) e)  >=  rows - floor(rows e),
+    where e is the part of all tokens that is beyond the span.
+    """
+    kept = codec.as_kept(storage)
+    if not isinstance(kept, PerChannel):
+        return span
+    if rows <= 2:
+        return rows
+    return 2 + (span * (rows - 2) + rows * kept.group - 1) // (rows * kept.group)
 
 
 def dot_keys(

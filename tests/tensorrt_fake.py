@@ -57,6 +57,7 @@ class Context:
 
     def set_tensor_address(self, name: str, address: int) -> bool:
         self.told[name] += 1
+        assert address % 64 == 0, f"{name} is a view into another tensor"  # allocations start so, here
         self.addresses[name] = address
         return True
 

@@ -301,6 +301,10 @@ def test_the_cpp_sample_generates_the_same(made: Callable[..., Made], sample: Pa
     assert [int(word) for word in done.stdout.split()] == wanted
     over = subprocess.run([*words[:2], "90", *words[3:]], capture_output=True, text=True)
     assert over.returncode == 1 and "limits.max_tokens" in over.stderr
+    none = subprocess.run([*words[:2], "0", *words[3:]], capture_output=True, text=True, timeout=60)
+    assert none.returncode == 1 and "1 new token or more" in none.stderr
+    odd = subprocess.run([*words[:3], "5", "-1"], capture_output=True, text=True, timeout=60)
+    assert odd.returncode == 1 and "expected token ids from 0 to 60" in odd.stderr
 
 
 # ---- what is refused

@@ -20,6 +20,7 @@ import kvcompile
 from kvcompile.emit.inductor import ShapeClass
 from kvcompile.pipeline import Front, understand
 from kvcompile.verify import Check, check_program
+from tests.exports import tiny
 from tests.models import tiny_hf
 
 LAYERS = 3
@@ -111,6 +112,25 @@ def test_compiled_equals_eager_and_the_policy(
     ids = tokens(2, sum(CHUNKS))
     got, expected = (run(models[recipe], ids, CHUNKS).double() for models in (compiled, eager))
     assert (got - expected).square().mean().sqrt() <= check.budget * expected.square().mean().sqrt()
+
+
+@pytest.mark.parametrize(
+    ("group", "placement"),
+    [
+        (64, {"kind": "contiguous"}),
+        pytest.param(128, {"kind": "paged", "page_size": 128}, marks=pytest.mark.slow),
+    ],
+)
+def test_groups_of_tokens_of_any_size(group: int, placement: dict[str, Any]) -> None:
+    """Also where one group holds all that was there when the graph was traced."""
+    part = {"dtype": "int4", "axis": "channel", "group": group, "residual": group}
+    sizes = {"max_tokens": 4 * group, "max_batch": 2}
+    recipe = {"cache": {"keys": part, "placement": placement}, "runtime": sizes, "verify": "off"}
+    model = tiny(layers=1)
+    fast = kvcompile.optimize(model, recipe)
+    chunks = (3, 1, group + 30, 1, 1, group, 30, 1)
+    check = check_program(lambda ids, mask: fast(ids, mask).logits, understand(model), fast.plan, chunks)
+    assert check.tokens == sum(chunks)
 
 
 def test_compiled_baseline_equals_the_original(model: Any, compiled: dict[str, Any]) -> None:

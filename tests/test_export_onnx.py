@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvcompile
-from kvcompile.errors import ArtifactError, VerificationError
+from kvcompile.errors import ArtifactError, ExportError, VerificationError
 from kvcompile.recipe import Recipe
 from kvcompile.runtime.onnx import Session
 from kvcompile.verify.artifact import check_session
@@ -92,6 +92,26 @@ def test_rounded_values_of_many_forms(tmp_path: Path) -> None:
     )
     source = written(tiny(), tmp_path / "out", "onnx", recipe)
     check_session(Session(tmp_path / "out", threads=1), source)
+
+
+@pytest.mark.parametrize(("group", "tokens"), ((64, 256), (128, 256), (128, 512), (32, 40)))
+def test_groups_of_tokens_of_any_size(group: int, tokens: int, tmp_path: Path) -> None:
+    """Also where one group holds all that was there when the graph was traced, or the cache has two groups."""
+    part = {"dtype": "int4", "axis": "channel", "group": group, "residual": group}
+    recipe = Recipe.load(
+        {"cache": {"keys": part}, "runtime": {"max_tokens": tokens, "max_batch": 3}, "verify": "off"}
+    )
+    source = written(tiny(layers=1), tmp_path / "out", "onnx", recipe)
+    session = Session(tmp_path / "out", threads=1)
+    most = tokens - 33
+    for chunks in ((most, *(1 for _ in range(30))), (3, 1, 1, most - 5, 30)):
+        assert check_session(session, source, chunks).tokens in (tokens - 3, tokens)
+
+
+def test_a_cache_of_two_tokens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"runtime\.max_tokens: expected more than 2"):
+        kvcompile.export(tiny(layers=1), tmp_path / "out", "onnx", recipe=small("baseline", max_tokens=2))
+    assert not list(tmp_path.iterdir())
 
 
 def test_opset_for_older_parsers(tmp_path: Path) -> None:

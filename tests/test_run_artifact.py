@@ -89,6 +89,8 @@ def test_mistakes_are_one_line(artifact: Callable[[str], Path], tmp_path: Path) 
     for words, message in (
         ((tmp_path, "--ids", 1), "no artifact, it has no manifest.json"),
         ((folder, "--ids", 1, "--max-new-tokens", 1000), "the manifest's limits are"),
+        ((folder, "--ids", 1, "--max-new-tokens", 0), "--max-new-tokens of 1 or more"),
+        ((folder, "--ids", 5, -3), "expected token ids from 0 to 60"),
         ((folder, *(word for _ in range(5) for word in ("--ids", 1))), "5 sequences of 24 tokens"),
     ):
         done = run(*words)

@@ -98,6 +98,10 @@ class Artifact {
   }
 
   std::vector<int64_t> generate(const std::vector<int64_t>& prompt, int64_t count) {
+    const int64_t vocab = manifest_["model"]["vocab_size"].integer();
+    if (count < 1 || prompt.empty()) throw std::runtime_error("expected a prompt, and 1 new token or more");
+    if (std::any_of(prompt.begin(), prompt.end(), [&](int64_t token) { return token < 0 || token >= vocab; }))
+      throw std::runtime_error("expected token ids from 0 to " + std::to_string(vocab - 1));
     start(static_cast<int64_t>(prompt.size()) + count - 1);
     std::vector<int64_t> tokens;
     Tensor logits = append(prompt);

@@ -7,6 +7,7 @@ is an artifact, or empty, or is refused: nothing else is ever removed.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -61,12 +62,30 @@ def check_replaceable(final: Path) -> None:
             f"{final} holds something that is no artifact (it has no {FILE}); name a new folder, or empty it"
         )
     if (final / FILE).is_file():
-        try:
-            Manifest.read(final)
-        except ArtifactError:
-            # Of another version, or damaged: still an artifact if it says so.
-            if '"format": "kvcompile"' not in (final / FILE).read_text(encoding="utf-8", errors="replace"):
-                raise ExportError(f"{final / FILE} is not of kvcompile; name a new folder") from None
+        written = _written(final / FILE)
+        for path in sorted(final.rglob("*")):
+            name = path.relative_to(final).as_posix()
+            if not path.is_dir() and name not in written:
+                raise ExportError(
+                    f"{final} holds {name!r}, which is not of the artifact there; move it, or name a new folder"
+                )
+
+
+def _written(manifest: Path) -> set[str]:
+    """The files of an artifact, its manifest's among them: of whatever version it is.
+
+    Raises:
+        ExportError: it is not of kvcompile, or damaged.
+    """
+    try:
+        data = json.loads(manifest.read_text(encoding="utf-8"))
+        assert data["format"] == "kvcompile"
+        return {FILE, *data["files"]}
+    except (OSError, ValueError, LookupError, TypeError, AssertionError, RecursionError):
+        raise ExportError(
+            f"{manifest} is not of kvcompile, or damaged, so that nobody knows which files here are an artifact's; "
+            "name a new folder, or delete this one"
+        ) from None
 
 
 def infos(folder: Path) -> dict[str, FileInfo]:
@@ -115,11 +134,11 @@ def _replace(made: Path, final: Path) -> None:
     final.rename(aside / final.name)
     try:
         made.rename(final)
-    except OSError:
+    except BaseException:
         (aside / final.name).rename(final)
+        aside.rmdir()
         raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _umask() -> int:

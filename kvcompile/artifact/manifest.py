@@ -8,7 +8,7 @@ inputs and outputs of a call. Dtypes are named as in torch.
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import torch
@@ -210,6 +210,26 @@ class Manifest(_Record):
         graphs = [graph for graph in self.graphs if graph.takes(batch)]
         return next((graph for graph in graphs if graph.phase == wanted), graphs[0])
 
+    def problem(self) -> str:
+        """What types alone do not tell: files elsewhere, or names that nothing goes by; empty: nothing."""
+        names = [*self.files, *([] if self.tokenizer is None else [self.tokenizer])]
+        for name in names:
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
+                return f"files: {name!r} is not in this folder"
+        if not self.graphs:
+            return "graphs: there is none"
+        caches = {cache.name for cache in self.caches}
+        tensors = [info for graph in self.graphs for info in (*graph.inputs, *graph.outputs)]
+        for item in (*tensors, *self.caches):
+            if not isinstance(getattr(torch, item.dtype, None), torch.dtype):
+                return f"{item.name}: no dtype {item.dtype!r}"
+        for graph in self.graphs:
+            if graph.file not in self.files:
+                return f"graphs: {graph.file!r} is not among the files"
+            if {info.name for info in graph.inputs if info.role == "cache"} != caches:
+                return f"caches: not those that {graph.phase} takes"
+        return ""
+
     def to_json(self) -> str:
         return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
 
@@ -228,20 +248,25 @@ class Manifest(_Record):
                 f"{folder}: expected the folder of an artifact, with a {FILE}, and there is none; "
                 "kvcompile.export(model, folder, target=...) writes one"
             ) from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ArtifactError(
                 f"{path} cannot be read: {' '.join(str(error).split())}; export again"
             ) from error
         if not isinstance(data, dict) or data.get("format") != "kvcompile":
             raise ArtifactError(f"{path}: no manifest of kvcompile (its `format` is not 'kvcompile')")
         if data.get("format_version") != FORMAT_VERSION:
+            versions = data.get("versions")
+            by = versions.get("kvcompile", "unknown") if isinstance(versions, dict) else "unknown"
             raise ArtifactError(
                 f"{path}: format version {data.get('format_version')!r}, and this kvcompile reads {FORMAT_VERSION}; "
-                "export again with this version, or run it with the one that wrote it "
-                f"({data.get('versions', {}).get('kvcompile', 'unknown')})"
+                f"export again with this version, or run it with the one that wrote it ({by})"
             )
         try:
-            return Manifest.model_validate(data)
+            manifest = Manifest.model_validate(data)
         except ValidationError as error:
             places = ", ".join(".".join(map(str, e["loc"])) for e in error.errors()[:5])
             raise ArtifactError(f"{path}: damaged or edited by hand: {places}; export again") from error
+        problem = manifest.problem()
+        if problem:
+            raise ArtifactError(f"{path}: damaged or edited by hand: {problem}; export again")
+        return manifest

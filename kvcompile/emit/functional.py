@@ -152,7 +152,8 @@ def functional(front: Front, plan: Plan, dialect: Dialect, *, in_place: bool = F
     """The plan's graph as a function.
 
     Raises:
-        ExportError: the model has modules that run as Python, which no exported graph can hold.
+        ExportError: the model has modules that run as Python, which no exported graph can hold, or max_tokens is too
+            few to be a size.
     """
     if front.captured.opaques:
         names = [module.path for module in front.captured.opaques]
@@ -161,7 +162,13 @@ def functional(front: Front, plan: Plan, dialect: Dialect, *, in_place: bool = F
             f"{names[0]}{others} run as Python inside the rewritten module, and an exported graph has no Python in it; "
             "export a model whose layers all trace, or use kvcompile.optimize"
         )
-    return Functional(front, plan, dialect, in_place=in_place)
+    function = Functional(front, plan, dialect, in_place=in_place)
+    if 0 < function.shape.span <= _FEWER_SLOTS[-1]:
+        raise ExportError(
+            f"runtime.max_tokens: expected more than {_FEWER_SLOTS[-1]} for an exported graph, got "
+            f"{function.shape.span}"
+        )
+    return function
 
 
 def example(function: Functional, one: bool, alone: bool = False) -> tuple[Tensor, ...]:

@@ -49,8 +49,8 @@ def write(
     tell("write", len(wanted), len(wanted))
     package(folder / PACKAGE, tuple(made))
     save_file(weights(tuple(made)), folder / WEIGHTS)
-    vocab = vocabulary(function)
-    graphs = tuple(_graph(function, entry, vocab, source.plan.torch_dtype) for entry in wanted)
+    vocab, dtype = logits_of(function)
+    graphs = tuple(_graph(function, entry, vocab, dtype) for entry in wanted)
     return source.manifest("aoti", function, graphs, (), machine=needed)
 
 
@@ -83,8 +83,8 @@ def check_compiler() -> None:
         ) from error
 
 
-def vocabulary(function: Functional) -> int:
-    """How many logits a token has: as the graph's own metadata has it.
+def logits_of(function: Functional) -> tuple[int, torch.dtype]:
+    """How many logits a token has, and their dtype (some models give fp32 whatever theirs is): as the graph has it.
 
     Raises:
         ExportError: the graph does not say.
@@ -94,7 +94,7 @@ def vocabulary(function: Functional) -> int:
     value = logits.meta.get("val")
     if not isinstance(value, torch.Tensor) or not isinstance(value.shape[-1], int):
         raise ExportError("the graph's logits have no size that is known: this is a defect of kvcompile")
-    return int(value.shape[-1])
+    return int(value.shape[-1]), value.dtype
 
 
 def _graph(function: Functional, entry: Entry, vocab: int, dtype: torch.dtype) -> Graph:

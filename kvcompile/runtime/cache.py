@@ -159,7 +159,13 @@ class KVCache:
         kept: whether they are the sequences that the cache holds.
         """
         pads = [0] * batch
-        if self.pools and isinstance(mask, Tensor) and mask.dim() == 2 and batch % mask.shape[0] == 0:
+        if (
+            self.pools
+            and isinstance(mask, Tensor)
+            and mask.dim() == 2
+            and len(mask)
+            and batch % len(mask) == 0
+        ):
             pads = (mask == 0).sum(1).repeat_interleave(batch // mask.shape[0]).tolist()
         self.check_pages([tokens - pad for pad in pads], kept)
 
@@ -230,6 +236,7 @@ class KVCache:
         if batch == self.batch:
             return
         self.version += 1
+        self.batch = 0  # until there is memory for so many
         # The old buffers go first: two caches never stand in memory together. Pools serve any sequences.
         self.buffers = {name: pool for name, pool in self.buffers.items() if name in self._paged}
         self.buffers |= {

@@ -20,7 +20,7 @@ from kvcompile.errors import InputError, LimitError
 from kvcompile.plan import Plan
 from kvcompile.runtime.cache import KVCache
 from kvcompile.runtime.module import CachedModel
-from kvcompile.runtime.padding import pads_of
+from kvcompile.runtime.padding import check_prompt, pads_of
 from kvcompile.runtime.program import Program
 
 _MODES = (
@@ -214,7 +214,10 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
         self.cache.check_limits(rows, 1)
         kept = given is not None and self.cache.columns > 0 and rows == self.cache.batch
-        self.cache.check_end(max_cache_length, rows, model_kwargs.get("attention_mask"), kept)
+        mask = model_kwargs.get("attention_mask")
+        if given is None and isinstance(mask, Tensor) and mask.dim() == 2:
+            check_prompt(self.cache, mask, mask, self.program.ragged)
+        self.cache.check_end(max_cache_length, rows, mask, kept)
         if given is None:
             self.reset()
         # Every step is one token long; without this, generate() would send the whole sequence again.

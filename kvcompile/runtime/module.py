@@ -17,7 +17,7 @@ from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe
 from kvcompile.runtime.cache import SPAN_STEP, KVCache
 from kvcompile.runtime.ids import check_ids
-from kvcompile.runtime.padding import pads_of
+from kvcompile.runtime.padding import check_prompt, pads_of
 from kvcompile.runtime.passes import in_passes
 from kvcompile.runtime.program import Program
 from kvcompile.runtime.sampling import check_sampling, pick
@@ -236,6 +236,7 @@ class PlainCachedModel(CachedModel):
             raise InputError(f"streamer: expected one sequence, got {input_ids.shape[0]}")
         batch, cached = input_ids.shape[0], input_ids.shape[1] + max_new_tokens - 1
         self.cache.check_limits(batch, cached)
+        check_prompt(self.cache, input_ids, attention_mask, self.program.ragged)
         self.cache.check_end(cached, batch, attention_mask)
         self.reset()
         if streamer is not None:

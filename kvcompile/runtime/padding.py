@@ -9,12 +9,30 @@ from kvcompile.errors import InputError
 from kvcompile.runtime.cache import KVCache
 
 
-def pads_of(cache: KVCache, input_ids: Tensor, mask: Tensor | None, ragged: bool) -> Tensor | None:
+def check_prompt(cache: KVCache, prompt: Tensor, mask: Tensor | None, ragged: bool) -> None:
+    """Refuse a mask that the first call after a reset would refuse, and rows that are padding and nothing else.
+
+    Args:
+        prompt: [B, S], of which only the shape counts; else as `pads_of`.
+
+    Raises:
+        InputError: as `pads_of`; also a row without a token.
+    """
+    pads = pads_of(cache, prompt, mask, ragged, anew=True)
+    if pads is not None and bool((pads == prompt.shape[1]).any()):
+        row = int((pads == prompt.shape[1]).nonzero()[0])
+        raise InputError(f"attention_mask: row {row} is all padding; a prompt has one token at least")
+
+
+def pads_of(
+    cache: KVCache, input_ids: Tensor, mask: Tensor | None, ragged: bool, *, anew: bool = False
+) -> Tensor | None:
     """Padded tokens on the left of each row of this call, int64 [B], or None where there are none.
 
     Args:
         mask: [B, S] or [B, all tokens so far], 0 for padding; None: none.
         ragged: whether the model's sequences may start at different places.
+        anew: whether it is the first call after a reset that is yet to come.
 
     Raises:
         InputError: another shape, or padding that stands elsewhere.
@@ -23,14 +41,16 @@ def pads_of(cache: KVCache, input_ids: Tensor, mask: Tensor | None, ragged: bool
         return None
     device = input_ids.device
     batch, tokens = input_ids.shape
-    total = cache.columns + tokens
+    columns = 0 if anew else cache.columns
+    seen = torch.zeros(batch, dtype=torch.int64, device=device) if anew else cache.seq_lens
+    total = columns + tokens
     if not isinstance(mask, Tensor) or tuple(mask.shape) not in ((batch, tokens), (batch, total)):
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(f"attention_mask: expected [{batch}, {tokens}] or [{batch}, {total}], got {got}")
     mask = mask.to(device).bool()
-    past = torch.arange(cache.columns, device=device)
-    shown = past >= cache.columns - cache.seq_lens[:, None]
-    if mask.shape[1] > tokens and not torch.equal(mask[:, :-tokens], shown):
+    if mask.shape[1] > tokens and not torch.equal(
+        mask[:, :-tokens], torch.arange(columns, device=device) >= columns - seen[:, None]
+    ):
         raise InputError(
             "attention_mask: of the tokens in the cache, it must hide those that were padding when they "
             "came, and no others; reset() forgets them all"
@@ -42,7 +62,7 @@ def pads_of(cache: KVCache, input_ids: Tensor, mask: Tensor | None, ragged: bool
     # On the left, and only before a sequence's first token.
     steps = torch.arange(tokens, device=device)
     on_the_left = bool((real == (steps >= pads[:, None])).all())
-    started = cache.columns > 0 and bool(((pads > 0) & (cache.seq_lens > 0)).any())
+    started = columns > 0 and bool(((pads > 0) & (seen > 0)).any())
     if not on_the_left or started:
         raise InputError(
             "attention_mask: padding must stand on the left of a sequence, before its first token "

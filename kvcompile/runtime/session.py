@@ -24,7 +24,7 @@ from kvcompile.artifact.shape import cache_shape
 from kvcompile.errors import ArtifactError, InputError
 from kvcompile.runtime.cache import SPAN_STEP, KVCache
 from kvcompile.runtime.ids import check_ids
-from kvcompile.runtime.padding import pads_of
+from kvcompile.runtime.padding import check_prompt, pads_of
 from kvcompile.runtime.passes import in_passes
 from kvcompile.runtime.sampling import check_sampling, pick
 
@@ -138,7 +138,8 @@ class Session(ABC):
             streamer: called with each piece of the text as it comes; for a text only.
 
         Raises:
-            InputError, LimitError: as `prefill`; also a text without a tokenizer in the artifact.
+            InputError, LimitError: as `prefill`; also a text without a tokenizer in the artifact, or a row that is
+                all padding.
         """
         text = isinstance(prompt, str)
         if streamer is not None and not text:
@@ -149,6 +150,7 @@ class Session(ABC):
         ends = (ends,) if isinstance(ends, int) else tuple(ends)
         cached = ids.shape[1] + max_new_tokens - 1
         self.cache.check_limits(len(ids), cached)
+        check_prompt(self.cache, ids, attention_mask, self.manifest.ragged)
         self.cache.check_end(cached, len(ids), attention_mask)
         self.reset()
         logits = self.prefill(ids, attention_mask)[:, -1]
@@ -199,11 +201,13 @@ class Session(ABC):
         steps = torch.arange(tokens, device=self.device)
         first = cache.seq_lens if pads is None else cache.seq_lens - pads
         positions = first[:, None] + steps
+        # A tensor of its own each, and no view into another one: TensorRT takes addresses of whole allocations only
+        # (multiples of 256).
         inputs = {
-            "input_ids": input_ids,
+            "input_ids": input_ids.clone(memory_format=torch.contiguous_format),
             "positions": positions,
             "seq_lens": cache.seq_lens,
-            "keep": steps[tokens - max(kept, 1) :].contiguous(),
+            "keep": steps[tokens - max(kept, 1) :].clone(),
             **cache.buffers,
         }
         if cache.span:

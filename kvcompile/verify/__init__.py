@@ -80,6 +80,8 @@ def check_program(
 ) -> Check:
     """The emitted program against the oracle: `step(input_ids, attention_mask) -> logits`, called chunk by chunk.
 
+    It may run on another device than the model.
+
     buffers: the program's caches by the names of its placeholders; needed where a retention goes by scores.
     """
     front = absorbed(front, plan)
@@ -94,7 +96,8 @@ def check_program(
     kept = Kept(plan, rewritten)
     for size in chunks:
         part = slice(start, start + size)
-        outs.append(step(ids[:, part], mask[:, part].long() if bool(pads.any()) else None))
+        logits = step(ids[:, part], mask[:, part].long() if bool(pads.any()) else None)
+        outs.append(logits.to(ids.device))
         start += size
         if buffers is not None:
             kept.note(buffers(), start - pads)

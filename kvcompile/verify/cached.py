@@ -36,7 +36,7 @@ class Kept:
     def note(self, buffers: Mapping[str, Tensor], lengths: Tensor) -> None:
         """lengths: tokens that each sequence has seen by now [B]; not positive where it has seen none."""
         for layer, name in self.names.items():
-            token = buffers[name].long()
+            token = buffers[name].to(lengths.device).long()
             slot = torch.arange(token.shape[2], device=token.device)
             self.by_layer[layer].append(torch.where(slot < lengths[:, None, None], token, -1))
 
