@@ -220,9 +220,11 @@ class Manifest(_Record):
             return "graphs: there is none"
         caches = {cache.name for cache in self.caches}
         tensors = [info for graph in self.graphs for info in (*graph.inputs, *graph.outputs)]
-        for item in (*tensors, *self.caches):
-            if not isinstance(getattr(torch, item.dtype, None), torch.dtype):
-                return f"{item.name}: no dtype {item.dtype!r}"
+        for name, dtype in [(of.name, of.dtype) for of in tensors] + [
+            (of.name, of.dtype) for of in self.caches
+        ]:
+            if not isinstance(getattr(torch, dtype, None), torch.dtype):
+                return f"{name}: no dtype {dtype!r}"
         for graph in self.graphs:
             if graph.file not in self.files:
                 return f"graphs: {graph.file!r} is not among the files"
