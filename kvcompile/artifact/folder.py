@@ -131,11 +131,13 @@ def _replace(made: Path, final: Path) -> None:
         return
     # A folder cannot be exchanged in one step everywhere: the old one moves aside and comes back if that fails.
     aside = Path(tempfile.mkdtemp(prefix=f".{final.name}-old-", dir=final.parent))
-    final.rename(aside / final.name)
+    old = aside / final.name
     try:
+        final.rename(old)
         made.rename(final)
     except BaseException:
-        (aside / final.name).rename(final)
+        if old.exists():
+            old.rename(final)
         aside.rmdir()
         raise
     shutil.rmtree(aside, ignore_errors=True)
