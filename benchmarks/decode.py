@@ -50,10 +50,10 @@ class Variant(Protocol):
 class Ours:
     """kvcompile with a recipe; one compilation for all contexts."""
 
-    def __init__(self, model: Any, recipe: str, compiled: bool, progress: Any):
+    def __init__(self, model: Any, recipe: str, compiled: bool, progress: Any, **more: Any):
         import kvcompile
 
-        more = {} if compiled else {"compile": {"mode": "none"}}
+        more |= {} if compiled else {"compile": {"mode": "none"}}
         # Capture is the same for each recipe; what it proves is in the tests and in compile_time.py.
         self.fast: Any = kvcompile.optimize(model, recipe, verify="off", progress=progress, **more)
         self.fast.warmup(progress=progress)
@@ -79,14 +79,20 @@ class Ours:
 class Plain:
     """The model as transformers runs it, with its default cache or a compiled static one."""
 
-    def __init__(self, model: Any, static_tokens: int | None = None, compiled: bool = True):
+    def __init__(
+        self,
+        model: Any,
+        static_tokens: int | None = None,
+        compiled: bool = True,
+        mode: str | None = None,
+    ):
         import torch
 
         self.model = self.decode = model
         self.static_tokens = static_tokens
         self.cache: Any = None
         if static_tokens is not None and compiled:
-            self.decode = torch.compile(model.forward, dynamic=False)
+            self.decode = torch.compile(model.forward, dynamic=False, mode=mode)
 
     def prefill(self, tokens: Any) -> Any:
         from transformers import DynamicCache, StaticCache

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import re
 import sys
@@ -33,7 +34,7 @@ LARGEST_ERROR = {
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """All figures, as the file has them."""
     import torch
-    from compile_time import machine
+    from compile_time import machine, write
     from kernel_cases import APPENDS, CASES, GOALS, Figure
 
     from kvcompile.kernels.triton.clock import copy_bandwidth
@@ -43,8 +44,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     cases = [case.tiny() if options.dry_run else case for case in (*CASES, *APPENDS)]
     chosen = [case for case in cases if not options.only or any(text in case.name for text in options.only)]
     bandwidth = copy_bandwidth(device, (1 << 20) if options.dry_run else COPY, options.rounds)
-    rows, figures = [], {}
+    rows = resumed(options)
+    figures = {row["case"]: Figure(row["us"], row["bytes"], row["share"]) for row in rows if "us" in row}
     for case in chosen:
+        if any(row["case"] == case.name for row in rows):
+            continue
         print(case.name, file=sys.stderr, flush=True)
         try:
             row = measure(case, device, dtype, bandwidth, options)
@@ -57,6 +61,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         rows.append(row)
         if "us" in row:
             figures[case.name] = Figure(row["us"], row["bytes"], row["share"])
+        if options.resume:  # a run that is stopped keeps what it measured
+            write({"benchmark": "kernels", "meaningless": options.dry_run, "cases": rows}, options.out)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -72,6 +78,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "cases": rows,
         "goals": [goal for goal in goals if goal["value"] is not None],
     }
+
+
+def resumed(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of an earlier run that gave figures, of the same kind."""
+    if not options.resume or options.again or not Path(options.out).is_file():
+        return []
+    before = json.loads(Path(options.out).read_text("utf-8"))
+    if before.get("meaningless") != options.dry_run:
+        return []
+    return [row for row in before["cases"] if "us" in row]
 
 
 def measure(
@@ -238,10 +254,18 @@ def main(arguments: list[str] | None = None) -> int:
         "--only", action="append", default=[], metavar="TEXT", help="cases whose name has this; repeatable"
     )
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--dry-run", action="store_true", help="tiny, in Triton's interpreter, on the CPU")
+    parser.add_argument(
+        "--dry-run", "--rehearse", action="store_true", help="tiny, in Triton's interpreter, on the CPU"
+    )
     parser.add_argument("--out", help="the file, or its name in benchmarks/results (default: kernels-<GPU>)")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the cases that --out has no figures of"
+    )
+    parser.add_argument("--again", action="store_true", help="with --resume: measure all of them")
     parser.add_argument("--docs", action="store_true", help="put the tables into docs/benchmarks.md")
     options = parser.parse_args(arguments)
+    if options.resume and not (options.out or "").endswith(".json"):
+        parser.error("--resume goes on with the file of --out: give its path")
     if options.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
         options.rounds = min(options.rounds, 1)

@@ -36,10 +36,8 @@ def choose(
     dims: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device | None,
-    *,
-    dynamic: bool = False,
 ) -> KernelChoice:
-    """The kernels of a site; for heads, dims, dtype and dynamic see `triton.supports.refusal`.
+    """The kernels of a site; for heads, dims and dtype see `triton.supports.refusal`.
 
     Args:
         wanted: the recipe's `compile.kernels`.
@@ -52,7 +50,7 @@ def choose(
         return KernelChoice("reference", "the recipe asks for the reference")
     if device is not None and wanted == "auto" and device.type != "cuda":
         return KernelChoice("reference", f"the model is on {device}")
-    problem = refusal(site, heads, dims, dtype, dynamic=dynamic)
+    problem = refusal(site, heads, dims, dtype)
     if problem is None and device is not None:
         problem = available.problem(device)
     if problem is not None and wanted == "triton":

@@ -17,14 +17,16 @@ from torch import Tensor
 
 from kvcompile.kernels.dialect import current
 from kvcompile.kernels.forms import PAIRS, may_see
-from kvcompile.kernels.scores import bias_by_heads, probabilities, soft_capped
+from kvcompile.kernels.score_mod import applied, modified
+from kvcompile.kernels.scores import bias_by_heads, soft_capped
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import Scored
 
 _LIB = torch.library.Library("kvcompile", "FRAGMENT")
 _LIB.define(
     "attend_columns(Tensor q, Tensor k, Tensor v, Tensor tokens, Tensor positions, Tensor query_place, "
-    "Tensor key_place, str spec, int[] forms, *, Tensor? sinks=None, Tensor? bias=None) -> (Tensor, Tensor)",
+    "Tensor key_place, str spec, int[] forms, *, Tensor? sinks=None, Tensor? bias=None, "
+    "Tensor[]? leaves=None) -> (Tensor, Tensor)",
     # Tensors of any strides will do: a compiler that kept those it traced with would fix the sizes in them.
     tags=(torch.Tag.flexible_layout,),
 )
@@ -64,6 +66,7 @@ def attend_columns(
     *,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    leaves: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q [B, Hq, S, D] against k [B, Hkv, T, D], v [B, Hkv, T, Dv], of which the last S (of each form) are the
     queries' own.
@@ -74,7 +77,7 @@ def attend_columns(
         query_place, key_place: [B, S] and [B, Hkv or 1, T], where a bias takes queries and keys to be.
         forms: the keys are the same tokens once for each of these, in the form that stands at this number in
             `forms.PAIRS`; a query sees a token in one of them.
-        sinks, bias: as `reference.cached_attention` has them.
+        sinks, bias, leaves: as `reference.cached_attention` has them; leaves are tables alone.
 
     Returns:
         out [B, Hq, S, Dv] in q's dtype; columns fp32 [B, Hkv, T], or [B, 1, T] where the layer has one score.
@@ -112,7 +115,9 @@ def attend_columns(
             seen = seen & torch.cat([may_see(site.layout, PAIRS[form], x, at + 1) for form, x in own], -1)
         # A padding query sees everything, so that its softmax has something to sum to.
         seen = seen | (at < 0)
-        p = probabilities(scores.masked_fill(~seen[:, :, None], float("-inf")), sinks)
+        place = (query_place[:, start:end], key_place[:, :, :seen_to])
+        mod = applied(site.score.mod, *place, (kv_heads, group), leaves)
+        p = modified(mod, scores, seen[:, :, None], sinks)
         weighed = p.flatten(2, 3) @ values[:, :, :seen_to]
         out[:, :, start:end] = weighed.unflatten(2, (group, end - start)).flatten(1, 2).to(q.dtype)
         if not current().in_blocks or end > counted:
@@ -139,6 +144,7 @@ def _fake(
     *,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    leaves: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     retention = SiteSpec.from_json(spec).layout.retention
     assert isinstance(retention, Scored)

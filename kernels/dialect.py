@@ -4,6 +4,7 @@
 |---|---|---|
 | small integers in bytes | shifts and masks | quotients, exact in fp32 (`bits.py`) |
 | fp8 | a dtype | its code in a byte (`fp8_codes.py`) |
+| carried scores in halves and small integers | their dtypes | float32 and int64, rounded by casts (`narrow.py`) |
 | one query's scores | product and sum, which Inductor fuses | a matrix product |
 | many queries and their columns | blocks of queries | all queries at once |
 | a stable sort | a sort | the same, or places by counting (`order.py`) |

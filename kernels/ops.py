@@ -8,18 +8,21 @@ Its schema says what it mutates; its body is the reference, into which torch.com
 from __future__ import annotations
 
 import importlib
+import json
 
 import torch
 from torch import Tensor
 
+from kvcompile.expression import ScoreMod
 from kvcompile.kernels import reference, scored
+from kvcompile.kernels.expression import Places, evaluate
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import Scored
 
 _LIB = torch.library.Library("kvcompile", "FRAGMENT")
 _LIB.define(
     "cached_attention(Tensor q, Tensor k, Tensor v, Tensor(a!)[] buffers, Tensor positions, Tensor seq_lens, "
-    "Tensor[] rope, SymInt span, str spec, *, Tensor? sinks=None, Tensor? bias=None, Tensor? dynamic=None, "
+    "Tensor[] rope, SymInt span, str spec, *, Tensor? sinks=None, Tensor? bias=None, Tensor[]? leaves=None, "
     "Tensor? page_table=None) -> Tensor"
 )
 
@@ -37,7 +40,7 @@ def cached_attention_function(
     *,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
-    dynamic: Tensor | None = None,
+    leaves: list[Tensor] | None = None,
     page_table: Tensor | None = None,
 ) -> Tensor:
     site = SiteSpec.from_json(spec)
@@ -55,16 +58,16 @@ def cached_attention_function(
             site,
             sinks,
             bias,
-            dynamic,
+            leaves,
             page_table,
         )
         return out
     if isinstance(site.layout.retention, Scored):
         return scored.cached_attention(
-            q, k, v, list(buffers), positions, seq_lens, list(rope), site, sinks, bias, page_table
+            q, k, v, list(buffers), positions, seq_lens, list(rope), site, sinks, bias, leaves, page_table
         )
     return reference.cached_attention(
-        q, k, v, list(buffers), positions, seq_lens, list(rope), span, site, sinks, bias, dynamic, page_table
+        q, k, v, list(buffers), positions, seq_lens, list(rope), span, site, sinks, bias, leaves, page_table
     )
 
 
@@ -89,3 +92,32 @@ def cached_rows_function(x: Tensor, buffer: Tensor, positions: Tensor, span: int
 
 _LIB.impl("cached_rows", cached_rows_function, "CompositeImplicitAutograd")
 cached_rows = torch.ops.kvcompile.cached_rows.default
+
+
+_LIB.define(
+    "score_function(Tensor positions, SymInt span, Tensor[] tables, str program, int heads) -> Tensor"
+)
+
+
+def score_function_function(
+    positions: Tensor, span: int, tables: list[Tensor], program: str, heads: int
+) -> Tensor:
+    """The score of a `ScoreMod` (JSON) of positions alone, for queries at `positions` [B, S] and slots 0 .. span - 1.
+
+    Gives [B, heads, S, span]; padding (negative positions) counts as position 0.
+    """
+    mod = ScoreMod.from_dict(json.loads(program))
+    assert mod.score is not None
+    slots = torch.arange(span, device=positions.device)[None]
+    places = Places(positions.clamp(min=0), slots, (heads, 1), tables)
+    (found,) = evaluate(mod, [mod.score], places)
+    dtype = mod.instructions[mod.score].torch_dtype
+    if not isinstance(found, Tensor):
+        found = torch.full((1, 1, 1, 1, 1), found, dtype=dtype, device=positions.device)
+    shape = (positions.shape[0], heads, 1, positions.shape[1], span)
+    out: Tensor = found.to(dtype).expand(shape).squeeze(2)
+    return out
+
+
+_LIB.impl("score_function", score_function_function, "CompositeImplicitAutograd")
+score_function = torch.ops.kvcompile.score_function.default

@@ -8,10 +8,14 @@ with it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from kvcompile.expression import ScoreMod
 from kvcompile.kernels import rounding
+from kvcompile.kernels.expression import Places, evaluate
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import InKeys, Storage
@@ -29,7 +33,7 @@ def policy_attention(
     padding: Tensor | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
-    dynamic: Tensor | None = None,
+    leaves: Sequence[Tensor] | None = None,
     scales: Scales = (None, None),
 ) -> Tensor:
     """q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv] of whole sequences -> [B, Hq, T, Dv], in q's dtype.
@@ -38,13 +42,13 @@ def policy_attention(
         rope: [cos, sin] tables where the layout keeps keys before RoPE (q and k are then before it), else [].
         padding: int64 [B], padded tokens on the left of each sequence; their rows mean nothing.
         sinks: logits [Hq]; bias: as `spec.score.bias` says; None where the site has none.
-        dynamic: a mask (bool) or bias of the whole sequences [B or 1, Hq or 1, T, T], for layouts that forget nothing.
+        leaves: what `spec.score.mod` reads, of the whole sequences: [B, T, ..] of tokens, [B or 1, T, T, ..] of pairs.
         scales: the calibrated scales of K and V, fp32 [Hkv] each; None where their storage has none.
     """
     rows = []
     for row in range(q.shape[0]):
         first = 0 if padding is None else int(padding[row])
-        own = None if dynamic is None else dynamic[min(row, len(dynamic) - 1), :, first:, first:]
+        own = leaves_of(spec.score.mod, leaves or (), row, first)
         out = _sequence(
             q[row, :, first:], k[row, :, first:], v[row, :, first:], spec, rope, sinks, bias, own, scales
         )
@@ -60,7 +64,7 @@ def _sequence(
     rope: list[Tensor],
     sinks: Tensor | None,
     bias: Tensor | None,
-    dynamic: Tensor | None,
+    leaves: Sequence[Tensor],
     scales: Scales,
 ) -> Tensor:
     """One sequence, no padding: q [Hq, T, D], k [Hkv, T, D], v [Hkv, T, Dv] -> [Hq, T, Dv]."""
@@ -82,9 +86,7 @@ def _sequence(
             ks = (older, newest)
         older, newest = (q.float() @ x.float().transpose(-1, -2) * spec.sm_scale for x in ks)
         scores = final_scores(torch.where(k_full, newest, older), spec.score, bias, index, index)
-        if dynamic is not None:
-            scores = with_dynamic(scores, dynamic)
-        p = softmax_with_sink(scores.masked_fill(~kept, float("-inf")), sinks)
+        p = modified(spec.score.mod, scores[None], kept, sinks, leaves)[0]
         return (p.masked_fill(v_full, 0) @ vs[0].float() + p.masked_fill(~v_full, 0) @ vs[1].float()).to(
             q.dtype
         )
@@ -105,7 +107,10 @@ def _sequence(
         scores = q_i[0].float() @ k_i[0].float().transpose(-1, -2) * spec.sm_scale
         # As if the kept tokens were the whole sequence, of which this query is the last.
         scores = final_scores(scores, spec.score, bias, place[0, -1:], place[0])
-        out.append(softmax_with_sink(scores, sinks) @ v_i[0].float())
+        every = torch.ones(1, len(tokens), dtype=torch.bool, device=q.device)
+        at = (place[0, -1:], place[0])
+        p = modified(spec.score.mod, scores[None], every, sinks, leaves, at)[0]
+        out.append(p @ v_i[0].float())
     return torch.cat(out, dim=1).to(q.dtype)
 
 
@@ -136,11 +141,52 @@ def final_scores(
     return scores + bias
 
 
-def with_dynamic(scores: Tensor, dynamic: Tensor) -> Tensor:
-    """Scores with a mask (bool, True: seen) or a bias that depends on activations."""
-    if dynamic.dtype == torch.bool:
-        return scores.masked_fill(~dynamic, float("-inf"))
-    return scores + dynamic
+def modified(
+    mod: ScoreMod | None,
+    scores: Tensor,
+    seen: Tensor,
+    sinks: Tensor | None,
+    leaves: Sequence[Tensor] | None = None,
+    at: tuple[Tensor, Tensor] | None = None,
+    first: int = 0,
+) -> Tensor:
+    """What weighs the values, from scores [B, Hq, Q, K] that are scaled, capped and have their bias.
+
+    seen: bool [Q, K]; leaves: as `policy_attention` has them; at: positions of the queries [Q] and keys [K], where they
+    are not 0, 1, 2, ..; first: the number of the first head
+    """
+    if mod is None:
+        return softmax_with_sink(scores.masked_fill(~seen, float("-inf")), sinks)
+    batch, heads, rows, columns = scores.shape
+    query, key = at or (torch.arange(size, device=scores.device) for size in (rows, columns))
+    places = Places(query.expand(batch, -1), key.expand(batch, -1), (heads, 1), leaves or (), first)
+    five = scores[:, :, None]
+    wanted = [number for number in (mod.score, mod.mask, mod.weight) if number is not None]
+    found = dict(zip(wanted, evaluate(mod, wanted, places, five), strict=True))
+    if mod.score is not None:
+        scores = (found[mod.score] + torch.zeros_like(five))[:, :, 0]
+    if mod.mask is not None:
+        shown = torch.as_tensor(found[mod.mask], device=scores.device)
+        seen = seen & (shown[:, :, 0] if shown.dim() else shown)
+    p = softmax_with_sink(scores.masked_fill(~seen, float("-inf")), sinks)
+    if mod.empty_rows:
+        p = p.nan_to_num(0.0)
+    if mod.weight is None:
+        return p
+    weight = torch.as_tensor(found[mod.weight], device=scores.device)
+    p = p * (weight[:, :, 0] if weight.dim() else weight)
+    return p if mod.renormalise is None else p / (p.sum(-1, keepdim=True) + mod.renormalise)
+
+
+def leaves_of(mod: ScoreMod | None, leaves: Sequence[Tensor], row: int, first: int) -> list[Tensor]:
+    """The leaves of one sequence without its first (padded) columns."""
+    found = []
+    for kind, leaf in zip(mod.leaves if mod is not None else (), leaves, strict=True):
+        if kind != "table":
+            row_of = min(row, leaf.shape[0] - 1)
+            leaf = leaf[row_of : row_of + 1, first:]
+        found.append(leaf[:, :, first:] if kind == "pair" else leaf)
+    return found
 
 
 def softmax_with_sink(scores: Tensor, sinks: Tensor | None) -> Tensor:

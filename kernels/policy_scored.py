@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels import rounding
-from kvcompile.kernels.policy import Scales, final_scores, softmax_with_sink
+from kvcompile.kernels.policy import Scales, final_scores, modified
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import InKeys, Scored, Storage
@@ -50,6 +50,7 @@ def scored_attention(
     bias: Tensor | None = None,
     held: Sequence[Tensor] | None = None,
     scales: Scales = (None, None),
+    leaves: Sequence[Tensor] = (),
 ) -> tuple[Tensor, list[Choice]]:
     """q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv] of whole sequences -> [B, Hq, T, Dv], and the choices.
 
@@ -68,7 +69,7 @@ def scored_attention(
         first = 0 if padding is None else int(padding[row])
         own = None if held is None else [tokens[row] for tokens in held]
         sequence = _Sequence(
-            q[row, :, first:], k[row, :, first:], v[row, :, first:], spec, rope, sinks, bias, scales
+            q[row, :, first:], k[row, :, first:], v[row, :, first:], spec, rope, sinks, bias, scales, leaves
         )
         out = sequence.run(_passes(chunks, first), own)
         choices += sequence.choices
@@ -98,10 +99,11 @@ class _Sequence:
         sinks: Tensor | None,
         bias: Tensor | None,
         scales: Scales,
+        leaves: Sequence[Tensor],
     ):
         assert isinstance(spec.layout.retention, Scored)
         self.retention, self.spec, self.rope = spec.layout.retention, spec, rope
-        self.sinks, self.bias = sinks, bias
+        self.sinks, self.bias, self.leaves = sinks, bias, leaves
         self.q = q.float()
         # As old tokens come back, and as the newest do.
         keys, values = spec.layout.keys, spec.layout.values
@@ -254,7 +256,8 @@ class _Sequence:
             bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[own]
             scores = final_scores(scores, spec.score, bias, query_place, place)
             sinks = None if self.sinks is None else self.sinks[own]
-            p = softmax_with_sink(scores.masked_fill(hidden, float("-inf")), sinks)
+            at = (query_place, place)
+            p = modified(spec.score.mod, scores[None], ~hidden, sinks, self.leaves, at, own.start)[0]
             v_full = self._in_full(self.v_owner, queries, key)
             out[own, queries] = (
                 p.masked_fill(v_full, 0) @ vs[0].float() + p.masked_fill(~v_full, 0) @ vs[1].float()

@@ -25,6 +25,7 @@ from torch import Tensor
 from kvcompile.kernels import codec, forms, linear_write, paged, recent
 from kvcompile.kernels.dialect import current
 from kvcompile.kernels.rope import rotate, rotated_first
+from kvcompile.kernels.score_mod import applied, modified
 from kvcompile.kernels.scores import bias_at, grouped, probabilities, soft_capped
 from kvcompile.kernels.sides import as_read, sides, turned_back, weighed
 from kvcompile.kernels.spec import SiteSpec
@@ -45,7 +46,7 @@ def cached_attention(
     spec: SiteSpec,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
-    dynamic: Tensor | None = None,
+    leaves: list[Tensor] | None = None,
     page_table: Tensor | None = None,
 ) -> Tensor:
     """Append k, v to `buffers` (in place) and attend; returns [B, Hq, S, Dv] in q's dtype.
@@ -57,8 +58,8 @@ def cached_attention(
         span: slots to read where slots stand in the order of tokens, at least the longest sequence with the new tokens.
         sinks: a logit per query head [Hq] that takes part in the softmax and weighs no value, or None.
         bias: what `spec.score.bias` says is added to the scores, or None.
-        dynamic: a mask (bool) or bias of the new queries over the slots [B or 1, Hq or 1, S, span], or None;
-            for contiguous placement only.
+        leaves: what `spec.score.mod` reads, as `ScoreMod.leaves` says: by position, [.., span, ..], where it is of
+            tokens; None where the site has no mod.
         page_table: int32 [B, pages], where the layout is paged; see `kernels/paged.py`.
     """
     layout, dtype = spec.layout, q.dtype
@@ -76,7 +77,7 @@ def cached_attention(
         keys, values, key_positions = _stored(buffers, new_lens, span, layout, page_table)
         if one:
             out = _decode(
-                q, keys, values, key_positions, positions, new_lens, rope, reading, sinks, bias, dynamic
+                q, keys, values, key_positions, positions, new_lens, rope, reading, sinks, bias, leaves
             )
             return turned_back(out, layout, read).to(dtype)
         allowed = None
@@ -85,12 +86,11 @@ def cached_attention(
             k_all, v_all, key_positions, allowed = forms.seen_by_many(
                 read, keys, values, new, key_positions, positions, seq_lens, dtype
             )
-            dynamic = None if dynamic is None else _at(dynamic, key_positions)
         else:
             k_all = recent.decode_old(read.keys, keys, key_positions, dtype)
             v_all = _values(read, values, k_all, key_positions)
         out = _prefill(
-            q, k_all, v_all, key_positions, positions, seq_lens, rope, reading, sinks, bias, dynamic, allowed
+            q, k_all, v_all, key_positions, positions, seq_lens, rope, reading, sinks, bias, leaves, allowed
         )
         if spec.share in ("none", "last"):
             _append_recent(k, v, buffers, positions, seq_lens, layout)
@@ -100,7 +100,7 @@ def cached_attention(
         layout, read, keys, values, (k, v), key_positions, positions, dtype
     )
     out = _prefill(
-        q, k_all, v_all, key_positions, positions, seq_lens, rope, reading, sinks, bias, None, allowed
+        q, k_all, v_all, key_positions, positions, seq_lens, rope, reading, sinks, bias, leaves, allowed
     )
     if spec.share in ("none", "last"):
         append(k, v, buffers, positions, seq_lens, layout, page_table)
@@ -210,13 +210,6 @@ def _new(layout: CacheLayout, read: CacheLayout, k: Tensor, v: Tensor) -> tuple[
     return k, v
 
 
-def _at(dynamic: Tensor, places: Tensor) -> Tensor:
-    """A mask or bias [B or 1, Hq or 1, S, span] at the slots `places` [B, N] (-1: any) of a contiguous layout."""
-    index = places.clamp(0, dynamic.shape[-1] - 1)[:, None, None]
-    dynamic = dynamic.expand(places.shape[0], -1, -1, -1)
-    return dynamic.gather(-1, index.expand(*dynamic.shape[:-1], places.shape[1]))
-
-
 def _visible(query: Tensor, key: Tensor, spec: SiteSpec) -> Tensor:
     """Which keys [B, 1, T] (positions, -1 for none) each query [B, S, 1] sees: bool [B, S, T]."""
     seen = (key >= 0) & (key <= query)
@@ -244,7 +237,7 @@ def _decode(
     spec: SiteSpec,
     sinks: Tensor | None,
     bias: Tensor | None,
-    dynamic: Tensor | None = None,
+    leaves: list[Tensor] | None = None,
 ) -> Tensor:
     """One query per sequence against the cache: fp32 [B, Hq, 1, Dv]."""
     layout, retention = spec.layout, spec.layout.retention
@@ -269,10 +262,11 @@ def _decode(
     if spec.score.bias is not None:
         assert bias is not None
         scores = scores + grouped(bias_at(spec.score.bias, bias, query_place, place).squeeze(2), heads[0])
-    scores = scores.masked_fill(~seen[:, None], float("-inf"))
-    if dynamic is not None:
-        scores = scores + grouped(_added(dynamic, positions).squeeze(2), heads[0])
-    p = probabilities(scores, sinks)
+    mod = applied(spec.score.mod, query_place, place, heads, leaves)
+    if mod is None:
+        p = probabilities(scores.masked_fill(~seen[:, None], float("-inf")), sinks)
+    else:
+        p = modified(mod, scores.unsqueeze(3), seen[:, None, None], sinks).squeeze(3)
     out = weighed(layout, p, keys, values, key_positions, new_lens, layout.in_order)
     return out.flatten(1, 2).unsqueeze(2)
 
@@ -288,7 +282,7 @@ def _prefill(
     spec: SiteSpec,
     sinks: Tensor | None,
     bias: Tensor | None,
-    dynamic: Tensor | None = None,
+    leaves: list[Tensor] | None = None,
     allowed: Tensor | None = None,
 ) -> Tensor:
     """Many queries: q [B, Hq, S, D] against k [B, Hkv, T, D], v [B, Hkv, T, Dv] at key_positions [B, T].
@@ -306,40 +300,37 @@ def _prefill(
         )
     grouped_heads = q.shape[1] != k.shape[1]
     if spec.layout.retention.in_cache:
-        scores = _scores_in_cache(q, k, key_positions, positions, seq_lens, rope, spec, bias)
-    elif spec.score.plain and dynamic is not None:
-        added = _added(dynamic, positions).masked_fill(~seen, float("-inf")).to(q.dtype)
-        return F.scaled_dot_product_attention(q, k, v, added, scale=spec.sm_scale, enable_gqa=grouped_heads)
-    elif spec.score.plain:
+        return _prefill_in_cache(
+            q, k, v, key_positions, positions, seq_lens, rope, spec, sinks, bias, leaves, seen
+        )
+    mod = applied(spec.score.mod, positions, key_positions, (k.shape[1], q.shape[1] // k.shape[1]), leaves)
+    if mod is not None and replace(spec.score, mod=None).plain and mod.masks_only:
+        hidden = mod.seen()
+        seen = seen if hidden is None else (seen[:, :, None] & hidden).flatten(1, 2)
         return F.scaled_dot_product_attention(q, k, v, seen, scale=spec.sm_scale, enable_gqa=grouped_heads)
-    else:
-        scores = _final(_scores(q, k), positions, key_positions, spec, bias)
-    scores = scores.masked_fill(~seen[:, :, None], float("-inf"))
-    if dynamic is not None:
-        scores = scores + grouped(_added(dynamic, positions), scores.shape[1])
-    p = probabilities(scores, sinks)
+    if spec.score.plain:
+        return F.scaled_dot_product_attention(q, k, v, seen, scale=spec.sm_scale, enable_gqa=grouped_heads)
+    scores = _final(_scores(q, k), positions, key_positions, spec, bias)
+    p = modified(mod, scores, seen[:, :, None], sinks)
     out: Tensor = torch.matmul(p.flatten(2, 3), v.float())
     return out.reshape(*q.shape[:3], v.shape[-1]).to(q.dtype)
 
 
-def _added(dynamic: Tensor, positions: Tensor) -> Tensor:
-    """A mask or bias that depends on activations as what is added to the scores, fp32 [B, Hq or 1, S, T]."""
-    added = torch.where(dynamic, 0.0, float("-inf")) if dynamic.dtype == torch.bool else dynamic.float()
-    # A row of padding must keep something to sum to.
-    return torch.where((positions < 0)[:, None, :, None], 0.0, added)
-
-
-def _scores_in_cache(
+def _prefill_in_cache(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     key_positions: Tensor,
     positions: Tensor,
     seq_lens: Tensor,
     rope: list[Tensor],
     spec: SiteSpec,
+    sinks: Tensor | None,
     bias: Tensor | None,
+    leaves: list[Tensor] | None,
+    seen: Tensor,
 ) -> Tensor:
-    """Scores of many queries that count positions in the cache, fp32 [B, Hkv, G, S, T].
+    """Many queries that count positions in the cache; seen: bool [B, 1, S, T].
 
     Counted in the cache, a sink stands nearer to late queries than its own position says: sinks and the rest
     have their distances from different places. Only distances matter to RoPE and to a relative bias, so the
@@ -359,12 +350,24 @@ def _scores_in_cache(
         to_sinks = _scores(turn(q, capped), turn(k, key_positions))
     else:
         scores = to_sinks = _scores(q, k)
-    is_sink = (key_positions >= 0) & (key_positions < retention.sinks)
-    return torch.where(
-        is_sink[:, None, None, None],
-        _final(to_sinks, capped, key_positions, spec, bias),
-        _final(scores, positions, key_positions, spec, bias),
-    )
+    is_sink = ((key_positions >= 0) & (key_positions < retention.sinks))[:, None, None, None]
+    near = _final(to_sinks, capped, key_positions, spec, bias)
+    scores = torch.where(is_sink, near, _final(scores, positions, key_positions, spec, bias))
+    heads = (k.shape[1], q.shape[1] // k.shape[1])
+    mod = applied(spec.score.mod, positions, key_positions, heads, leaves)
+    to_near = applied(spec.score.mod, capped, key_positions, heads, leaves)
+    if mod is None or to_near is None:
+        p = modified(None, scores, seen[:, :, None], sinks)
+    else:
+        # By distance, which for sinks is another one.
+        scores = torch.where(is_sink, to_near.scores(scores), mod.scores(scores))
+        shown, shown_near = mod.seen(), to_near.seen()
+        seen = seen[:, :, None]
+        if shown is not None and shown_near is not None:
+            seen = seen & torch.where(is_sink, shown_near, shown)
+        p = mod.weights(probabilities(scores.masked_fill(~seen, float("-inf")), sinks))
+    out: Tensor = torch.matmul(p.flatten(2, 3), v.float())
+    return out.reshape(*q.shape[:3], v.shape[-1]).to(q.dtype)
 
 
 def _final(scores: Tensor, query: Tensor, key: Tensor, spec: SiteSpec, bias: Tensor | None) -> Tensor:

@@ -3,7 +3,8 @@
     running_sum(x)[b, i] = x[b, 0] + .. + x[b, i]
 
 A model that counts its tokens (those that are no padding, say) makes positions this way. With a cache, the sum of
-the tokens before is a state of one number per sequence.
+the tokens before is a state of one number per sequence. Columns on the left of a row that are no tokens of it (negative
+positions) count nothing: the sum starts at the row's first token, as it does where the row runs alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 LIBRARY = torch.library.Library("kvcompile", "FRAGMENT")
 LIBRARY.define("running_sum(Tensor x, str key) -> Tensor")
-LIBRARY.define("cached_running_sum(Tensor x, Tensor(a!) total, Tensor seq_lens) -> Tensor")
+LIBRARY.define("cached_running_sum(Tensor x, Tensor(a!) total, Tensor seq_lens, Tensor positions) -> Tensor")
 
 
 def _running_sum(x: Tensor, key: str) -> Tensor:
@@ -21,12 +22,21 @@ def _running_sum(x: Tensor, key: str) -> Tensor:
     return x.cumsum(1, dtype=torch.int64)
 
 
-def cached_running_sum_function(x: Tensor, total: Tensor, seq_lens: Tensor) -> Tensor:
-    """x [B, S] of the new tokens; total int64 [B], of the tokens before, updated in place; seq_lens int64 [B]."""
+def cached_running_sum_function(x: Tensor, total: Tensor, seq_lens: Tensor, positions: Tensor) -> Tensor:
+    """The sums at the new tokens, int64 [B, S].
+
+    Args:
+        x: [B, S], integers of the new tokens.
+        total: int64 [B], the sum of the tokens before, updated in place.
+        seq_lens: int64 [B], how many tokens each row has seen.
+        positions: int64 [B, S], of the new tokens in their rows; negative for padding.
+    """
     before = torch.where(seq_lens > 0, total, 0)  # what stands there before the first token means nothing
-    sums = before[:, None] + x.cumsum(1, dtype=torch.int64)
+    counted = torch.where(positions >= 0, x.to(torch.int64), 0)
+    sums = before[:, None] + counted.cumsum(1, dtype=torch.int64)
     total.copy_(sums[:, -1])
-    return sums
+    # Padding counts as a first token would: what is made of it (a place in a table) must exist.
+    return torch.where(positions >= 0, sums, before[:, None] + x.to(torch.int64))
 
 
 LIBRARY.impl("running_sum", _running_sum, "CompositeImplicitAutograd")

@@ -19,7 +19,8 @@ from kvcompile.kernels import codec, columns, forms, paged, recent
 from kvcompile.kernels.dialect import current
 from kvcompile.kernels.retained import LATEST, chosen, held_in, ranks, scores_after
 from kvcompile.kernels.rope import rotate, rotated_first
-from kvcompile.kernels.scores import bias_by_heads, probabilities, soft_capped
+from kvcompile.kernels.score_mod import applied, modified
+from kvcompile.kernels.scores import bias_by_heads, soft_capped
 from kvcompile.kernels.sides import as_read, sides, turned_back, weighed
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.symbolic import evaluate
@@ -39,6 +40,7 @@ def cached_attention(
     spec: SiteSpec,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    leaves: list[Tensor] | None = None,
     page_table: Tensor | None = None,
 ) -> Tensor:
     """Append k, v to `buffers` (in place) and attend; returns [B, Hq, S, Dv] in q's dtype.
@@ -52,7 +54,9 @@ def cached_attention(
     if not rope:
         q = codec.turned(layout.keys, q) if one else codec.turned(layout.keys, q).to(dtype)
     attend = _one if one else _many
-    out = attend(q, k, v, buffers, positions, seq_lens, rope, layout, reading, sinks, bias, page_table)
+    out = attend(
+        q, k, v, buffers, positions, seq_lens, rope, layout, reading, sinks, bias, leaves, page_table
+    )
     return turned_back(out, layout, reading.layout).to(dtype)
 
 
@@ -68,6 +72,7 @@ def _one(
     spec: SiteSpec,
     sinks: Tensor | None,
     bias: Tensor | None,
+    leaves: list[Tensor] | None,
     page_table: Tensor | None,
 ) -> Tensor:
     """One query per sequence: fp32 [B, Hq, 1, Dv]."""
@@ -104,7 +109,8 @@ def _one(
         scores = scores + bias_by_heads(spec.score.bias, bias, query_place, place, heads[1]).squeeze(3)
     # A padding query sees everything, so that its softmax has something to sum to.
     seen = (held >= 0) | (positions < 0)[:, None]
-    p = probabilities(scores.masked_fill(~seen[:, :, None], float("-inf")), sinks)
+    mod = applied(spec.score.mod, query_place, place, heads, leaves)
+    p = modified(mod, scores.unsqueeze(3), seen[:, :, None, None], sinks).squeeze(3)
     out = weighed(read, p, keys, values, held, length)
     # Slots without a token collect what means nothing: it is gone when a token comes.
     share = columns.pooled(p, retention)
@@ -127,6 +133,7 @@ def _many(
     spec: SiteSpec,
     sinks: Tensor | None,
     bias: Tensor | None,
+    leaves: list[Tensor] | None,
     page_table: Tensor | None,
 ) -> Tensor:
     """Many queries against the slots and themselves: [B, Hq, S, Dv]."""
@@ -164,6 +171,7 @@ def _many(
         [forms.PAIRS.index(form) for form in seen.forms],
         sinks=sinks,
         bias=bias,
+        leaves=leaves,
     )
     gained = gained.unflatten(2, (count, -1)).sum(2)
     last = positions[:, -1:, None]

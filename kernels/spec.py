@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from kvcompile.expression import ScoreMod
 from kvcompile.layouts import CacheLayout
 from kvcompile.types import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 
@@ -44,7 +45,10 @@ class SiteSpec:
 
     def to_json(self) -> str:
         data = {"layout": self.layout.to_dict(), "sm_scale": self.sm_scale, "mask": asdict(self.mask)}
-        data |= {} if self.score.plain else {"score": asdict(self.score)}
+        if not self.score.plain:
+            score = asdict(replace(self.score, mod=None))
+            del score["mod"]
+            data |= {"score": score if self.score.mod is None else score | {"mod": self.score.mod.to_dict()}}
         data |= {} if self.rotary is None else {"rotary": asdict(self.rotary)}
         data |= {} if self.share == "none" else {"share": self.share}
         data |= {} if self.kernels == "reference" else {"kernels": self.kernels}
@@ -57,6 +61,8 @@ class SiteSpec:
         score = data.get("score", {})
         if score.get("bias") is not None:
             score = score | {"bias": BiasSpec(**score["bias"])}
+        if score.get("mod") is not None:
+            score = score | {"mod": ScoreMod.from_dict(score["mod"])}
         layout = CacheLayout.from_json(json.dumps(data["layout"]))
         rotary = RotaryForm(**data["rotary"]) if "rotary" in data else None
         return SiteSpec(

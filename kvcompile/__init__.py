@@ -6,6 +6,7 @@ print(kvcompile.explain(model, recipe="int8"))
 kvcompile.calibrate(model, text, tokenizer=tokenizer).save("scales.json")
 print(kvcompile.estimate(model.config, recipe="int8", memory="24GiB"))
 print(kvcompile.quality(model, tokenizer, ["int8", "int4"], text))
+fast.save("folder"); fast = kvcompile.load("folder")
 """
 
 from __future__ import annotations
@@ -25,12 +26,27 @@ from kvcompile.quality import quality
 if TYPE_CHECKING:
     from kvcompile.api import optimize as optimize
     from kvcompile.recipe import Recipe as Recipe
+    from kvcompile.runtime.load import load as load
 
 __version__ = "0.1.0"
-__all__ = ["KVCompileError", "Recipe", "calibrate", "estimate", "explain", "export", "optimize", "quality"]
+__all__ = [
+    "KVCompileError",
+    "Recipe",
+    "calibrate",
+    "estimate",
+    "explain",
+    "export",
+    "load",
+    "optimize",
+    "quality",
+]
 
 # torch and transformers are slow to import: `kvcompile --help` and `kvcompile validate` do without.
-_HOMES = {"optimize": "kvcompile.api", "Recipe": "kvcompile.recipe"}
+_HOMES = {
+    "optimize": "kvcompile.api",
+    "Recipe": "kvcompile.recipe",
+    "load": "kvcompile.runtime.load",
+}
 
 
 def __getattr__(name: str) -> Any:

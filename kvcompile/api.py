@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 from torch import nn
 
+from kvcompile.adapters import base_of
 from kvcompile.dump import Dump
 from kvcompile.emit.cudagraph import CudaRecorder, StepGraphs
-from kvcompile.emit.executor import Executor, Progress, RegionCompiler
+from kvcompile.emit.executor import Executor, RegionCompiler
 from kvcompile.emit.regions import cut
 from kvcompile.emit.torch_tensorrt import TorchTensorRT
+from kvcompile.errors import ModelError, VerificationError
+from kvcompile.inference_tensors import as_normal
 from kvcompile.kernels import opaque, ops
+from kvcompile.model_checks import hooks_of, not_finite
 from kvcompile.pipeline import Front, absorbed, analysis_of, plan_for, rewrite, understand
 from kvcompile.plan import Plan
+from kvcompile.progress import Progress, told
 from kvcompile.recipe import Recipe
 from kvcompile.runtime.module import CachedModel, PlainCachedModel
 from kvcompile.runtime.program import Program
+from kvcompile.runtime.report import Report
+from kvcompile.serial import traces
 from kvcompile.verify import Check, check_program, verify
+from kvcompile.verify.ids import bounds
 
 
 def optimize(
@@ -30,7 +39,8 @@ def optimize(
         model: a decoder: a `transformers` causal LM, or any module from token ids to logits. Left as it is; its
             weights are shared, not copied.
         recipe: a shipped name ("int8"), a path of a YAML file, a mapping, or a `Recipe`.
-        progress: called as progress(stage, done, total) while long stages run.
+        progress: called as progress(stage, done, total) while long stages run; None: a bar where stderr is a
+            terminal, once it takes more than two seconds, else the log.
         overrides: recipe sections or keys of `runtime`, e.g. max_tokens=4096, compile={"mode": "none"}.
 
     Returns:
@@ -41,14 +51,17 @@ def optimize(
         RecipeError, ModelError, PlanError, VerificationError: the model has not been touched.
     """
     checked = Recipe.load(recipe, **overrides)
-    tell = progress or (lambda stage, done, total: None)
     started = time.perf_counter()
-    tell("capture and detect", 0, 1)
-    front = understand(model)
-    tell("capture and detect", 1, 1)
-    return build(model, front, checked, tell, started)
+    with told(progress) as tell:
+        tell("capture and detect", 0, 1)
+        model = base_of(model)
+        front = understand(model)
+        _warn_of_hooks(model)
+        tell("capture and detect", 1, 1)
+        return build(model, front, checked, tell, started)
 
 
+@traces
 def build(
     model: nn.Module,
     front: Front,
@@ -61,30 +74,67 @@ def build(
     Raises:
         PlanError, VerificationError: as `optimize`.
     """
-    tell = tell or (lambda stage, done, total: None)
+    with as_normal(model):
+        fast = _built(model, front, checked, tell or (lambda stage, done, total: None), started)
+    fast.watch_weights()
+    return fast
+
+
+def _built(
+    model: nn.Module, front: Front, checked: Recipe, tell: Progress, started: float | None
+) -> CachedModel:
     started = time.perf_counter() if started is None else started
     plan = plan_for(front, checked)
+    _warn_beyond(model, front, plan)
     front = absorbed(front, plan)
     understood = time.perf_counter()
     dump = Dump.from_environment(plan)
     dump.front(front)
     tell(f"verify ({checked.verify})", 0, 1)
-    checks = verify(model, front, plan, checked.verify)
+    try:
+        checks = verify(model, front, plan, checked.verify)
+    except VerificationError as error:
+        problem = not_finite(model)
+        if problem is None:
+            raise
+        raise ModelError(f"the model's weights are not finite: {problem}; nothing can be verified") from error
     tell(f"verify ({checked.verify})", 1, 1)
     verified = time.perf_counter()
     fast = _emit(model, front, plan, checked, dump)
     emitted = time.perf_counter()
     if checked.verify == "thorough":
         checks = (*checks, _check_emitted(fast, front, plan))
-    fast.report = {
-        "understand_seconds": understood - started,
-        "capture_seconds": front.captured.seconds,
-        "detect_seconds": front.detection.seconds,
-        "verify_seconds": verified - understood,
-        "emit_seconds": emitted - verified,
-        "checks": checks,
-    }
+    fast.report = Report(
+        understand_seconds=understood - started,
+        capture_seconds=front.captured.seconds,
+        detect_seconds=front.detection.seconds,
+        verify_seconds=verified - understood,
+        emit_seconds=emitted - verified,
+        checks=checks,
+    )
     return fast
+
+
+def _warn_of_hooks(model: nn.Module) -> None:
+    """Tell once which forward hooks nobody calls any more."""
+    if hooks := hooks_of(model):
+        more = f" and {len(hooks) - 5} others" if len(hooks) > 5 else ""
+        warnings.warn(
+            f"forward hooks of {type(model).__name__} are not called by the optimized module, which runs one graph: "
+            f"{', '.join(hooks[:5])}{more}; what they did to tensors while it was traced is in the graph",
+            stacklevel=3,
+        )
+
+
+def _warn_beyond(model: nn.Module, front: Front, plan: Plan) -> None:
+    """Tell that a limit lies beyond what the model was made for, where it is computed exactly and means little."""
+    made_for, limit = front.max_tokens, plan.limits.max_tokens
+    if made_for is not None and limit is not None and limit > made_for and not plan.bounded:
+        warnings.warn(
+            f"max_tokens is {limit}, and {type(model).__name__} was made for {made_for}: what it answers beyond is its "
+            "own, and often nonsense",
+            stacklevel=4,
+        )
 
 
 def _emit(model: nn.Module, front: Front, plan: Plan, recipe: Recipe, dump: Dump) -> CachedModel:
@@ -110,6 +160,8 @@ def _emit(model: nn.Module, front: Front, plan: Plan, recipe: Recipe, dump: Dump
         front.ragged,
         front.device,
         front.captured.opaques,
+        bounds(front),
+        front.captured.last is not None,
     )
     kind: type[CachedModel] = PlainCachedModel
     if _is_hugging_face(model):

@@ -74,7 +74,12 @@ def choose(
                 *tried,
                 f"{name}: {format_bytes(needed)}, the first that fits",
             )
-            return replace(plan, recipe=f"{recipe.name}: {name}", recipe_digest=recipe.digest(), notes=notes)
+            return replace(
+                plan,
+                recipe=f"{recipe.name}: {name}",
+                recipe_digest=recipe.digest(),
+                notes=(*plan.notes, *notes),
+            )
         tried.append(f"{name}: {format_bytes(needed)}")
     lines = "\n".join(f"  - {line}" for line in tried)
     raise PlanError(

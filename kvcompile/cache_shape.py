@@ -9,6 +9,7 @@ import torch
 
 from kvcompile.kernels.triton.available import fp8_form
 from kvcompile.layouts import BufferSpec, PageGroup
+from kvcompile.layouts.stepping import StepsBack, steps_back
 from kvcompile.layouts.storages.floats import is_fp8
 from kvcompile.plan import Limits, Plan
 
@@ -41,6 +42,7 @@ class CacheShape:
 
     span:  slots of the layers whose slots stand in the order of tokens and are not in pages; 0 where there are none
     state: names of the buffers that hold recurrent state
+    back:  whether the newest tokens can be forgotten again
     """
 
     buffers: dict[str, Buffer]
@@ -48,6 +50,7 @@ class CacheShape:
     limits: Limits
     span: int
     state: tuple[str, ...] = ()
+    back: StepsBack = StepsBack(0, "nothing is known of its layouts")
 
     @staticmethod
     def of(
@@ -85,4 +88,5 @@ class CacheShape:
             triton = {d.kernels for d in plan.decisions if d.layer in group.layers} == {"triton"}
             pools.append(Pool(group, tuple(own), triton))
         span = 0 if plan.bounded else (plan.limits.max_tokens or 0)
-        return CacheShape(buffers, tuple(pools), plan.limits, span, tuple(kept))
+        back = steps_back((d.layout for d in plan.decisions), bool(plan.states))
+        return CacheShape(buffers, tuple(pools), plan.limits, span, tuple(kept), back)

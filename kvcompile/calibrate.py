@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kvcompile.adapters import base_of
 from kvcompile.errors import InputError, ModelError
+from kvcompile.progress import Progress, told
 
 # Light on purpose: torch is imported when calibrate() is called.
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from kvcompile.recipe.scales import Extent, LayerExtents, Scales
     from kvcompile.types import AttentionSite
 
-Progress = Callable[[str, int, int], None]
 CONTEXT = 1024
 
 
@@ -47,29 +47,37 @@ def calibrate(
         tokens: how many of them to take, from the start; None: all.
         context: tokens that stand in one sequence at most; fewer where the model was made for fewer. Keys after
             RoPE depend on their position, so choose it as long as your sequences, or long enough.
-        progress: called as progress(stage, done, total).
+        progress: called as progress(stage, done, total); None: as `optimize` shows it.
 
     Returns:
         The scales of every layer, in all forms that a recipe can store.
 
     Raises:
-        InputError: no tokens, ids that are none, or an impossible count.
+        InputError: no tokens, ids that are none or that the model does not have, or an impossible count.
         ModelError: as `optimize`; also a head that is zero, or not finite, over the whole text.
     """
-    import torch
-
-    from kvcompile.pipeline import understand
-    from kvcompile.recipe.scales import Scales, Text
-
     for name, value in (("tokens", tokens), ("context", context)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InputError(f"{name}: expected a whole number of at least 1, got {value!r}")
     ids = _ids(text_or_ids, tokenizer)[:tokens]
     if not len(ids):
         raise InputError("calibrate: the text has no tokens")
-    tell = progress or (lambda stage, done, total: None)
+    with told(progress) as tell:
+        return _measured(model, ids, context, tell)
+
+
+def _measured(model: Any, ids: Tensor, context: int, tell: Progress) -> Scales:
+    import torch
+
+    from kvcompile.pipeline import understand
+    from kvcompile.recipe.scales import Scales, Text
+    from kvcompile.runtime.ids import check_vocabulary
+    from kvcompile.verify.ids import bounds
+
     tell("capture and detect", 0, 1)
+    model = base_of(model)
     front = understand(model)
+    check_vocabulary(ids, bounds(front), "calibrate: token ids")
     if front.max_tokens is not None:
         context = min(context, front.max_tokens)
     # Pieces of nearly equal size: no last sequence of a few tokens.
@@ -97,6 +105,10 @@ def _ids(given: Any, tokenizer: Any) -> Tensor:
     if isinstance(given, str):
         if tokenizer is None:
             raise InputError("calibrate: text needs the model's tokenizer: pass tokenizer=, or token ids")
+        if not callable(tokenizer):
+            raise InputError(
+                f"calibrate: tokenizer: expected one of transformers, got {type(tokenizer).__name__}"
+            )
         given = tokenizer(given, return_tensors="pt")["input_ids"]
     if not isinstance(given, torch.Tensor) or given.dtype != torch.int64:
         got = given.dtype if isinstance(given, torch.Tensor) else type(given).__name__

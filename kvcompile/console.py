@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import reprlib
 from typing import TYPE_CHECKING
 
 from kvcompile.errors import KVCompileError
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 WIDTH = 100
+MOST_BYTES = 1 << 60
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {"": 1, "b": 1} | {
     prefix + suffix: base**power
@@ -28,20 +30,38 @@ def parse_bytes(text: str | int) -> int:
         KVCompileError: not a positive size in one of these spellings.
     """
     if isinstance(text, bool) or not isinstance(text, (int, str)):
-        raise KVCompileError(f"memory: expected a size such as '24GiB' or a number of bytes, got {text!r}")
+        raise KVCompileError(
+            f"memory: expected a size such as '24GiB' or a number of bytes, got {shown(text)}"
+        )
     size: int
     if isinstance(text, int):
         size = text
     else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+        match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-zA-Z]*)\s*", text)
         factor = _FACTORS.get(match[2].lower()) if match else None
         if match is None or factor is None:
-            raise KVCompileError(f"memory: expected a size such as '24GiB', '24GB' or '512MiB', got {text!r}")
+            raise KVCompileError(
+                f"memory: expected a size such as '24GiB', '24GB' or '512MiB', got {shown(text)}"
+            )
         number, _, fraction = match[1].partition(".")
         size = int(number + fraction) * factor // 10 ** len(fraction)
-    if size < 1:
-        raise KVCompileError(f"memory: expected at least one byte, got {size}")
+    if not 1 <= size < MOST_BYTES:
+        raise KVCompileError(f"memory: expected at least one byte, and less than 1 EiB, got {shown(text)}")
     return size
+
+
+def shown(value: object) -> str:
+    """`repr(value)`, as short as a message wants it, whatever it is."""
+    short = reprlib.Repr()
+    short.maxstring, short.maxlong, short.maxother, short.maxlevel = 200, 60, 200, 3
+    try:
+        return short.repr(value)
+    except ValueError:  # Python writes no number of so many digits
+        return (
+            f"a number of about {int(value).bit_length() * 3 // 10:,} digits"
+            if isinstance(value, int)
+            else "?"
+        )
 
 
 def format_bytes(count: int) -> str:

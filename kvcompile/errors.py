@@ -63,6 +63,10 @@ class InputError(KVCompileError):
     """A call's input has the wrong dtype, shape, device or padding; nothing was written to the cache."""
 
 
+class MethodError(KVCompileError, AttributeError):
+    """A method of the original model that an optimized module does not have: `hasattr` says False."""
+
+
 class QualityError(KVCompileError):
     """What `quality` was asked cannot be measured; found before anything is.
 

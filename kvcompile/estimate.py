@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcompile.console import format_bytes, format_layers, parse_bytes, render, table
+from kvcompile.console import MOST_BYTES, format_bytes, format_layers, parse_bytes, render, shown, table
 from kvcompile.errors import ModelError
 
 # Light on purpose: torch and transformers are imported when estimate() is called.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvcompile.shapes import LayerShape, ModelShape
 
 _TOKENS_UNKNOWN = 4096
-_ENDLESS = 1 << 60
+_ENDLESS = MOST_BYTES
 _WHOLE_GROUPS = 128  # tokens: a multiple of every group that shares its scales
 
 
@@ -73,7 +73,9 @@ class Estimate:
     layers: tuple[LayerCost, ...]
     bytes_per_token: int  # over all layers, while no budget is full
     bytes_per_token_later: int  # once every bounded layer is full
-    bytes: int  # of batch x tokens
+    bytes: int  # of batch x tokens: what a CPU's cache takes once it holds them
+    limit: int | None  # tokens that a sequence may have, by recipe and model; None: any number
+    limit_bytes: int  # of batch x limit: what a GPU's contiguous cache takes from the first token on
     full_bytes_per_token: int  # model dtype, every token kept, all layers
     full_bytes: int
     state_bytes: int  # recurrent state per sequence, of any length; in `bytes` and `full_bytes`
@@ -126,6 +128,10 @@ class Estimate:
         if self.state_bytes:
             facts.add_row("recurrent state", f"{format_bytes(self.state_bytes)} a sequence of any length")
         facts.add_row(what, f"[bold]{format_bytes(self.bytes)}[/bold]")
+        if self.limit is not None and self.limit > self.tokens:
+            paged = any(cost.layout.placement.kind == "paged" for cost in self.layers)
+            when = "in the end" if paged else "in the end; on a GPU from the first token on"
+            facts.add_row(f"its limit, {self.limit:,} tokens", f"{format_bytes(self.limit_bytes)} {when}")
         compared = f"{self.ratio:.2f}x smaller" if self.bytes < self.full_bytes else "the same"
         if self.bytes > self.full_bytes and any(
             cost.layout.placement.kind == "paged" for cost in self.layers
@@ -175,8 +181,10 @@ def estimate(
     """
     limit = None if memory is None else parse_bytes(memory)
     for name, value in (("batch", batch), ("tokens", tokens)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ModelError(f"{name}: expected a whole number of at least 1, got {value!r}")
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _ENDLESS
+        ):
+            raise ModelError(f"{name}: expected a whole number of at least 1, got {shown(value)}")
     asked = {"memory": limit, "batch": batch, "tokens": tokens}
     plan, shape = _plan(config_or_model, recipe, dtype, overrides, asked)
     notes = [*plan.notes, *shape.notes]
@@ -222,6 +230,8 @@ def estimate(
         bytes_per_token=sum(len(cost.layers) * cost.bytes_per_token for cost in costs),
         bytes_per_token_later=_slope(plan, _total(plan, shape, tables=False)),
         bytes=_at(total, batch, tokens),
+        limit=plan.limits.max_tokens,
+        limit_bytes=_at(total, batch, max(tokens, plan.limits.max_tokens or 0)),
         full_bytes_per_token=_slope(plan, full),
         full_bytes=_at(full, batch, tokens),
         state_bytes=plan.state_bytes,

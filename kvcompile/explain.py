@@ -114,7 +114,7 @@ class Explanation:
             found = [
                 _path(first, len(run) > 1),
                 f"{first.num_qo_heads}/{first.num_kv_heads} heads x {dim}",
-                f"{first.attention} ({first.idiom})",
+                f"{first.attention} ({first.idiom}, {first.evidence})",
             ]
             made.add_row(
                 format_layers(tuple(decision.layer for decision in run)),

@@ -111,7 +111,7 @@ def load_config(name_or_path: str | Path) -> Any:
         data = json.loads(file.read_text("utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path}: no config.json in this folder") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file}: cannot be read: {_first_line(error)}") from error
     if not isinstance(data, dict):
         raise ModelError(f"{file}: expected a JSON object, got {type(data).__name__}")
@@ -142,7 +142,7 @@ def _locate(name: str) -> Path:
 def _load_folder(path: Path, dtype: torch.dtype | None, **more: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    with _readable(path):
+    with _readable(path / more.get("gguf_file", "")):
         return AutoModelForCausalLM.from_pretrained(
             str(path), dtype=dtype or "auto", local_files_only=True, **more
         )
@@ -190,10 +190,17 @@ def _load_gguf(file: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
 
 
 def _need_gguf(file: Path) -> None:
+    """Refuse a file that is no GGUF, or packages that are missing to read one."""
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise ModelError(
             f"{file.name} needs {' and '.join(missing)}; run: pip install gguf accelerate sentencepiece"
+        )
+    with _readable(file), file.open("rb") as opened:
+        start = opened.read(4)
+    if start != b"GGUF":
+        raise ModelError(
+            f"{file}: cannot be loaded: it is no GGUF file: expected b'GGUF' at its start, got {start!r}"
         )
 
 

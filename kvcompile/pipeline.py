@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from kvcompile.adapters import base_of
 from kvcompile.auto import choose, free_memory
 from kvcompile.backend import with_backend
 from kvcompile.decide import make_plan
-from kvcompile.errors import ModelError, PlanError
+from kvcompile.errors import PlanError
+from kvcompile.inference_tensors import as_normal
+from kvcompile.model_checks import check_model
 from kvcompile.passes.absorb import absorb
 from kvcompile.passes.base import PassReport
 from kvcompile.passes.canonicalize import canonicalize
@@ -28,6 +31,7 @@ from kvcompile.passes.rotation import NotRotary, Rotations
 from kvcompile.plan import Decision, Plan
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.scales import ModelId
+from kvcompile.serial import traces
 from kvcompile.step import with_step
 from kvcompile.types import AttentionSite, NoMatch, RecurrentState, RopeSpec
 
@@ -67,14 +71,19 @@ class Analysis:
     detect_seconds: float
 
 
+@traces
 def understand(model: nn.Module) -> Front:
     """Capture the model, find its attention sites and make the graph canonical; the model is left as it was.
 
     Raises:
         ModelError: no decoder, no attention, or blocks that were not recognised (see its subclasses).
     """
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    check_model(model)
+    with as_normal(model):
+        return _understood(model)
+
+
+def _understood(model: nn.Module) -> Front:
     captured = capture(model)
     made_for = _max_tokens(model, captured)
     detection = detect(captured, made_for)
@@ -109,7 +118,7 @@ def analyze(model: nn.Module, recipe: Recipe) -> Analysis:
     Raises:
         ModelError, PlanError: as `understand` and `make_plan`.
     """
-    front = understand(model)
+    front = understand(base_of(model))
     return analysis_of(front, plan_for(front, recipe))
 
 

@@ -59,7 +59,7 @@ class Decision:
     latent: bool = (
         False  # attends over latent rows, one for all heads, which the site's sizes here are those of
     )
-    dynamic: bool = False  # its mask is computed from activations
+    rerun: bool = False  # a part of its mask is run again over the cache
     mask_rows: tuple[StateSlot, ...] = ()  # what that mask reads of every token, kept beside K and V
     scales: tuple[tuple[str, tuple[float, ...]], ...] = ()  # calibrated, per KV head: ("keys.scale", (...))
     kernels: Kernels = "reference"  # what runs it
@@ -88,9 +88,16 @@ class Decision:
         )
 
     @property
+    def evidence(self) -> str:
+        """How what happens to its scores is known: a class that is proved, an expression that is carried, or more."""
+        if self.rerun:
+            return "run again over the cache"
+        return "proved" if self.score.mod is None else "carried"
+
+    @property
     def attention(self) -> str:
         """Mask and what happens to the scores: "sliding(128), sink logits"."""
-        mask = "computed from activations" if self.dynamic else str(self.mask)
+        mask = str(self.mask)
         return mask if self.score.plain else f"{mask}, {self.score}"
 
     @property
@@ -147,7 +154,7 @@ class Plan:
     decisions: tuple[Decision, ...]
     states: tuple[RecurrentState, ...] = ()
     scales: str | None = None  # digest of the calibrated scales that it uses
-    notes: tuple[str, ...] = ()  # why it was chosen, where `auto` chose it
+    notes: tuple[str, ...] = ()  # what nobody has set, and why it was chosen, where `auto` chose it
     step: Literal["regions", "cudagraph"] = "regions"  # how a decode step runs
     step_because: str = ""  # where the recipe's mode asks for the latter
     backend: Literal["inductor", "torch_tensorrt"] = "inductor"  # what compiles the graph

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet(*loggers: str) -> Iterator[None]:
-    """No warnings, no output, and of `loggers` errors alone."""
+    """No warnings, no output, and nothing of `loggers`: what fails is raised, and told by who catches it."""
     found = [logging.getLogger(name) for name in loggers]
     levels = [logger.level for logger in found]
     try:
         for logger in found:
-            logger.setLevel(logging.ERROR)
+            logger.setLevel(logging.CRITICAL)
         with (
             warnings.catch_warnings(),
             contextlib.redirect_stdout(io.StringIO()),

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvcompile.console import shown
 from kvcompile.errors import ModelError
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ _NO_ATTENTION = ("linear_attention", "conv", "moe", "mlp", "mamba", "mamba2", "r
 _CAUSAL = ("full_attention", "attention", "global", "hybrid", "indexed_attention")
 _SLIDING = ("sliding_attention", "hybrid_sliding", "local")
 _CHUNKED = ("chunked_attention",)
+_MOST_LAYERS = 10_000
+_MOST = 1 << 31  # of anything else that is counted
+# What transformers calls the kinds of models that continue a text.
+_GENERATE = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 _DTYPES = {
     "float32": ("float32", "fp32", "float"),
     "float16": ("float16", "fp16", "half"),
@@ -94,8 +99,9 @@ def model_shape(config: object) -> ModelShape:
     """Read the shapes from a transformers config or a dict of one (both may nest a `text_config`).
 
     Raises:
-        ModelError: a field is missing or makes no sense; all missing fields are named.
+        ModelError: no decoder's; or a field is missing or makes no sense: all of these are named.
     """
+    _check_decoder(config)
     return _Reader(_text_config(config), outer=config).read()
 
 
@@ -108,6 +114,39 @@ def _text_config(config: object) -> object:
         return _text_config(known)
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
+
+
+def _check_decoder(config: object) -> None:
+    """Refuse a config of transformers whose kind of model does not continue a text.
+
+    Raises:
+        ModelError: it is for something else, or looks both ways.
+    """
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto import modeling_auto as tasks
+
+    name = _get(config, "model_type")
+    if not isinstance(name, str) or name not in CONFIG_MAPPING:
+        return
+    known = as_transformers(config) if isinstance(config, Mapping) else config
+    if _get(known, "is_encoder_decoder"):
+        raise ModelError(f"{name}: an encoder-decoder model; kvcompile is for decoders")
+    of = {
+        task.removeprefix("MODEL_FOR_").removesuffix("_MAPPING_NAMES"): getattr(tasks, task)
+        for task in vars(tasks)
+        if task.startswith("MODEL_FOR_") and task.endswith("_MAPPING_NAMES")
+    }
+    serves = [task for task, models in of.items() if name in models]
+    if serves and not any(task in _GENERATE for task in serves):
+        kinds = ", ".join(task.lower().replace("_", " ") for task in serves[:3])
+        raise ModelError(
+            f"{name}: a model for {kinds}, which continues no text; kvcompile is for decoders (causal language models)"
+        )
+    if "MASKED_LM" in serves and _get(known, "is_decoder") is False:
+        raise ModelError(
+            f"{name}: with is_decoder: false its tokens see those after them, so there is no KV cache to choose; "
+            "kvcompile is for decoders"
+        )
 
 
 def as_transformers(config: Mapping[str, Any]) -> Any | None:
@@ -135,6 +174,7 @@ class _Reader:
         self.config = config
         self.outer = outer
         self.missing: list[str] = []
+        self.wrong: list[str] = []
 
     def read(self) -> ModelShape:
         name = str(_get(self.outer, "model_type") or type(self.outer).__name__)
@@ -142,18 +182,21 @@ class _Reader:
             raise ModelError(f"{name}: an encoder-decoder model; kvcompile is for decoders")
         types = _get(self.config, "layer_types")
         types = list(types) if isinstance(types, (list, tuple)) else None
-        count = _get(self.config, "num_hidden_layers")
-        if not isinstance(count, int):
+        count = self._number(self.config, "num_hidden_layers", most=_MOST_LAYERS)
+        if count is None:
             count = len(types) if types else self._miss("num_hidden_layers")
         if types is not None and len(types) != count:
             raise ModelError(f"{name}: layer_types has {len(types)} entries for {count} layers")
         if types is None:
             types = ["sliding_attention" if _get(self.config, "sliding_window") else "full_attention"] * count
-        shared = _get(self.config, "num_kv_shared_layers") or 0
+        shared = self._number(self.config, "num_kv_shared_layers", least=0, most=count) or 0
         layers = []
         for layer, kind in enumerate(types):
             if (shape := self._layer(layer, str(kind), types, count - shared)) is not None:
                 layers.append(shape)
+        made_for = self._number(self.config, "max_position_embeddings")
+        if self.wrong:
+            raise ModelError(f"config of {name}: {'; '.join(dict.fromkeys(self.wrong))}")
         if self.missing:
             fields = ", ".join(dict.fromkeys(self.missing))
             raise ModelError(
@@ -166,7 +209,7 @@ class _Reader:
             layers=tuple(layers),
             num_layers=count,
             dtype=self._dtype(),
-            max_tokens=_get(self.config, "max_position_embeddings"),
+            max_tokens=made_for,
             notes=self._notes(types, len(layers), shared),
         )
 
@@ -180,10 +223,11 @@ class _Reader:
         window: int | None = None
         mask: MaskKind = "causal"
         if kind in _SLIDING:
-            mask, window = "sliding", _get(config, "sliding_window") or self._miss("sliding_window")
+            mask = "sliding"
+            window = self._number(config, "sliding_window") or self._miss("sliding_window")
         if kind in _CHUNKED:
             mask = "chunked"
-            window = _get(config, "attention_chunk_size") or self._miss("attention_chunk_size")
+            window = self._number(config, "attention_chunk_size") or self._miss("attention_chunk_size")
         heads, head_dim, v_head_dim = self._dims(config, layer)
         if heads == 0:
             return None
@@ -202,38 +246,34 @@ class _Reader:
         """num_kv_heads, head_dim, v_head_dim of a layer; heads 0: no attention there."""
         if (latent := self._latent(config)) is not None:
             fields = ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-            heads, nope, rope, values = (_get(config, field) for field in fields)
-            if None in (heads, nope, rope, values):
+            heads, nope, rope, values = (self._number(config, field, least=0) for field in fields)
+            if heads is None or nope is None or rope is None or values is None:
                 return 1, *latent
-            return int(heads), int(nope + rope), int(values)
-        qo_heads = _get(config, "num_attention_heads")
-        kv_heads = _get(config, "num_key_value_heads")
+            return heads, nope + rope, values
+        qo_heads = self._number(config, "num_attention_heads", least=0, layer=layer)
+        kv_heads = self._number(config, "num_key_value_heads", least=0, layer=layer)
         if _get(config, "multi_query") and not _get(config, "new_decoder_architecture"):
             kv_heads = 1  # Falcon, GPTBigCode
-        if isinstance(kv_heads, (list, tuple)):
-            kv_heads = kv_heads[layer] if layer < len(kv_heads) else None
         if kv_heads is None:
             kv_heads = (
-                qo_heads
-                if isinstance(qo_heads, int)
-                else self._miss("num_key_value_heads or num_attention_heads")
+                qo_heads if qo_heads is not None else self._miss("num_key_value_heads or num_attention_heads")
             )
-        head_dim = _get(config, "head_dim")
+        head_dim = self._number(config, "head_dim", least=0)
         if not head_dim:
-            hidden = _get(config, "hidden_size")
-            if isinstance(hidden, int) and isinstance(qo_heads, int):
+            hidden = self._number(config, "hidden_size")
+            if hidden and qo_heads:
                 head_dim = hidden // qo_heads
             else:
                 head_dim = self._miss("head_dim or hidden_size with num_attention_heads")
-        return int(kv_heads), int(head_dim), int(_get(config, "v_head_dim") or head_dim)
+        return kv_heads, head_dim, self._number(config, "v_head_dim", least=0) or head_dim
 
     def _latent(self, config: object) -> tuple[int, int] | None:
         """Channels of a latent row, and the rank; None without MLA."""
-        rank = _get(config, "kv_lora_rank")
+        rank = self._number(config, "kv_lora_rank", least=0)
         if not rank:
             return None
-        rope = _get(config, "qk_rope_head_dim")
-        return int(rank + (rope if rope is not None else self._miss("qk_rope_head_dim"))), int(rank)
+        rope = self._number(config, "qk_rope_head_dim", least=0)
+        return rank + (rope if rope is not None else self._miss("qk_rope_head_dim")), rank
 
     def _dtype(self) -> str | None:
         dtype = _get(self.config, "dtype") or _get(self.outer, "dtype")
@@ -257,6 +297,22 @@ class _Reader:
         if "indexed_attention" in types:
             notes.append("the keys of the sparse-attention indexer are not counted")
         return tuple(notes)
+
+    def _number(
+        self, config: object, field: str, least: int = 1, most: int = _MOST, layer: int | None = None
+    ) -> int | None:
+        """A whole number, of this layer where there is one for each; None if absent, or noted as wrong."""
+        value = _get(config, field)
+        if layer is not None and isinstance(value, (list, tuple)):
+            value = value[layer] if layer < len(value) else None
+        if value is None or (
+            isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+        ):
+            return value
+        if isinstance(value, float) and value.is_integer() and least <= value <= most:
+            return int(value)  # as some configs have them
+        self.wrong.append(f"{field}: expected a whole number from {least} to {most:,}, got {shown(value)}")
+        return None
 
     def _miss(self, field: str) -> int:
         self.missing.append(field)

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
+from kvcompile.expression import LeafKind, ScoreMod
+
 MaskKind = Literal["causal", "sliding", "chunked", "explicit"]
 BiasKind = Literal["alibi", "relative", "columns", "table"]
 
@@ -67,6 +69,7 @@ class ScoreSpec:
     softcap: float | None = None
     bias: BiasSpec | None = None
     sinks: bool = False
+    mod: ScoreMod | None = None  # what is carried as an expression: after softcap and bias
 
     @property
     def plain(self) -> bool:
@@ -76,7 +79,7 @@ class ScoreSpec:
     def __str__(self) -> str:
         cap = None if self.softcap is None else f"softcap {self.softcap:g}"
         return ", ".join(
-            str(part) for part in (cap, self.bias, "sink logits" if self.sinks else None) if part
+            str(part) for part in (cap, self.bias, "sink logits" if self.sinks else None, self.mod) if part
         )
 
 
@@ -190,7 +193,7 @@ class AttentionSite:
     bias: Node | None = None  # fp32, a constant in the form that score.bias says
     positionless: bool = False  # no position enters its queries and keys, but through other sites' results
     latent: LatentForm | None = None
-    dynamic: DynamicMask | None = None  # a mask or bias that depends on activations, besides `mask`
+    leaves: tuple[Leaf, ...] = ()  # what `score.mod` reads, in its order
 
     @property
     def kept(self) -> tuple[Node, ...]:
@@ -214,8 +217,28 @@ class AttentionSite:
             bias=move(self.bias),
             rope=self.rope and self.rope.moved(mapping),
             latent=self.latent and self.latent.moved(mapping),
-            dynamic=self.dynamic and self.dynamic.moved(mapping),
+            leaves=tuple(leaf.moved(mapping) for leaf in self.leaves),
         )
+
+    @property
+    def rerun(self) -> tuple[DynamicMask, ...]:
+        """The parts of the mask that are run again over the cache."""
+        return tuple(leaf.rerun for leaf in self.leaves if leaf.rerun is not None)
+
+    @property
+    def key_rows(self) -> tuple[tuple[Node, StateSlot], ...]:
+        """What a cache keeps of each token for the scores, besides K and V; a node once."""
+        rows = {leaf.node: leaf.slot for leaf in self.leaves if leaf.kind == "key"}
+        for mask in self.rerun:
+            for key in mask.keys:
+                rows.setdefault(key.node, key.slot)
+        return tuple(rows.items())
+
+    @property
+    def sources(self) -> tuple[Node, ...]:
+        """What the scores take from tokens besides queries and keys: it must be there token by token."""
+        own = [leaf.node for leaf in self.leaves if leaf.kind in ("query", "key")]
+        return (*own, *(node for mask in self.rerun for node in mask.sources))
 
     @property
     def group_size(self) -> int:
@@ -249,6 +272,38 @@ Side = Literal["query", "key", ""]
 
 
 @dataclass(frozen=True)
+class Leaf:
+    """A tensor that a carried expression reads (`kvcompile/expression.py`).
+
+    dims:  the node's dimensions of the batch, the query and the key; -1: none
+    rerun: of a pair, how it is computed for new queries over all slots
+    """
+
+    kind: LeafKind
+    node: Node
+    dims: tuple[int, int, int] = (-1, -1, -1)
+    rerun: DynamicMask | None = None
+
+    @property
+    def order(self) -> list[int]:
+        """The node's dimensions as an expression reads it: batch, query, key, the rest; without those it lacks."""
+        own = [dim for dim in self.dims if dim >= 0]
+        return [*own, *(dim for dim in range(self.node.meta["val"].dim()) if dim not in own)]
+
+    @property
+    def slot(self) -> StateSlot:
+        """What a cache keeps of each token, of a key's leaf."""
+        val = self.node.meta["val"]
+        rest = tuple(int(val.shape[dim]) for dim in self.order[2:])
+        return StateSlot(self.node.name, rest, str(val.dtype).removeprefix("torch."))
+
+    def moved(self, mapping: Mapping[Node, Node]) -> Leaf:
+        """The leaf in a copy of the graph."""
+        again = self.rerun and self.rerun.moved(mapping)
+        return replace(self, node=mapping.get(self.node, self.node), rerun=again)
+
+
+@dataclass(frozen=True)
 class KeySide:
     """A token-local tensor that every later query's mask reads: cached as [B, 1, slots, *rest].
 
@@ -266,25 +321,26 @@ class KeySide:
 
 
 @dataclass(frozen=True)
-class StaticPart:
-    """A part of a dynamic mask that positions alone decide: `shown` where a query sees a key, `hidden` elsewhere.
+class PositionalPart:
+    """A part of a mask that positions alone decide, as an expression that is evaluated where queries and slots stand.
 
-    query, key: its dimensions that run over them; the others are the batch (the first) and ones
+    dims:    the node's dimensions of the batch, of heads (-1: none), of queries and of keys; others are ones
+    heads:   how many heads it tells apart
+    program: its expression, as JSON of a `ScoreMod` whose score it is; tables: the weights that it reads
     """
 
     node: Node
-    query: int
-    key: int
-    mask: MaskSpec
-    shown: float
-    hidden: float
+    dims: tuple[int, int, int, int]
+    heads: int
+    program: str
+    tables: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class DynamicMask:
     """A mask that depends on activations, and how to build it for new queries over all slots (`passes/dynamic_mask`).
 
-    node:      [B or 1, H or 1, S, S]; boolean (True: seen) or added to the scaled scores
+    node:      over queries and keys, and perhaps the batch and heads; of any meaning
     region:    its subgraph over both axes, in graph order; `queries`, `keys` and `static` are what enters it
     sides:     which side each dimension of a node runs over
     positions: which side a use (user, used) of positions alone is on
@@ -294,7 +350,7 @@ class DynamicMask:
     region: tuple[Node, ...]
     queries: tuple[Node, ...]
     keys: tuple[KeySide, ...]
-    static: tuple[StaticPart, ...]
+    static: tuple[PositionalPart, ...]
     sides: Mapping[Node, tuple[Side, ...]]
     positions: Mapping[tuple[Node, Node], Side]
 
@@ -314,7 +370,10 @@ class DynamicMask:
             tuple(map(move, self.region)),
             tuple(map(move, self.queries)),
             tuple(replace(key, node=move(key.node)) for key in self.keys),
-            tuple(replace(part, node=move(part.node)) for part in self.static),
+            tuple(
+                replace(part, node=move(part.node), tables=tuple(map(move, part.tables)))
+                for part in self.static
+            ),
             {move(node): sides for node, sides in self.sides.items()},
             {(move(user), move(used)): side for (user, used), side in self.positions.items()},
         )

@@ -58,7 +58,7 @@ _CREATE = frozenset(
         "arange",
     ]
 )
-_REDUCE = frozenset(
+REDUCE = frozenset(
     ["sum", "mean", "amax", "amin", "max", "min", "any", "all", "logsumexp", "prod", "argmax", "argmin"]
 )
 _ALONG = frozenset(
@@ -126,7 +126,7 @@ class Axes:
             return
         if node.target is operator.getitem or name in _ALONG:
             self._along(node, name, inputs)
-        elif name in _REDUCE:
+        elif name in REDUCE:
             self._reduce(node, inputs[0])
         elif name in ("matmul", "bmm", "mm"):
             self._product(node, inputs)

@@ -34,9 +34,10 @@ class Wrapper(nn.Module):
         self.sizes: list[tuple[Any, Any]] = []  # shapes [B, S] of the last call's inputs
 
     def call(self, input_ids: Tensor, **extra: Tensor) -> Any:
-        self.sizes = [
-            (value.shape[0], value.shape[1]) for value in (input_ids, *extra.values()) if value.dim() == 2
-        ]
+        if not torch.compiler.is_dynamo_compiling():  # which has no opaque modules
+            self.sizes = [
+                (value.shape[0], value.shape[1]) for value in (input_ids, *extra.values()) if value.dim() == 2
+            ]
         model = getattr(self, WRAPPED)
         return model(**{self.first: input_ids}, **extra, **self.fixed)
 
@@ -75,10 +76,10 @@ def wrap(model: nn.Module, inputs: CapturedInputs, first: str, fixed: dict[str, 
 
 
 def example(
-    inputs: CapturedInputs, batch: int, tokens: int, keep: int, device: torch.device
+    inputs: CapturedInputs, batch: int, tokens: int, keep: int, device: torch.device, seed: int = 0
 ) -> tuple[Tensor, ...]:
     """Values of the inputs: token ids 0 and 1 (every vocabulary has them), positions from 0, logits of `keep`."""
-    generator = torch.Generator().manual_seed(batch * tokens)
+    generator = torch.Generator().manual_seed(batch * tokens + 1000 * seed)
     values = {
         "input_ids": torch.randint(0, 2, (batch, tokens), generator=generator),
         "position_ids": torch.arange(tokens).expand(batch, tokens),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from kvcompile.passes.base import PassReport, call, expr, shape
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.clean import eliminate_dead_code
 from kvcompile.passes.detect import Detection
-from kvcompile.types import AttentionSite
+from kvcompile.types import AttentionSite, Leaf
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -66,9 +67,22 @@ def score_arguments(site: AttentionSite) -> dict[str, Any]:
         "sinks": site.sinks,
         "bias_kind": score.bias and score.bias.kind,
         "bias": site.bias,
-        "dynamic": site.dynamic and site.dynamic.node,
+        "mod": score.mod and json.dumps(score.mod.to_dict()),
+        "leaves": [_as_read(leaf) for leaf in site.leaves] or None,
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _as_read(leaf: Leaf) -> Node:
+    """A leaf's tensor in the order in which expressions read it: [B, S, ..], [B or 1, S, S, ..]."""
+    node = leaf.node
+    if leaf.kind == "table":
+        return node
+    if leaf.order != list(range(len(leaf.order))):
+        node = call(node.graph, aten.permute.default, (node, leaf.order), leaf.node)
+    if leaf.kind == "pair" and leaf.dims[0] < 0:
+        node = call(node.graph, aten.unsqueeze.default, (node, 0), leaf.node)
+    return node
 
 
 def _copy(graph_module: GraphModule) -> tuple[Graph, dict[Node, Node]]:

@@ -1,46 +1,54 @@
 """Capture: a model becomes one aten graph with dynamic batch and sequence, without a cache.
 
-`torch.export` (non-strict) traces a wrapper that calls the model with `input_ids` and, where its forward
+`torch.export` traces a wrapper that calls the model with `input_ids` and, where its forward
 takes them, explicit `position_ids` [B, S] and `logits_to_keep` (an index tensor [K]); `use_cache=False`.
 Nothing depends on a model's class, only on the signature of its forward. The weights of the graph are the
 model's own tensors.
 
-Tried in order, the first that exports wins: the attention implementation the model has (or sdpa where it is
-neither sdpa nor eager), the other one; each with both extra inputs, without logits_to_keep, without
-position_ids.
+Tried in order, the first that is right for all sizes wins: the attention implementation the model has (or sdpa where
+it is neither sdpa nor eager), the other one; each without and then with Dynamo (passes/trace.py); each with both extra
+inputs, without logits_to_keep, without position_ids.
+
+A graph is believed when what it takes for granted about sizes has been looked at (passes/guards.py), when the forward
+changes nothing that a later one reads (passes/harmless.py), and when it gives what the model gives at other sizes than
+those it was traced with.
 """
 
 from __future__ import annotations
 
 import inspect
-import io
 import logging
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
-from torch import nn
-from torch.export import Dim, ExportedProgram
-from torch.fx import GraphModule, Node
-from torch.fx.graph import CodeGen
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from kvcompile.collector import paused
 from kvcompile.errors import CaptureError, DetectionError, ModelError
 from kvcompile.kernels.opaque import OpaqueModule, State, opaque
+from kvcompile.outputs import Outputs
+from kvcompile.passes.as_eager import as_eager
 from kvcompile.passes.base import expr
-from kvcompile.passes.calls import WRAPPED, CapturedInputs, example, wrap
-from kvcompile.passes.clean import clean
-from kvcompile.passes.evaluate import fetch_attr
+from kvcompile.passes.calls import CapturedInputs, example, wrap
+from kvcompile.passes.changes import Place
 from kvcompile.passes.feeding import prove
-from kvcompile.passes.flex import spell_out
-from kvcompile.passes.functionalize import functionalize, mutates
+from kvcompile.passes.guards import TOKENS, Threshold, sizes_to_try, threshold
+from kvcompile.passes.harmless import check_changes, check_hidden_writes
+from kvcompile.passes.joined import join, worth_it
+from kvcompile.passes.last_token import LastToken
 from kvcompile.passes.opaque import CannotBeOpaque, Run, Tracing, innermost, observe, settle
+from kvcompile.passes.own_positions import counts_from_zero, keeps_all
+from kvcompile.passes.plain import Plain, plain
 from kvcompile.passes.state import StateRefused, attributes_restored, find_states
+from kvcompile.passes.trace import BATCH, SEQ, WAYS, Traced, Way, trace
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +61,10 @@ _DATA_DEPENDENT = (
     "aten.nonzero",
     "unbacked",
 )
-_BATCH, _SEQ, _KEEP = 3, 11, 5  # example sizes: different, so that no two dynamic sizes share a symbol
+_LONGEST = 4096  # tokens of a comparison
+_CHECKED = ((1, TOKENS), (1, SEQ))  # sizes at which it is seen what a forward changes
+_OTHERS = ((2, 17), (4, 6))  # sizes at which a graph that Dynamo made is compared besides
+_COUNTED = (7, 12)  # tokens by which a model's own positions are seen
 
 
 @dataclass(frozen=True)
@@ -65,9 +76,11 @@ class Captured:
     logits_index: which of the graph's outputs holds the logits
     constants:    leaves of the model's output that are not tensors, by leaf index
     max_seq_len:  the longest sequence the model's own tables and asserts allow; None: no limit in the graph
-    route:        how it was captured, e.g. "export, sdpa"; reasons: what failed before, one line each
+    route:        how it was captured, e.g. "export, sdpa" or "strict export, eager"
+    reasons:      what failed before, one line each
     opaques:      the modules that run as Python; they live as long as this record
     state_problem: recurrent state that was seen and cannot be carried; empty: none
+    last:         set where the model itself gives the last token's logits alone
     """
 
     graph_module: GraphModule
@@ -81,15 +94,16 @@ class Captured:
     max_seq_len: int | None = None
     opaques: tuple[OpaqueModule, ...] = ()
     state_problem: str = ""
+    last: LastToken | None = None
 
-    def rebuild(self, outputs: Sequence[Any]) -> Any:
+    @property
+    def rebuild(self) -> Outputs:
         """The model's own output class around the graph's flat outputs."""
-        leaves = list(outputs)
-        for index, constant in self.constants:
-            leaves.insert(index, constant)
-        return pytree.tree_unflatten(leaves, self.out_spec)
+        flat = self.last is not None and self.last.flat
+        return Outputs(self.out_spec, self.constants, self.logits_index if flat else None)
 
 
+@torch.random.fork_rng(devices=[])  # tracing runs the model, which may draw numbers
 def capture(model: nn.Module) -> Captured:
     """Trace `model` into one graph. The model is left exactly as it was.
 
@@ -101,7 +115,14 @@ def capture(model: nn.Module) -> Captured:
     reasons: list[str] = []
     if "position_ids" in parameters and not _counts_from_zero(model, first):
         parameters -= {"position_ids"}
-        reasons.append("the model's own positions are not 0, 1, 2, ..: it makes them itself, in the graph")
+        reasons.append(
+            "that the model's own positions are 0, 1, 2, .. is not shown: it makes them itself, in the graph"
+        )
+    if "logits_to_keep" in parameters and not _keeps_all(model, first):
+        parameters -= {"logits_to_keep"}
+        reasons.append(
+            "that logits_to_keep only chooses among the tokens is not shown: all logits are computed"
+        )
     variants = list(
         dict.fromkeys(
             CapturedInputs(
@@ -112,27 +133,36 @@ def capture(model: nn.Module) -> Captured:
     )
     with eval_mode(model), attributes_restored(model):
         route = _Route(model, first, "use_cache" in parameters, reasons)
-        for implementation in _implementations(model, reasons):
-            for inputs in variants:
-                name = ", ".join(["export", *([implementation] if implementation else []), *inputs.names])
-                try:
-                    with _configured(model, implementation), torch.no_grad():
-                        program, opaques = route.export(inputs, name)
-                    captured = _finish(program, opaques, inputs, name, reasons, start)
-                except DetectionError:
+        for implementation, way, inputs in product(_implementations(model, reasons), WAYS, variants):
+            if way == "strict export" and not route.may_be_strict:
+                continue
+            name = ", ".join([way, *([implementation] if implementation else []), *inputs.names])
+            try:
+                with _configured(model, implementation), torch.no_grad():
+                    captured = route.capture(inputs, name, way, start)
+            except ModelError as error:
+                if not isinstance(error, CaptureError):  # no other way makes it another model
                     raise
-                except Exception as error:  # export raises many kinds; each becomes one line of the report
-                    reasons.append(f"{name}: {_first_line(error)}")
-                    log.debug("capture route failed: %s", reasons[-1], exc_info=True)
-                    continue
-                log.info(
-                    "capture: %s, %d nodes, %d opaque, %.2f s",
-                    name,
-                    len(captured.graph_module.graph.nodes),
-                    len(captured.opaques),
-                    captured.seconds,
-                )
-                return replace(captured, state_problem=route.state_problem)
+                reasons.append(f"{name}: {_first_line(error)}")
+                continue
+            except Exception as error:  # export raises many kinds; each becomes one line of the report
+                reasons.append(f"{name}: {_first_line(error)}")
+                log.debug("capture route failed: %s", reasons[-1], exc_info=True)
+                continue
+            log.info(
+                "capture: %s, %d nodes, %d opaque, %.2f s",
+                name,
+                len(captured.graph_module.graph.nodes),
+                len(captured.opaques),
+                captured.seconds,
+            )
+            return replace(captured, state_problem=route.state_problem)
+    problems = [_declined(model, first, size) for size in (*_CHECKED, (BATCH, SEQ))]
+    if all(problems):
+        raise ModelError(
+            f"{type(model).__name__} does not run on token ids: {problems[-1]}. Expected a decoder: token ids, int64 "
+            "[batch, sequence], to logits [batch, sequence, vocabulary]"
+        )
     routes: dict[str, list[str]] = {}
     for reason in reasons:
         name, _, why = reason.partition(": ")
@@ -155,22 +185,138 @@ class _Route:
         self.opaque: dict[nn.Module, tuple[str, str]] = {}
         # Until a pass with a cache has shown that there is none. Some models only look at their config.
         self.has_state = takes_use_cache or any(hasattr(config, "use_cache") for config in _configs(model))
+        self.has_mixers = self.checked = False
+        self.written: tuple[Place, ...] = ()
         self.state_problem = ""
+        self.asked: list[str] = []  # lines that ask whether they are traced
         self.fixed = {"use_cache": False} if takes_use_cache else {}
 
-    def export(self, inputs: CapturedInputs, name: str) -> tuple[ExportedProgram, tuple[OpaqueModule, ...]]:
+    @property
+    def may_be_strict(self) -> bool:
+        """Whether Dynamo may look at the Python of all its parts."""
+        return not self.opaque and not self.has_mixers
+
+    def capture(self, inputs: CapturedInputs, name: str, way: Way, start: float) -> Captured:
+        """One attempt: the graph, if it is right for all sizes."""
+        calls = Calls(self, inputs)
+        if not self.checked:  # before tracing: what writes behind torch's back can crash it
+            known, self.written = check_changes(self.model, calls, _CHECKED)
+            calls.known = dict(zip(_CHECKED, known, strict=True))
+            self.checked = True
+        traced, opaques = self.export(inputs, name, way)
+        others = _OTHERS if way != "export" else ()
+        found = plain(traced.program, inputs, opaques)
+        limit = _max_seq_len(traced.program, found.graph_module)
+        both = None if opaques or found.last else self._both_sides(traced, found, inputs, way)
+        if both is not None:
+            found, sizes, limit = both
+            sizes = (*sizes, *others)
+        else:
+            sizes = (*sizes_to_try(traced), *others)
+        used = {node.args[1] for node in found.graph_module.graph.nodes if node.target is opaque}
+        captured = Captured(
+            found.graph_module,
+            found.inputs,
+            found.out_spec,
+            found.logits_index,
+            name,
+            (*self.reasons, *found.reasons),
+            time.perf_counter() - start,
+            found.constants,
+            limit,
+            tuple(record for record in opaques if record.key in used),
+            last=found.last,
+        )
+        check_hidden_writes(self.written, captured.opaques)
+        self._confirm(captured, calls, sizes)
+        return replace(captured, seconds=time.perf_counter() - start)
+
+    def _both_sides(
+        self, traced: Traced, found: Plain, inputs: CapturedInputs, way: Way
+    ) -> tuple[Plain, tuple[tuple[int, int], ...], int | None] | None:
+        """One graph for the lengths on both sides of a threshold, sizes to try it at, and its limit; or None."""
+        asked = threshold(traced)
+        if asked is None or not worth_it(found.graph_module, asked):
+            return None
+        # Another number than that of sequences, or the two would share a symbol.
+        length = asked.length + 6 if asked.below else next(n for n in (asked.length - 1, 2) if n != BATCH)
+        try:
+            with as_eager(self.model) if way == "export" else nullcontext():  # Dynamo knows the questions
+                second = trace(
+                    wrap(self.model, inputs, self.first, self.fixed),
+                    inputs,
+                    self.device,
+                    way,
+                    (BATCH, length),
+                )
+            other = plain(second.program, inputs, ())
+        except (
+            Exception
+        ) as error:  # there is no other side: the model refuses such lengths, or needs a third graph
+            log.debug("lengths from %s: %s", asked, error)
+            return None
+        sides = [(traced, found), (second, other)]
+        below, above = sides if asked.below else sides[::-1]
+        if threshold(below[0]) != Threshold(asked.length, True):
+            return None
+        sizes = (*sizes_to_try(below[0]), *sizes_to_try(above[0], asked.length))
+        limit = _max_seq_len(above[0].program, above[1].graph_module)
+        at = example(inputs, BATCH, SEQ, 2, self.device)
+        joined = join(below[1].graph_module, above[1].graph_module, asked.length, at)
+        if joined is None:
+            return None
+        around = [(2, asked.length + n) for n in (-1, 0, 1) if 0 < asked.length + n <= _LONGEST]
+        return replace(below[1], graph_module=joined), (*sizes, *around), limit
+
+    def _confirm(self, captured: Captured, calls: Calls, sizes: Sequence[tuple[int, int]]) -> None:
+        """The graph gives what the model gives at `sizes`."""
+        for batch, tokens in sizes:
+            if captured.max_seq_len is not None and tokens > captured.max_seq_len:
+                continue
+            inputs = calls.inputs(batch, tokens)
+            output = calls.known.get((batch, tokens))
+            if output is None:
+                with attributes_restored(self.model):
+                    try:
+                        output = calls(inputs)
+                    except (
+                        Exception
+                    ) as error:  # no result to compare with: the model refuses this size itself
+                        log.debug("%d x %d tokens: %s", batch, tokens, error)
+                        continue
+            problem = _differs(captured, inputs, output)
+            if problem:
+                raise CaptureError(
+                    f"the graph does not compute what the model computes for {batch} x {tokens} tokens: {problem}."
+                    " Remove Python control flow that depends on the exact batch or sequence length"
+                )
+
+    def export(
+        self, inputs: CapturedInputs, name: str, way: Way = "export"
+    ) -> tuple[Traced, tuple[OpaqueModule, ...]]:
         """One attempt; what Python it must not look into is found on the way."""
         wrapper = wrap(self.model, inputs, self.first, self.fixed)
-
+        if way != "export":
+            if self.asked:  # Dynamo answers itself
+                raise CaptureError(
+                    f"the forward asks whether it is traced, and may do something else then ({self.asked[0]}); what it "
+                    "does without cannot be traced"
+                )
+            with attributes_restored(self.model):
+                return trace(wrapper, inputs, self.device, way), ()
         run = self._eager(wrapper, inputs)
         states = self._states(inputs, run)
         modules = {module: (self.names[module], "keeps recurrent state") for module in states} | self.opaque
         while True:
-            observed = observe(list(modules), run) if modules else {}
+            with attributes_restored(self.model):  # what runs before must not be what is traced
+                observed = observe(list(modules), run) if modules else {}
             tracing = Tracing(modules, observed, states, lambda: wrapper.sizes)
             try:
-                with tracing.patched():
-                    program = _export(wrapper, inputs, self.device)
+                with attributes_restored(self.model), tracing.patched(), as_eager(self.model) as asked:
+                    try:
+                        traced = trace(wrapper, inputs, self.device)
+                    finally:
+                        self.asked = self.asked or asked
                 break
             except Exception as error:
                 found = self._culprits(error, modules)
@@ -191,7 +337,7 @@ class _Route:
                 if record.state is None:
                     raise
                 raise DetectionError(f"recurrent state cannot be carried: {refused}") from refused
-        return program, tuple(record for record, _ in tracing.made)
+        return traced, tuple(record for record, _ in tracing.made)
 
     def _eager(self, wrapper: nn.Module, inputs: CapturedInputs) -> Run:
         def run(batch: int, tokens: int) -> object:
@@ -212,7 +358,7 @@ class _Route:
             log.debug("no pass with the model's own cache", exc_info=True)
             problem = f"the model does not run with a cache of its own: {_first_line(error)}"
             self.state_problem, states = problem, {}
-        self.has_state = bool(states)
+        self.has_state = self.has_mixers = bool(states)
         return states
 
     def _culprits(
@@ -227,6 +373,56 @@ class _Route:
         reason = _first_line(error)
         like = [module for module in self.names if type(module) is type(found[1]) and module not in known]
         return {module: (self.names[module], reason) for module in like}
+
+
+class Calls:
+    """The model's own forward, with the inputs that its graph has."""
+
+    def __init__(self, route: _Route, inputs: CapturedInputs):
+        self.names, self.device = inputs, route.device
+        self.wrapper = wrap(route.model, inputs, route.first, route.fixed)
+        self.known: dict[tuple[int, int], Any] = {}  # results by sequences and tokens
+
+    def inputs(self, batch: int, tokens: int, seed: int = 0) -> tuple[Tensor, ...]:
+        return example(self.names, batch, tokens, min(2, tokens), self.device, seed)
+
+    def __call__(self, inputs: tuple[Tensor, ...]) -> Any:
+        with torch.no_grad():
+            return self.wrapper(*inputs)
+
+
+def _differs(captured: Captured, inputs: tuple[Tensor, ...], output: Any) -> str:
+    """How the graph's logits differ from the model's; empty where they are the same to rounding."""
+    leaves = pytree.tree_leaves(output)
+    constant = {index for index, _ in captured.constants}
+    wanted = [leaf for index, leaf in enumerate(leaves) if index not in constant][captured.logits_index]
+    if captured.last is not None:
+        inputs = (*inputs, torch.tensor([inputs[0].shape[1] - 1], device=inputs[0].device))
+    try:
+        with torch.no_grad():
+            found = captured.graph_module.forward(*inputs)[captured.logits_index]
+    except Exception as error:  # whatever an operator raises for a shape that it cannot take
+        return _first_line(error)
+    if captured.last is not None and captured.last.flat:
+        found = found[:, 0]
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return f"logits {found.dtype}{list(found.shape)}, the model's are {wanted.dtype}{list(wanted.shape)}"
+    one, other = (x.double().nan_to_num(0.0, 0.0, 0.0) for x in (found, wanted))
+    size = other.square().mean().sqrt().clamp(min=1e-30)
+    distance = float((one - other).square().mean().sqrt() / size)
+    allowed = 1e-4 if wanted.dtype in (torch.float32, torch.float64) else 3e-2
+    return "" if distance <= allowed else f"the logits differ by {distance:.1e} of their size"
+
+
+def _declined(model: nn.Module, first: str, size: tuple[int, int]) -> str:
+    """What a model raises for token ids of this size, in a line; empty: nothing."""
+    (ids,) = example(CapturedInputs(False, False), *size, 1, _device(model))
+    with eval_mode(model), attributes_restored(model), torch.no_grad():
+        try:
+            model(**{first: ids})
+        except Exception as error:  # a model raises anything
+            return _first_line(error)
+    return ""
 
 
 def _depends_on_values(error: BaseException | None) -> bool:
@@ -264,19 +460,31 @@ def _signature(model: nn.Module) -> tuple[str, frozenset[str]]:
 
 def _counts_from_zero(model: nn.Module, first: str) -> bool:
     """Whether leaving out position_ids is the same as passing 0, 1, 2, .. (True where the model cannot be called)."""
-    inputs = CapturedInputs(True, False)
-    ids, positions = example(inputs, 2, 7, 1, _device(model))
+    return all(_same_without(model, first, "position_ids", counts_from_zero, tokens) for tokens in _COUNTED)
+
+
+def _keeps_all(model: nn.Module, first: str) -> bool:
+    """Whether leaving out logits_to_keep is the same as passing the indices of all tokens (True as above)."""
+    return _same_without(model, first, "logits_to_keep", keeps_all, _COUNTED[0])
+
+
+def _same_without(model: nn.Module, first: str, name: str, proof: Callable[..., bool], tokens: int) -> bool:
+    """Whether a forward without an argument gives what it gives with 0, 1, 2, .., and in the same way."""
+    inputs = CapturedInputs(name == "position_ids", name == "logits_to_keep")
+    ids, given = example(inputs, 1, tokens, tokens, _device(model))
     found = []
-    for extra in ({}, {"position_ids": positions}):
-        try:
-            with eval_mode(model), torch.no_grad():
-                found.append(
-                    [leaf for leaf in pytree.tree_leaves(model(**{first: ids}, **extra)) if _real(leaf)]
-                )
-        except Exception as error:  # whatever is wrong shows better while it is traced
-            log.debug("positions were not compared: %s", error, exc_info=True)
-            return True
-    return all(torch.allclose(a, b, rtol=1e-2, atol=1e-3) for a, b in zip(*found, strict=False))
+    try:
+        with eval_mode(model), torch.no_grad():
+            for extra in ({}, {name: given}):
+                with attributes_restored(model):
+                    leaves = pytree.tree_leaves(model(**{first: ids}, **extra))
+                found.append([leaf for leaf in leaves if _real(leaf)])
+            with attributes_restored(model):
+                same = proof(model, first, ids, given)
+    except Exception as error:  # whatever is wrong shows better while it is traced
+        log.debug("%s was not compared: %s", name, error, exc_info=True)
+        return True
+    return same and all(torch.allclose(a, b, rtol=1e-2, atol=1e-3) for a, b in zip(*found, strict=False))
 
 
 def _real(leaf: object) -> bool:
@@ -355,114 +563,8 @@ def _caching(model: nn.Module) -> Iterator[None]:
             config.use_cache = value
 
 
-def _export(wrapper: nn.Module, inputs: CapturedInputs, device: torch.device) -> ExportedProgram:
-    rank2 = {
-        0: Dim.DYNAMIC,
-        1: Dim.DYNAMIC,
-    }  # ranges and equal sizes are inferred; specialisation is an error
-    dims = {"input_ids": rank2, "position_ids": rank2, "logits_to_keep": {0: Dim.DYNAMIC}}
-    names = inputs.names
-    with paused(), redirect_stderr(io.StringIO()):  # export prints its half-made graph where it fails
-        return torch.export.export(
-            wrapper,
-            example(inputs, _BATCH, _SEQ, _KEEP, device),
-            dynamic_shapes=tuple(dims[name] for name in names),
-            strict=False,
-        )
-
-
-def _module(program: ExportedProgram, reasons: list[str]) -> GraphModule:
-    """The program as one module, without in-place operators: a node's value would depend on when it is read."""
-    module = program.module(check_guards=False)
-    assert isinstance(module, GraphModule)
-    spell_out(module)
-    if mutates(module):
-        problem = functionalize(module)
-        if problem:  # slow, but it knows every operator
-            reasons.append(f"decomposed by torch, because of an in-place operator: {problem}")
-            module = program.run_decompositions({}).module(check_guards=False)
-    assert isinstance(module, GraphModule)
-    return module
-
-
-def _finish(
-    program: ExportedProgram,
-    opaques: tuple[OpaqueModule, ...],
-    inputs: CapturedInputs,
-    route: str,
-    reasons: list[str],
-    start: float,
-) -> Captured:
-    """From an exported program to a plain graph module with the model's own names."""
-    module = _module(program, reasons)
-    graph = module.graph
-    graph.set_codegen(CodeGen())
-    attributes: dict[str, Any] = {}
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            found = fetch_attr(module, str(node.target))
-            node.target = _strip(str(node.target))
-            node._rename(node.name.removeprefix(f"{WRAPPED}_"))
-            attributes[node.target] = found
-        stack = node.meta.get("nn_module_stack")
-        if stack:
-            node.meta["nn_module_stack"] = {key: (_strip(path), kind) for key, (path, kind) in stack.items()}
-        if node.op == "output":
-            leaves = pytree.tree_leaves(node.args[0])
-            node.args = (tuple(leaf for leaf in leaves if isinstance(leaf, Node)),)
-    for node in list(graph.nodes):  # call_module nodes are export's guards; nothing else survives tracing
-        if node.op == "call_module":
-            graph.erase_node(node)
-    constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Node))
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    for node, name in zip(placeholders, inputs.names, strict=True):
-        node.target = node.name = name
-
-    records = {record.key: record for record in opaques}
-    for node in graph.nodes:
-        if node.target is opaque:
-            given, key = node.args
-            node.args = ([given[index] for index in records[key].kept], key)
-    graph_module = GraphModule(attributes, graph, "Captured")
-    clean(graph_module)
-    used = {node.args[1] for node in graph_module.graph.nodes if node.target is opaque}
-    out_spec = program.call_spec.out_spec
-    assert out_spec is not None
-    return Captured(
-        graph_module,
-        inputs,
-        out_spec,
-        _logits_index(graph_module, out_spec, constants),
-        route,
-        tuple(reasons),
-        time.perf_counter() - start,
-        constants,
-        _max_seq_len(program, placeholders[0]),
-        tuple(record for record in opaques if record.key in used),
-    )
-
-
-def _strip(path: str) -> str:
-    return path.removeprefix(WRAPPED).removeprefix(".")
-
-
-def _logits_index(
-    graph_module: GraphModule, spec: pytree.TreeSpec, constants: tuple[tuple[int, Any], ...]
-) -> int:
-    """The output called `logits`, else the first of rank 3 with a static last size."""
-    output = next(node for node in graph_module.graph.nodes if node.op == "output")
-    tensors = output.args[0]
-    if isinstance(spec.context, (list, tuple)) and "logits" in spec.context:
-        leaf = list(spec.context).index("logits")
-        return leaf - sum(1 for index, _ in constants if index < leaf)
-    for index, node in enumerate(tensors):
-        val = node.meta["val"]
-        if val.dim() == 3 and not expr(val.shape[-1]).free_symbols:
-            return index
-    raise ModelError("the model returns no logits: expected an output of shape [batch, sequence, vocabulary]")
-
-
-def _max_seq_len(program: ExportedProgram, input_ids: Node) -> int | None:
+def _max_seq_len(program: ExportedProgram, graph_module: GraphModule) -> int | None:
+    input_ids = next(node for node in graph_module.graph.nodes if node.op == "placeholder")
     bound = program.range_constraints.get(expr(input_ids.meta["val"].shape[1]))
     if bound is None or not getattr(bound.upper, "is_Integer", False) or int(bound.upper) >= 2**31:
         return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import operator
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,8 @@ def clean(graph_module: GraphModule) -> PassReport:
             changed += 1
         elif node.target is aten.einsum.default:
             changed += _split_einsum(node)
+        elif node.target is aten.cumsum.default:
+            changed += _count(node)
     changed += to_real(graph_module) + _merge_equal(graph_module)
     eliminate_dead_code(graph_module)
     report = PassReport("clean", changed, (), time.perf_counter() - start)
@@ -162,9 +164,9 @@ def _split_einsum(node: Node) -> int:
     assert isinstance(equation, str) and isinstance(operands, (list, tuple))
     first = operands[0]
     assert isinstance(first, Node)
-    left, arrow, out = equation.replace(" ", "").partition("->")
+    left, arrow, out = _without_ellipsis(equation.replace(" ", ""), operands).partition("->")
     terms = left.split(",")
-    if not arrow or len(terms) != 2 or "." in equation or any(len(set(t)) != len(t) for t in (*terms, out)):
+    if not arrow or len(terms) != 2 or "." in left + out or any(len(set(t)) != len(t) for t in (*terms, out)):
         return 0
     a, b = terms
     shared = [label for label in a if label in b]
@@ -191,6 +193,35 @@ def _split_einsum(node: Node) -> int:
         product = call(graph, aten.matmul.default, (lhs, rhs), node)
         result = _permuted(product, "".join([*batch, row, columns[0]]), list(out), node)
     node.replace_all_uses_with(result)
+    graph.erase_node(node)
+    return 1
+
+
+def _without_ellipsis(equation: str, operands: Sequence[Any]) -> str:
+    """...ij,...kj->...ik as abij,abkj->abik, where all operands have as many of these dimensions."""
+    terms = equation.partition("->")[0].split(",")
+    counts = {len(shape(x)) - len(t.replace("...", "")) for x, t in zip(operands, terms, strict=True)}
+    free = [label for label in "abcdefghijklmnopqrstuvwxyz" if label not in equation]
+    if len(counts) != 1 or not all("..." in term for term in terms):
+        return equation
+    return equation.replace("...", "".join(free[: counts.pop()]))
+
+
+def _count(node: Node) -> int:
+    """cumsum(ones(S)) -> arange(S) + 1, which is a position of each token."""
+    source, dim = node.args[0], node.args[1]
+    assert isinstance(source, Node)
+    if source.target is not aten.ones.default or len(shape(source)) != 1 or dim not in (0, -1):
+        return 0
+    sizes = source.args[0]
+    assert isinstance(sizes, (list, tuple))
+    val, graph = value(node), node.graph
+    with graph.inserting_before(node):
+        places = call(
+            graph, aten.arange.default, (sizes[0],), node, {"dtype": val.dtype, "device": val.device}
+        )
+        found = call(graph, aten.add.Tensor, (places, 1), node)
+    node.replace_all_uses_with(found)
     graph.erase_node(node)
     return 1
 

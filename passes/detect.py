@@ -16,7 +16,6 @@ from torch.fx import Node
 from kvcompile.errors import DetectionError
 from kvcompile.passes import rotation
 from kvcompile.passes.base import module_path, shape, source_line
-from kvcompile.passes.bias import Bias
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.lengths import PositionLimit, position_limit
 from kvcompile.passes.probe import Prober
@@ -60,7 +59,7 @@ def detect(captured: Captured, made_for: int | None = None) -> Detection:
         found = block if isinstance(block, NoMatch) else _site(block, len(sites), prober)
         if isinstance(found, NoMatch):
             misses.append(found)
-            prober.results.append(node)  # so that the reasons of later blocks are their own
+            prober.found(node)  # so that the reasons of later blocks are their own
             continue
         spec = ropes.match(found.q, found.k)
         if isinstance(spec, RopeSpec):
@@ -76,21 +75,32 @@ def detect(captured: Captured, made_for: int | None = None) -> Detection:
             own = replace(form.site, rope=spec if isinstance(spec, RopeSpec) else None)
             found = replace(found, latent=replace(form, site=own))
         sites.append(found)
-        prober.results.append(found.out)
+        prober.found(found.out)
     _require_all(sites, misses)
     sites = _positionless(sites, prober)
     output = next(node for node in captured.graph_module.graph.nodes if node.op == "output")
-    mixed = token_local.check(sites, output.args[0][captured.logits_index], prober)
+    logits = output.args[0][captured.logits_index]
+    analysis = token_local.analysed(sites, prober)
+    mixed = token_local.check(sites, logits, prober, analysis)
     if mixed is not None:
         known = f"\n  - {captured.state_problem}" if captured.state_problem else ""
         raise DetectionError(
             f"a KV cache alone cannot hold this model's state:\n  - {mixed}{known}", (mixed,)
         )
-    limit = position_limit(sites, output.args[0][captured.logits_index], prober, made_for)
+    notes.extend(token_local.unproved(sites, logits, analysis))
+    limit = _with_tables(position_limit(sites, logits, prober, made_for, analysis), prober)
     captured.graph_module.recompile()
     seconds = time.perf_counter() - start
     log.info("detect: %d sites, %d notes, %.2f s", len(sites), len(notes), seconds)
     return Detection(tuple(sites), tuple(notes), seconds, limit)
+
+
+def _with_tables(limit: PositionLimit | None, prober: Prober) -> PositionLimit | None:
+    """The limit of positions, at most that of masks and biases."""
+    found = prober.reader.limit()
+    if found is None or (limit is not None and limit.tokens <= found[0]):
+        return limit
+    return PositionLimit(*found)
 
 
 def _kv_source(found: AttentionSite, sites: list[AttentionSite]) -> int:
@@ -130,11 +140,10 @@ def _site(block: Block, layer: int, prober: Prober) -> AttentionSite | NoMatch:
         return no_match(
             block.idiom, f"the batch is not part of the product's dimensions {shape(block.out)}", block.out
         )
-    own = prober.concrete(block.k, 2, 29)[:-2]
-    scores = batch if block.scores is None else prober.concrete(block.scores, 2, 29)[:-2]
+    scores = block.out if block.scores is None else block.scores
     grouped = block.idiom == sdpa.NAME  # enable_gqa: K and V have fewer heads than Q
-    q = repeat_kv.resolve(block.q, scores, heads, False, prober)
-    pair = _keys_and_values(block, own if grouped else scores, own if grouped else batch, prober)
+    q = repeat_kv.resolve(block.q, scores, False, prober)
+    pair = _keys_and_values(block, block.k if grouped else scores, block.k if grouped else block.out, prober)
     if isinstance(q, NoMatch):
         return q
     if isinstance(pair, NoMatch):
@@ -165,32 +174,27 @@ def _site(block: Block, layer: int, prober: Prober) -> AttentionSite | NoMatch:
         kv_source=layer,
         score=ScoreSpec(
             block.softcap,
-            None if block.bias is None else BiasSpec(block.bias.kind, block.bias.reach),
+            None if block.slopes is None else BiasSpec("alibi"),
             block.sinks is not None,
+            block.mod,
         ),
         sinks=block.sinks,
-        bias=None if block.bias is None else _bias_node(block.bias, heads, prober),
-        dynamic=block.dynamic,
+        bias=None if block.slopes is None else prober.constant("slopes", block.slopes.float()),
+        leaves=block.leaves,
     )
 
 
 def _keys_and_values(
-    block: Block, key_dims: tuple[int, ...], value_dims: tuple[int, ...], prober: Prober, at_least: int = 1
+    block: Block, of_keys: Node, of_values: Node, prober: Prober, at_least: int = 1
 ) -> tuple[Node, Node] | NoMatch:
-    """K and V [B, Hkv, S, ..] behind a block's operands, whose batch dimensions at B = 2 are given."""
-    k = repeat_kv.resolve(block.k, key_dims, math.prod(key_dims) // 2, block.k_transposed, prober, at_least)
+    """K and V [B, Hkv, S, ..] behind a block's operands, which broadcast to the batch dimensions of these nodes."""
+    k = repeat_kv.resolve(block.k, of_keys, block.k_transposed, prober, at_least)
     if isinstance(k, NoMatch):
         return k
-    v = repeat_kv.resolve(block.v, value_dims, math.prod(value_dims) // 2, False, prober, at_least)
+    v = repeat_kv.resolve(block.v, of_values, False, prober, at_least)
     if isinstance(v, NoMatch):
         return v
     # One of them may have been repeated further up than the walk reaches: meet at the larger.
     larger = max(int(shape(k)[1]), int(shape(v)[1]))
     same = shape(k)[1] == shape(v)[1] or larger <= at_least
-    return (k, v) if same else _keys_and_values(block, key_dims, value_dims, prober, larger)
-
-
-def _bias_node(bias: Bias, heads: int, prober: Prober) -> Node:
-    """The bias's values as a constant of the graph; slopes for every head."""
-    values = bias.values.expand(heads) if bias.kind == "alibi" else bias.values
-    return prober.constant("bias", values)
+    return (k, v) if same else _keys_and_values(block, of_keys, of_values, prober, larger)

@@ -270,3 +270,50 @@ def _int(node: Node, index: int, default: int) -> Any:
     found: Any = node.args[index] if len(node.args) > index else None
     found = default if found is None else found
     return found + len(shape(node)) if index == 2 and found < 0 else found
+
+
+def read_back(graph_module: GraphModule) -> int:
+    """Replace slices of what was scattered to the very same place by what was put there; returns how many.
+
+    A buffer of which only the part that was just written is read, is not read: a cache that a model fills and reads in
+    the same forward.
+    """
+    count = 0
+    for node in graph_module.graph.nodes:
+        base = node.args[0] if node.args else None
+        if not isinstance(base, Node):
+            continue
+        if node.target is aten.copy.default and _alike(base, node.args[1]):
+            node.replace_all_uses_with(node.args[1])
+            count += 1
+        elif base.target is _SCATTERS.get(node.target) and _range(node, node.args[1:]) == _range(
+            node, base.args[2:]
+        ):
+            node.replace_all_uses_with(base.args[1])
+            count += 1
+    return count
+
+
+_SCATTERS: dict[Any, Any] = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+}
+
+
+def _alike(one: Node, other: Any) -> bool:
+    if not isinstance(other, Node):
+        return False
+    sizes = [[expr(s) for s in shape(node)] for node in (one, other)]
+    kinds = [(value(node).dtype, value(node).device) for node in (one, other)]
+    return sizes[0] == sizes[1] and kinds[0] == kinds[1]
+
+
+def _range(node: Node, given: tuple[Any, ...]) -> list[Any]:
+    """Dimension, start, end and step (or dimension and index) by their values."""
+    defaults = (0, 0, _FAR, 1) if node.target is aten.slice.Tensor else (0, 0)
+    found = []
+    for argument, default in zip((*given, *[None] * 4), defaults, strict=False):
+        number = value(argument) if isinstance(argument, Node) else argument
+        number = default if number is None else number
+        found.append(expr(number) if isinstance(number, torch.SymInt) else min(number, _FAR))
+    return found

@@ -106,8 +106,8 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
             extra: dict[str, Any] = {
                 name: copied[node] for name, node in (("sinks", site.sinks), ("bias", site.bias)) if node
             }
-            if site.dynamic is not None:
-                extra["dynamic"] = masks.build(site.dynamic, mask_buffers)
+            if site.leaves:
+                extra["leaves"] = masks.leaves(site.leaves, mask_buffers)
             if decision.kv_source in page_tables:
                 extra["page_table"] = page_tables[decision.kv_source]
             v = copied[site.v]
@@ -147,7 +147,7 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
         for old in [node for node in graph.nodes if node.target is running_sum]:
             (total,) = (placeholder(name) for name in states[numbers[str(old.args[1])]])
             with graph.inserting_before(old):
-                new = graph.call_function(cached_running_sum, (old.args[0], total, seq_lens))
+                new = graph.call_function(cached_running_sum, (old.args[0], total, seq_lens, positions))
             new.meta = dict(old.meta)
             old.replace_all_uses_with(new)
             graph.erase_node(old)

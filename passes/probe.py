@@ -1,6 +1,6 @@
 """Probing: parts of a captured graph evaluated at concrete sizes, so that rules find out and assume nothing.
 
-`passes/scores.py` probes what happens between Q K^T and the softmax, `passes/masks.py` says what a mask is.
+What happens between Q K^T and the softmax is not probed but translated: `reader` (`passes/score_mod`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from kvcompile.passes.base import expr, shape
+from kvcompile.passes.dependence import Dependence
 from kvcompile.passes.evaluate import evaluate
-
-
-class Refused(Exception):
-    """A probe found something that no canonical attention expresses; the text is the exact reason."""
-
-
-class DependsOnTokens(Refused):
-    """A mask or bias is no function of positions alone."""
+from kvcompile.passes.refused import Refused
+from kvcompile.passes.score_mod.reader import Reader
 
 
 class NotEvaluated(Refused):
@@ -40,7 +35,8 @@ class Prober:
     ):
         self.graph_module = graph_module
         self.max_seq_len = max_seq_len or 2**31
-        self.results: list[Node] = []  # of the attention blocks found so far
+        self.dependence = Dependence(graph_module)
+        self.reader = Reader(self.dependence)
         self.made_for = made_for
         self.memo: dict[Any, Any] = {}
         self.placeholders = {str(n.target): n for n in graph_module.graph.nodes if n.op == "placeholder"}
@@ -49,6 +45,10 @@ class Prober:
         self.batch, self.seq = (expr(dim) for dim in ids.shape)
         keep = self.placeholders.get("logits_to_keep")
         self.keep = None if keep is None else expr(shape(keep)[0])  # the symbol of K
+
+    def found(self, result: Node) -> None:
+        """Say that `result` is that of an attention block: a value of each token, like any other."""
+        self.dependence.cut(result)
 
     def inputs(self, batch: int, seq: int, seed: int = 0) -> dict[str, Tensor]:
         """Placeholder values: tokens in {0, 1} (every vocabulary has them), positions as arange rows."""
@@ -106,4 +106,4 @@ class Prober:
         return found
 
 
-__all__ = ["DependsOnTokens", "NotEvaluated", "Prober", "Refused"]
+__all__ = ["NotEvaluated", "Prober", "Refused"]

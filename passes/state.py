@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -280,15 +282,21 @@ _INTERNAL = frozenset(nn.Module().__dict__)
 
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[Callable[[], dict[nn.Module, Changed]]]:
-    """What modules keep in attributes and buffers comes back; yields a function that lists the tensors that changed."""
-    saved = {module: (_own(module), dict(module._buffers)) for module in model.modules()}
-    marks = {module: _Marks([_Attributes(plain | buffers)]) for module, (plain, buffers) in saved.items()}
+    """What modules keep comes back; yields a function that lists the tensors that changed.
+
+    That is attributes, buffers and submodules, what lies in lists, dicts and plain objects, and the values of tensors.
+    """
+    saved = {
+        module: (_own(module), dict(module._buffers), dict(module._modules)) for module in model.modules()
+    }
+    marks = {module: _Marks([_Attributes(plain | buffers)]) for module, (plain, buffers, _) in saved.items()}
     copies = [
         (tensor, version, tensor.detach().clone())
         for mark in marks.values()
         for tensor, version in mark.tensors.values()
         if not tensor.is_meta
     ]
+    inside = _contents([plain for plain, _, _ in saved.values()])
 
     def changes() -> dict[nn.Module, Changed]:
         found = {
@@ -300,15 +308,65 @@ def attributes_restored(model: nn.Module) -> Iterator[Callable[[], dict[nn.Modul
     try:
         yield changes
     finally:
-        for module, (plain, buffers) in saved.items():
+        for module, (plain, buffers, modules) in saved.items():
             for name in set(_own(module)) - set(plain):
                 del module.__dict__[name]
             module.__dict__.update(plain)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            both: list[tuple[Any, Any]] = [(module._buffers, buffers), (module._modules, modules)]
+            for kept, before in both if not isinstance(module, torch.jit.ScriptModule) else ():  # fixed there
+                kept.clear()
+                kept.update(before)
+        for container, content in inside:
+            _put_back(container, content)
         for tensor, version, copied in copies:
-            if tensor._version != version:
+            if tensor._version != version or not torch.equal(tensor, copied):  # `.data` counts no versions
                 tensor.detach().copy_(copied)
+
+
+def _contents(roots: Sequence[dict[str, Any]]) -> list[tuple[Any, Any]]:
+    """Every list, dict and plain object that modules hold in attributes, with a copy of what is in it."""
+    found: list[tuple[Any, Any]] = []
+    seen: set[int] = set()
+    stack: list[Any] = [value for root in roots for value in root.values()]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, _LEAVES) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            found.append((value, dict(value)))
+            stack += value.values()
+        elif isinstance(value, (list, set, deque)):
+            found.append((value, list(value)))
+            stack += value
+        elif isinstance(value, (tuple, frozenset)):
+            stack += value
+        if isinstance(getattr(value, "__dict__", None), dict):
+            found.append((vars(value), dict(vars(value))))
+            stack += vars(value).values()
+    return found
+
+
+_LEAVES = (
+    *(str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, Tensor, nn.Module),
+    *(FunctionType, BuiltinFunctionType, MethodType, ModuleType),
+)
+
+
+def _put_back(container: Any, content: Any) -> None:
+    if isinstance(container, dict):
+        same = len(container) == len(content) and all(
+            container.get(k, content) is v for k, v in content.items()
+        )
+    else:
+        same = len(container) == len(content) and all(a is b for a, b in zip(container, content, strict=True))
+    if same:
+        return
+    container.clear()
+    if isinstance(container, (dict, set)):
+        container.update(content)
+    else:
+        container.extend(content)
 
 
 def _own(module: nn.Module) -> dict[str, Any]:

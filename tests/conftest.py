@@ -2,9 +2,9 @@
 
 On a few shared cores, the threads of tiny models cost more than they save; so do PyTorch's cache of what operators
 make of shapes, which pays where layers repeat, and collecting garbage among the objects of a whole session all the
-time: together a quarter of what tests of tracing take. Triton decides at its first import whether
-kernels are interpreted, so the variable is set before any test is collected; what needs the compiler runs in a process
-of its own (`kernels/triton/assemble.py`).
+time: together a quarter of what tests of tracing take. Triton decides at its first import whether kernels are
+interpreted, and torch._dynamo imports it, so the variable is set before either; what needs the compiler runs in a
+process of its own (`kernels/triton/assemble.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 
 import pytest
 import torch
-import torch._dynamo.config
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -25,6 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _quick() -> None:
+    import torch._dynamo.config  # imports Triton: not before `pytest_configure`
+
     torch.set_num_threads(1)
     torch._dynamo.config.fake_tensor_cache_enabled = False
     gc.set_threshold(100_000, 50, 100)

@@ -30,10 +30,12 @@ def attend(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    carried: Callable[[float, int, int, int], float | None] | None = None,
 ) -> Tensor:
     """One sequence: q [Hq, T, D], k [Hkv, T, D], v [Hkv, T, Dv] -> float64 [Hq, T, Dv].
 
     rotate: where keys (and queries) come before RoPE.
+    carried: of a score, the query's place, the key's, and the head: what it becomes, None where the key is not seen.
     """
     layout, group = spec.layout, q.shape[0] // k.shape[0]
     keys = [x.double() for x in rounding.older_and_newest(layout.keys, k, scales[0])]
@@ -56,11 +58,16 @@ def attend(
             place = place if layout.retention.in_cache else {t: t for t in kept}
             query = q[head, now].double()
             query = query if rotate is None else rotate(query, place[now])
-            scores = []
+            found: dict[int, float | None] = {}
             for t in tokens:
                 key = keys[t >= k_new][kept[t], t]
                 key = key if rotate is None else rotate(key, place[t])
-                scores.append(finished(spec, float(query @ key), bias, head, place[now], place[t]))
+                score = finished(spec, float(query @ key), bias, head, place[now], place[t])
+                found[t] = score if carried is None else carried(score, place[now], place[t], head)
+            tokens = [t for t in tokens if found[t] is not None]
+            scores = [score for score in found.values() if score is not None]
+            if not scores:
+                continue  # a query that sees nothing gives 0
             most = max([*scores, *([] if sinks is None else [float(sinks[head])])])
             weights = [math.exp(s - most) for s in scores]
             total = sum(weights) + (0.0 if sinks is None else math.exp(float(sinks[head]) - most))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def run(
     seed: int = 0,
     scales: Mapping[str, Tensor] | None = None,
     unwritten: float = 77.0,
-    **extra: Tensor,
+    **extra: Any,
 ) -> Ran:
     """`cached_attention` over the chunks, on q's device.
 
@@ -55,7 +56,7 @@ def run(
         seed: of the order of pages.
         scales: calibrated ones, by the name of their buffer, a number per KV head.
         unwritten: what floats hold that no token was written to; integers hold 77.
-        extra: as the op has them (sinks, bias, dynamic), for all T.
+        extra: as the op has them (sinks, bias), for all T; leaves: what `spec.score.mod` reads, of all T.
     """
     (batch, _, total, _), layout, device = qkv[0].shape, spec.layout, qkv[0].device
     limit, size = total + 2, layout.placement.page_size if isinstance(layout.placement, Paged) else 0
@@ -72,7 +73,12 @@ def run(
         part, end = slice(start, start + count), start + count
         positions = (seq_lens - (pads - start).clamp(0, count))[:, None] + torch.arange(count, device=device)
         span = min(limit, -(-end // every) * every)
-        step = {name: x[:, :, part, :span] if name == "dynamic" else x for name, x in extra.items()}
+        step = dict(extra)
+        if spec.score.mod is not None and "leaves" in extra:
+            kinds = spec.score.mod.leaves
+            step["leaves"] = [
+                _seen(x, kind, part, span) for kind, x in zip(kinds, extra["leaves"], strict=True)
+            ]
         if size:
             lengths = (positions[:, -1] + 1).clamp(0, layout.slots(limit))
             step["page_table"] = table.where(
@@ -87,6 +93,15 @@ def run(
             slot = torch.arange(buffers[-2].shape[2], device=device)
             held.append(torch.where(slot < seq_lens[:, None, None], buffers[-2].long(), -1))
     return Ran(torch.cat(outs, 2), buffers, held)
+
+
+def _seen(leaf: Tensor, kind: str, part: slice, span: int) -> Tensor:
+    """What one pass reads of a leaf [.., T or T, T, ..] of all tokens."""
+    if kind == "table":
+        return leaf
+    if kind == "key":
+        return leaf[:, :span]
+    return leaf[:, part] if kind == "query" else leaf[:, part, :span]
 
 
 def shuffled(layout: CacheLayout, batch: int, tokens: int, seed: int = 0) -> Tensor:

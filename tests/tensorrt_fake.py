@@ -20,7 +20,7 @@ import tensorrt_rtx_bindings as real
 from kvcompile.artifact.manifest import Graph, Manifest
 from kvcompile.emit.tensorrt.adapter import TensorRT
 
-_ELEMENT = {"float32": 1, "int8": 3, "int32": 6, "int64": 7, "float16": 10}
+_ELEMENT = {"float32": 1, "int8": 3, "int32": 6, "int64": 7, "bool": 9, "float16": 10}
 STREAM = 7
 
 

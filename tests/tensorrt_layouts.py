@@ -22,7 +22,7 @@ from kvcompile.emit.tensorrt.profiles import Sizes
 from kvcompile.export.source import Source
 from kvcompile.recipe import Recipe
 from kvcompile.runtime.tensorrt import Engine
-from kvcompile.verify.artifact import check_session
+from kvcompile.verify.artifact import CHUNKS, check_session
 from tests.exports import SHIPPED, small, tiny, written
 from tests.tensorrt_fake import Fake
 
@@ -79,7 +79,7 @@ def check_bindings(folder: Path, source: Source) -> None:
     """A ragged prompt in chunks, another chunk, and decode steps through `Engine`, against the oracle."""
     fake = Fake(folder)
     engine = Engine(folder, device="cpu", trt=fake.trt, gpu=fake.gpu)
-    assert check_session(engine, source).tokens == 52
+    assert check_session(engine, source, CHUNKS).tokens == 52
     used = [context.profile.name for made in fake.engines for context in made.contexts if context.profile]
     assert sorted(used) == ["decode", "prefill"]
 

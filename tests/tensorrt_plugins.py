@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from kvcompile.emit.tensorrt.plugins.launched import launched
 from kvcompile.kernels.triton.params import KernelSource
 from kvcompile.kernels.triton.source import function_of
 from kvcompile.layouts import CacheLayout
+from kvcompile.types import ScoreSpec
+from tests.carried_scores import Carried
 from tests.kernel_specs import DEVICES, Shape, cache
 
 LIMIT = 64
@@ -36,17 +38,15 @@ def shape(dtype: str) -> Shape:
     return Shape((4, 2), (16, 16), rotates=True, dtype=dtype)
 
 
-def plugins(layout: str, one: bool, dtype: str = "bfloat16", limit: int = LIMIT) -> list[Plugin]:
+def plugins(
+    layout: str, one: bool, dtype: str = "bfloat16", limit: int = LIMIT, carried: Carried | None = None
+) -> list[Plugin]:
     own = shape(dtype)
-    found = launched(
-        own.site(LAYOUTS[layout]),
-        own.heads,
-        own.dims,
-        getattr(torch, dtype),
-        DEVICES[90],
-        limit,
-        one,
-    )
+    site, leaves = own.site(LAYOUTS[layout]), []
+    if carried is not None:
+        site = replace(site, score=ScoreSpec(mod=carried.mod))
+        leaves = [tuple(leaf.shape) for leaf in carried.leaves]
+    found = launched(site, own.heads, own.dims, getattr(torch, dtype), DEVICES[90], limit, one, leaves)
     return [plugin_of(launch) for launch in found]
 
 

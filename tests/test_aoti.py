@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.cpp_extension import include_paths, library_paths
 
 import kvcompile
+from kvcompile import load
 from kvcompile.artifact import Manifest, machine
 from kvcompile.emit.aoti import LEVELS, entries, instruction_sets
 from kvcompile.errors import ArtifactError, ExportError, LimitError, ModelError
@@ -29,7 +30,6 @@ from kvcompile.export.source import Source
 from kvcompile.models import load_model
 from kvcompile.recipe import Recipe, shipped_recipes
 from kvcompile.runtime.aoti import Package
-from kvcompile.runtime.load import load
 from kvcompile.verify.artifact import CHUNKS, check_session
 from kvcompile.verify.compare import Check
 from tests.exports import SHIPPED, small, tiny, written
@@ -209,7 +209,7 @@ class Blocked:
 
 sys.meta_path.insert(0, Blocked())
 import torch
-from kvcompile.runtime.load import load
+from kvcompile import load
 
 session = load(sys.argv[1])
 print(*session.generate(torch.tensor([[5, 17, 3, 9]]), max_new_tokens=12)[0, 4:].tolist())

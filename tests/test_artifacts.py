@@ -18,7 +18,14 @@ import kvcompile
 import kvcompile.export.onnx
 from kvcompile.artifact import Manifest, folder
 from kvcompile.emit.onnx.weights import WeightFile
-from kvcompile.errors import ArtifactError, ExportError, InputError, LimitError, RecipeError
+from kvcompile.errors import (
+    ArtifactError,
+    ExportError,
+    InputError,
+    LimitError,
+    RecipeError,
+    VerificationError,
+)
 from kvcompile.runtime.load import load
 from kvcompile.runtime.onnx import Session
 from kvcompile.verify.artifact import check_session, source_for, verify_artifact
@@ -236,6 +243,8 @@ class TestDamage:
         good = (copy / "manifest.json").read_text()
         data = json.loads(good)
         graph, rest = data["graphs"][0], data["graphs"][1:]
+        first = data["caches"][0]
+        enormous, negative = (first | {"shape": ["batch", size, size]} for size in (2**30, -1))
         odd = graph | {"inputs": [graph["inputs"][0] | {"dtype": "int65"}, *graph["inputs"][1:]]}
         for fields, message in (
             ({"format_version": 9, "versions": []}, "format version 9"),
@@ -246,6 +255,14 @@ class TestDamage:
             ({"tokenizer": "../tokenizer"}, "is not in this folder"),
             ({"graphs": [odd, *rest]}, "no dtype 'int65'"),
             ({"caches": data["caches"][1:]}, "caches: not those that prefill takes"),
+            ({"limits": data["limits"] | {"max_tokens": 2**62}}, "limits.max_tokens is 4611686018427387904"),
+            ({"limits": data["limits"] | {"max_batch": -1}}, "limits.max_batch is -1"),
+            ({"slots": -8}, "slots is -8"),
+            ({"caches": [enormous, *data["caches"][1:]]}, "has room nowhere"),
+            ({"caches": [negative, *data["caches"][1:]]}, r"caches.0.shape.1.* is -1"),
+            ({"model": data["model"] | {"vocab_size": 0}}, "model.vocab_size is 0"),
+            ({"graphs": [graph | {"inputs": []}, *rest]}, "graphs.0.inputs"),
+            ({"graphs": [graph | {"inputs": graph["inputs"][::-1]}, *rest]}, "is no input_ids"),
         ):
             (copy / "manifest.json").write_text(good)
             self.change(copy, **fields)
@@ -302,7 +319,7 @@ class TestDamage:
 class TestVerify:
     def test_the_model_that_it_was_made_of(self, made: Path, model: nn.Module) -> None:
         (outcome,) = verify_artifact(made, model)
-        assert outcome.check is not None and outcome.check.tokens == 52
+        assert outcome.check is not None and outcome.check.tokens == 256  # the artifact's limit
 
     def test_another_model(self, made: Path) -> None:
         with pytest.raises(ArtifactError, match="of another model"):
@@ -319,13 +336,17 @@ class TestVerify:
             source_for(other, model)
 
     def test_other_weights(self, made: Path) -> None:
-        """The same shapes, other numbers: only running tells."""
+        """The same shapes, other numbers; where the manifest does not tell, running does."""
         other = deepcopy(tiny(layers=1))
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.mul_(1.01)
-        with pytest.raises(kvcompile.KVCompileError, match="logits differ"):
-            verify_artifact(made, other, chunks=(9, 1))
+        with pytest.raises(ArtifactError, match="not this checkpoint: the artifact was made of"):
+            verify_artifact(made, other)
+        manifest = Manifest.read(made)
+        untold = manifest.model_copy(update={"model": manifest.model.model_copy(update={"weights": None})})
+        with pytest.raises(VerificationError, match="logits differ"):
+            check_session(Session(made, threads=1), source_for(untold, other), (9, 1))
 
     def test_a_session_on_another_device(self, made: Path, model: nn.Module) -> None:
         source = source_for(Manifest.read(made), model)
@@ -381,8 +402,8 @@ class TestSession:
         (
             (torch.zeros(2, 3), "torch.int64"),
             (torch.zeros(3, dtype=torch.int64), "expected an int64 tensor"),
-            (torch.full((2, 1), 61), "expected 0 to 60"),
-            (torch.full((2, 1), -1), "expected 0 to 60"),
+            (torch.full((2, 1), 61), "expected ids from 0 to 60"),
+            (torch.full((2, 1), -1), "expected ids from 0 to 60"),
             (torch.zeros(3, 1, dtype=torch.int64), "keeps its size until reset"),
         ),
     )

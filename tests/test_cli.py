@@ -7,7 +7,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +113,9 @@ def run(*args: str, code: int = 0) -> Any:
 
 
 def test_help_is_quick_and_names_the_commands() -> None:
-    started = time.perf_counter()
+    """0.2 s on an idle core: nothing that is slow to import is imported."""
     command = [sys.executable, "-X", "importtime", "-m", "kvcompile.cli", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert time.perf_counter() - started < 5  # 0.2 s on an idle core
     for name in ("generate", "explain", "estimate", "quality", "validate", "recipes"):
         assert name in done.stdout
     for heavy in ("torch", "transformers", "sympy", "pydantic"):
@@ -400,3 +398,57 @@ def test_smollm2_is_bit_for_bit_what_transformers_loads(tmp_path: Path) -> None:
         assert loaded.tokenizer.eos_token_id == tokenizer.eos_token_id
         assert loaded.model.generation_config.eos_token_id == original.generation_config.eos_token_id
     shutil.rmtree(tmp_path / "cache")
+
+
+# What is asked for by mistake
+
+
+def test_validate_takes_names_of_shipped_recipes() -> None:
+    assert "int8: ok (int8)" in run("validate", "int8", "streaming.yaml").stdout
+    assert "did you mean 'int8'?" in run("validate", "int9", code=1).stderr
+    assert "did you mean 'streaming'?" in run("recipes", "show", "streming", code=1).stderr
+    assert "did you mean 'int8'?" in run("explain", "--recipe", "int9.yaml", code=1).stderr
+
+
+@pytest.mark.parametrize("recipes", ["", " , "])
+def test_quality_of_no_recipe(recipes: str) -> None:
+    assert (
+        "recipes: expected names with commas between" in run("quality", "--recipes", recipes, code=1).stderr
+    )
+
+
+def test_settings_that_are_no_yaml() -> None:
+    for value in ("[" * 5000, "9" * 5000, "{a: 1, a: 2}"):
+        assert len(run("estimate", "--config", ".", "--set", f"cache={value}", code=2).output) < 2000
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no", b"GGUF", b"GGUF\3\0\0\0" + b"\xff" * 64, b"GGUF\3\0\0\0" + b"\0" * 16]
+)
+@pytest.mark.parametrize("command", ["estimate", "explain"])
+def test_a_gguf_that_is_none_is_named(tmp_path: Path, content: bytes, command: str) -> None:
+    (tmp_path / "mine.gguf").write_bytes(content)
+    result = run(command, "--model", str(tmp_path / "mine.gguf"), code=1)
+    assert "mine.gguf: cannot be loaded: " in result.stderr and len(result.stderr) < 2000
+
+
+def test_calibrating_for_a_full_disk(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("w1 w2 w3 w4")
+    (tmp_path / "scales.json").write_text("old")
+
+    def full(source: str, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    args = (
+        "calibrate",
+        str(checkpoint),
+        "--text",
+        str(tmp_path / "text.txt"),
+        "-o",
+        str(tmp_path / "scales.json"),
+    )
+    assert "scales.json: cannot be written: No space left on device" in run(*args, code=1).stderr
+    assert (tmp_path / "scales.json").read_text() == "old"

@@ -175,9 +175,9 @@ def test_attention_over_something_else_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("mix", "operator"),
     [
-        (lambda x: x + F.pad(x, (0, 0, 1, 0))[:, :-1], "slice"),
+        (lambda x: x + F.pad(x, (0, 0, 1, 0))[:, :-1], "pad"),
         (lambda x: x.cumsum(1), "cumsum"),
-        (lambda x: x - x.mean(1, keepdim=True), "sub"),
+        (lambda x: x - x.mean(1, keepdim=True), "mean"),
     ],
 )
 def test_tokens_that_mix_outside_attention_are_refused(mix, operator: str) -> None:  # type: ignore[no-untyped-def]

@@ -83,6 +83,7 @@ def loaded() -> LoadedModel:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>"
     )
+    tokenizer.chat_template = "{% for message in messages %}w1 {{ message['content'] }} w2{% endfor %}"
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,

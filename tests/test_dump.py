@@ -58,5 +58,5 @@ def test_torch_logs_shows_one_line_per_pass(tmp_path) -> None:
     env = dict(os.environ, TORCH_LOGS="+kvcompile", PYTHONPATH=ROOT)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    for name in ("capture:", "detect:", "canonicalize:", "verify detection:"):
+    for name in ("capture:", "detect:", "canonicalize:", "verify lossless:"):
         assert run.stderr.count(name) == 1, f"{name} in:\n{run.stderr}"

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import kvcompile
 from kvcompile.errors import DetectionError, PlanError
+from kvcompile.plan import Decision
 from tests.decoders import (
     DIM,
     HEADS,
@@ -56,6 +57,33 @@ def indexer(q: Tensor, k: Tensor, v: Tensor, layer: Layer) -> Tensor:
     return selected(index_scores(q, k).masked_fill(~visible, -torch.inf), visible)
 
 
+def hidden_by(far: float) -> Mask:
+    """What a query does not see yet is scored `far` lower, as Hy-V4 does with its eager mask."""
+
+    def mask(q: Tensor, k: Tensor, v: Tensor, layer: Layer) -> Tensor:
+        visible = causal(q.shape[1])
+        return selected(index_scores(q, k) + torch.where(visible, 0.0, far), visible)
+
+    return mask
+
+
+def the_worst(q: Tensor, k: Tensor, v: Tensor, layer: Layer) -> Tensor:
+    """The lowest scores: those of later keys come first."""
+    visible = causal(q.shape[1])
+    scores = index_scores(q, k).masked_fill(~visible, -torch.inf)
+    worst = scores.topk(min(SELECTED, q.shape[1]), -1, largest=False).indices
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, worst, True)
+    return (visible & (chosen | torch.eye(q.shape[1], dtype=torch.bool)))[:, None]
+
+
+def sorted_upwards(q: Tensor, k: Tensor, v: Tensor, layer: Layer) -> Tensor:
+    """Up to the lowest score but one: those of later keys come first."""
+    visible = causal(q.shape[1])
+    scores = index_scores(q, k).masked_fill(~visible, -torch.inf)
+    worst = scores <= scores.sort(-1).values[..., 1:2]
+    return (visible & (worst | torch.eye(q.shape[1], dtype=torch.bool)))[:, None]
+
+
 def gates(q: Tensor, k: Tensor, v: Tensor, layer: Layer) -> Tensor:
     """A bias that each key brings along, per head, as Doge has it."""
     bias = F.softplus(v.sum(-1)).transpose(1, 2)[:, :, None]
@@ -83,6 +111,12 @@ def permuted_tokens(q: Tensor, k: Tensor, v: Tensor, layer: Layer) -> Tensor:
     return hidden(scores.gather(-1, order), causal(q.shape[1]))[:, None]
 
 
+def carries(decision: Decision) -> bool:
+    """Whether what is computed from activations is among what the site's scores read."""
+    mod = decision.score.mod
+    return mod is not None and bool({"query", "key", "pair"} & set(mod.leaves))
+
+
 def compare(
     model: nn.Module, recipe: object = "baseline", compile: str = "none"
 ) -> kvcompile.runtime.module.CachedModel:
@@ -106,8 +140,14 @@ def test_masks_from_activations(mask: Mask, kept: int) -> None:
     """kept: floats that the mask keeps of every token."""
     fast = compare(Decoder(by_dynamic(mask)))
     assert [decision.mask_bytes for decision in fast.plan.decisions] == [4 * kept] * 2
-    assert all(decision.attention == "computed from activations" for decision in fast.plan.decisions)
+    assert all(carries(decision) for decision in fast.plan.decisions)
     assert fast.plan.bytes_per_token == 2 * (2 * HEADS * DIM + kept) * 4
+
+
+@pytest.mark.parametrize("far", [-torch.inf, torch.finfo(torch.float32).min, -1e35])
+def test_later_keys_below_every_score(far: float) -> None:
+    """A topk takes them last, and what it takes of them is hidden."""
+    compare(Decoder(by_dynamic(hidden_by(far))))
 
 
 def test_they_compile() -> None:
@@ -149,13 +189,16 @@ def test_added_to_eager_scores() -> None:
         return merged(p[..., :-1] @ v)
 
     fast = compare(Decoder(Form(attend)))
-    assert [(d.sm_scale, d.dynamic) for d in fast.plan.decisions] == [(pytest.approx(0.3), True)] * 2
+    assert [(d.sm_scale, carries(d)) for d in fast.plan.decisions] == [(pytest.approx(0.3), True)] * 2
 
 
 @pytest.mark.parametrize(
     ("mask", "reason"),
     [
-        (selected_before_masking, "activations of later tokens"),
+        (selected_before_masking, "depends on later keys in aten.topk"),
+        (hidden_by(-1e4), "depends on later keys in aten.topk"),
+        (the_worst, "depends on later keys in aten.topk"),
+        (sorted_upwards, "depends on later keys in aten.sort"),
         (shown_everything, "shows the future"),
         (permuted_tokens, "aten.gather.default by computed indices"),
     ],
@@ -167,7 +210,7 @@ def test_what_a_cache_cannot_hold_is_refused(mask: Mask, reason: str) -> None:
 
 
 def test_only_layouts_that_keep_every_token() -> None:
-    with pytest.raises(PlanError, match="computed from the activations of all tokens before; use retention"):
+    with pytest.raises(PlanError, match="depend on the activations of all tokens before; use retention"):
         compare(Decoder(by_dynamic(gates)), {"cache": {"retention": {"kind": "window", "size": 8}}})
 
 

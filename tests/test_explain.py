@@ -73,7 +73,7 @@ def test_everything_a_row_should_say_is_there() -> None:
         "int8 · ring · sinks 4 + window 1020 in_cache",
         "append[ring], rope+attend[K int8, V int8]",
         "because the recipe's cache; keeps all",
-        "causal (sdpa)",
+        "causal (sdpa, proved)",
         "a sequence of any length",
         "until the budget is full",
         "lossy",

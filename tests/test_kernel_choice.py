@@ -20,6 +20,7 @@ from kvcompile.api import build
 from kvcompile.cache_shape import CacheShape
 from kvcompile.errors import PlanError, RecipeError
 from kvcompile.explain import Explanation
+from kvcompile.expression import Instruction, ScoreMod
 from kvcompile.kernels import ops, reference
 from kvcompile.kernels.choice import KernelChoice, choose
 from kvcompile.kernels.spec import SiteSpec
@@ -31,12 +32,14 @@ from kvcompile.pipeline import plan_for, understand
 from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe
 from kvcompile.runtime.cache import KVCache
-from kvcompile.types import RotaryForm
+from kvcompile.types import RotaryForm, ScoreSpec
 from tests.models import tiny_hf
 from tests.test_shared_kv import CrossLayer
 from tests.test_verify import fronts
 
 SITE = SiteSpec(CacheLayout(), 0.125)
+# A mask that the model computes of its tokens.
+DYNAMIC = ScoreSpec(mod=ScoreMod((Instruction("leaf", "bool", (), 0),), ("pair",), mask=0))
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 EAGER = {"compile": {"mode": "none"}, "verify": "off"}
 
@@ -66,7 +69,7 @@ def test_what_kernels_cannot_do_has_a_reason() -> None:
     turned = CacheLayout(Rotated(Int8()), Int8(), before_rope=True)
     form = RotaryForm("half", 0, 64)
     assert reason() == ""
-    assert "computed from activations" in reason(dynamic=True)
+    assert "computed from activations" in reason(replace(SITE, score=DYNAMIC))
     assert "torch.float64" in reason(dtype=torch.float64)
     assert [bool(reason(dims=(dim, 64))) for dim in (3, 4, 576, 577)] == [True, False, False, True]
     assert "its values have 577 channels" in reason(dims=(64, 577))
@@ -81,7 +84,7 @@ def test_what_kernels_cannot_do_has_a_reason() -> None:
 def test_auto_takes_triton_where_it_can(runs: None) -> None:
     assert chosen("auto", CUDA) == KernelChoice("triton", "the model is on cuda:0")
     assert chosen("auto", CPU) == KernelChoice("reference", "the model is on cpu")
-    dynamic = chosen("auto", CUDA, dynamic=True)
+    dynamic = chosen("auto", CUDA, replace(SITE, score=DYNAMIC))
     assert dynamic.kernels == "reference" and "computed from activations" in dynamic.because
     assert chosen("auto", None).kernels == "reference"
 

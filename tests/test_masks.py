@@ -1,4 +1,4 @@
-"""Masks and scales are probed: each kind is recognised exactly, all else is refused with its reason."""
+"""Masks and scales are proved: each kind is recognised, what is none is carried, all else refused with its reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kvcompile.errors import DetectionError
+from kvcompile.errors import DetectionError, ModelError
 from kvcompile.passes.canonicalize import canonicalize
 from kvcompile.passes.capture import capture
 from kvcompile.passes.detect import detect
@@ -179,6 +179,41 @@ def test_recognised(case: str) -> None:
     assert site.sm_scale == pytest.approx(scale, rel=1e-6)
 
 
+CARRIED: dict[str, tuple[Attend, str]] = {
+    "a hole far away": (sdpa(lambda i, j: (j <= i) & (i - j != 9000)), "mask"),
+    "squared": (spelled(lambda _, t, d: (t * t).masked_fill(d < 0, -1e9)), "score"),
+    "data": (
+        lambda m, q, k, v: spelled(lambda _, t, d: (t + v.sum(-1)[:, :, None]).masked_fill(d < 0, -1e9))(
+            m, q, k, v
+        ),
+        "score",
+    ),
+    "data mask": (
+        lambda m, q, k, v: spelled(
+            lambda _, t, d: t.masked_fill((d < 0) | ((v[:, :1, None, :, 0] > 0) & (d > 0)), -1e9)
+        )(m, q, k, v),
+        "mask",
+    ),
+    "sink of a query": (
+        lambda m, q, k, v: (
+            torch.cat(
+                [(q @ k.mT).masked_fill(~m.table[: q.shape[2], : q.shape[2]], -1e9), q[..., :1]], -1
+            ).softmax(-1)[..., :-1]
+            @ v
+        ),
+        "score",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CARRIED)
+def test_carried(case: str) -> None:
+    attend, what = CARRIED[case]
+    site = site_of(One(attend))
+    assert site.score.mod is not None and getattr(site.score.mod, what) is not None
+    assert site.mask.kind == "causal"
+
+
 MISSES: dict[str, tuple[Attend, str]] = {
     "no mask": (sdpa(), "the mask is bidirectional: query 3 sees key 7"),
     "bidirectional": (shows(lambda d: d == d), "the mask is bidirectional: query 3 sees key 7"),
@@ -186,35 +221,11 @@ MISSES: dict[str, tuple[Attend, str]] = {
     "one earlier": (shows(lambda d: d > 0), "the mask hides the present: query 0 does not see its own key"),
     "future in sdpa": (sdpa(lambda i, j: j <= i + 1), "the mask shows the future: query 0 sees key 1"),
     "prefix": (sdpa(lambda i, j: (j <= i) | (j < 4)), "the mask shows the future: query 0 sees key 1"),
-    "a hole far away": (
-        sdpa(lambda i, j: (j <= i) & (i - j != 9000)),
-        "the mask depends on 9000 in a way that is neither a window nor a chunk",
-    ),
-    "squared": (
-        spelled(lambda _, t, d: (t * t).masked_fill(d < 0, -1e9)),
-        "the scores pass through a function that is not scale, softcap and mask",
-    ),
-    "data": (
-        lambda m, q, k, v: spelled(lambda _, t, d: (t + v.sum(-1)[:, :, None]).masked_fill(d < 0, -1e9))(
-            m, q, k, v
-        ),
-        "the scores get a bias that depends on the tokens or on activations",
-    ),
     "data mask": (
         lambda m, q, k, v: spelled(lambda _, t, d: t.masked_fill((d < 0) | (v[:, :1, None, :, 0] > 0), -1e9))(
             m, q, k, v
         ),
-        "the mask depends on the tokens or on activations, not on positions alone",
-    ),
-    "dropout": (sdpa(is_causal=True, dropout_p=0.1), "dropout_p is 0.1 in eval mode"),
-    "sink": (
-        lambda m, q, k, v: (
-            torch.cat(
-                [(q @ k.mT).masked_fill(~m.table[: q.shape[2], : q.shape[2]], -1e9), q[..., :1]], -1
-            ).softmax(-1)[..., :-1]
-            @ v
-        ),
-        "the sink logits depend on the tokens or on activations, not on weights alone",
+        "a query need not see its own key, and one that sees no key at all would see every key",
     ),
     "pooled": (
         lambda m, q, k, v: q + (k.sum(-1, keepdim=True).softmax(2) * v).sum(2, keepdim=True),
@@ -231,3 +242,8 @@ def test_refused_with_its_reason(case: str) -> None:
     assert reason in str(caught.value)
     (miss,) = caught.value.misses
     assert miss.source.startswith("test_masks.py:")
+
+
+def test_dropout_in_eval_mode_is_refused() -> None:
+    with pytest.raises(ModelError, match="draws random numbers"):
+        capture(One(sdpa(is_causal=True, dropout_p=0.1)).eval())

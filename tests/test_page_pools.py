@@ -226,9 +226,14 @@ def test_layers_with_other_windows_have_tables_of_their_own() -> None:
     sliding, full = fast.cache.report()["pools"]
     assert (sliding["layers"], full["layers"]) == ([0, 2], [1, 3])
     assert (sliding["used"], full["used"]) == (2 * 1, 3 + 3)  # of 9 slots; of 40 and 33 tokens
-    assert fast.cache.report() == {
-        "bytes": fast.cache.nbytes, "sequences": 2, "columns": 40, "pools": [sliding, full]
-    }  # fmt: skip
+    cache = fast.cache
+    assert cache.report() == {
+        "bytes": cache.nbytes,
+        "reserved": cache.reserved,
+        "sequences": 2,
+        "columns": 40,
+        "pools": [sliding, full],
+    }
 
 
 @pytest.mark.parametrize("model", [CrossLayer(window=20), Latent()], ids=["shared", "latent"])

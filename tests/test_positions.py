@@ -12,7 +12,7 @@ from torch.fx import Interpreter
 
 import kvcompile
 from kvcompile.api import build
-from kvcompile.errors import DetectionError, PlanError
+from kvcompile.errors import DetectionError, LimitError, PlanError
 from kvcompile.passes.canonicalize import canonicalize
 from kvcompile.passes.capture import Captured, capture
 from kvcompile.passes.detect import detect
@@ -108,6 +108,24 @@ OFFSET: dict[str, tuple[Callable[[Placed, Tensor], Tensor], int]] = {
     "shifted index": (lambda m, x: x + m.table[torch.arange(x.shape[1]) + 2], 1),
     "started arange": (lambda m, x: x + m.table[torch.arange(2, x.shape[1] + 2)], 2),
     "sinusoid": (lambda m, x: x + torch.sin(torch.arange(x.shape[1])[:, None] * m.table[0]), 1),
+    "steps": (lambda m, x: x + m.table[torch.arange(1, 2 * x.shape[1] + 1, 2)], 2),
+    "steps of a fraction": (
+        lambda m, x: x * torch.arange(x.shape[1], dtype=torch.float64)[:, None].mul(0.5).float(),
+        2,
+    ),
+    "comparison": (lambda m, x: x * (torch.arange(x.shape[1]) > 3)[:, None], 1),
+    "where, by parity": (
+        lambda m, x: torch.where((torch.arange(x.shape[1]) % 2 == 0)[:, None] & (x > 0), x, 2 * x),
+        1,
+    ),
+    "half precision": (
+        lambda m, x: x + torch.sin(torch.arange(x.shape[1], dtype=torch.bfloat16)[:, None].float() / 7),
+        2,
+    ),
+    "masked by position": (
+        lambda m, x: x.masked_fill(torch.arange(x.shape[1])[:, None] < m.table[3, :1].abs() * 9, 0.5),
+        1,
+    ),
     "last logits": (lambda m, x: x, 1),
 }
 
@@ -121,12 +139,23 @@ def test_positions_in_other_spellings(case: str) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Placed, Tensor], Tensor], str]] = {
     "length as a number": (lambda m, x: x * x.shape[1], "the sequence length enters mul as a number"),
-    "comparison": (lambda m, x: x * (torch.arange(x.shape[1]) > 3)[:, None], "positions enter gt"),
+    "length in a filled tensor": (
+        lambda m, x: x + torch.full((1,), x.shape[1]),
+        "the sequence length enters full as a number",
+    ),
+    "distance to the end": (
+        lambda m, x: x * (x.shape[1] - torch.arange(x.shape[1]))[:, None],
+        "the sequence length enters rsub as a number",
+    ),
+    "batch as a number": (lambda m, x: x / x.shape[0], "the number of rows enters as a number"),
+    "reversed": (
+        lambda m, x: x + m.table[torch.arange(x.shape[1] - 1, -1, -1)],
+        "the sequence length enters arange",
+    ),
     "token index": (
         lambda m, x: x[:, torch.arange(x.shape[1])],
         "positions index the tokens' own values in index",
     ),
-    "steps": (lambda m, x: x + m.table[torch.arange(0, 2 * x.shape[1], 2)], "positions run in steps of 2"),
 }
 
 
@@ -251,3 +280,42 @@ def test_learned_positions_end() -> None:
     with pytest.raises(PlanError, match="has 100 positions: its tables of positions end there"):
         plan_for(front, Recipe.load("baseline", max_tokens=101))
     assert understand(tiny_hf("llama", layers=1)).detection.limit is None
+
+
+class CountingFrom(NanoGPT):
+    """A table of positions that are counted as RoBERTa does it: from `first` on, of the tokens that `counted` shows."""
+
+    def __init__(self, rows: int, first: int, counted: Callable[[Tensor], Tensor]):
+        super().__init__(TinyConfig(max_seq_len=rows, num_layers=1))
+        self.first, self.counted = first, counted
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        shown = self.counted(input_ids).long()
+        x = self.wte(input_ids) + self.wpe(shown.cumsum(1) * shown + self.first)
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(self.ln_f(x))
+
+
+@pytest.mark.parametrize(("first", "pad"), [(1, 0), (1, 1), (0, 2), (7, 60)])
+def test_counted_positions_end(first: int, pad: int) -> None:
+    """A table of 50 rows is long enough for as many tokens as the model itself can compute, whatever the padding is."""
+    model = make(CountingFrom, 50, first, lambda ids: ids != pad).eval()
+    most = 49 - first
+    ids = torch.full((1, most + 1), 5)
+    with pytest.raises(IndexError):
+        model(ids)
+    front = understand(model)
+    assert front.detection.limit is not None and front.detection.limit.tokens == most
+    with pytest.raises(PlanError, match=f"has {most} positions: its tables of positions end there"):
+        plan_for(front, Recipe.load("baseline", max_tokens=most + 1))
+    fast = build(model, front, Recipe.load("baseline", max_tokens=most, compile={"mode": "none"}))
+    found = torch.cat([fast(part) for part in ids[:, :most].split([9, 1, most - 10], 1)], 1)
+    torch.testing.assert_close(found, model(ids[:, :most]), rtol=1e-4, atol=1e-5)
+    with pytest.raises(LimitError):
+        fast(ids[:, :1])
+
+
+def test_counted_positions_without_an_end() -> None:
+    """The table has rows for twice as many tokens as are looked at where a model does not say what it is made for."""
+    assert understand(make(CountingFrom, 2**15, 0, lambda ids: ids != 0)).detection.limit is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import kvcompile
+from kvcompile.expression import SCORE, ScoreMod, program
 from kvcompile.kernels import codec, ops, recent, rounding
 from kvcompile.kernels.bits import pack, unpack
 from kvcompile.kernels.hadamard import hadamard
@@ -43,8 +45,9 @@ from kvcompile.layouts import (
 )
 from kvcompile.pipeline import plan_for
 from kvcompile.recipe import Recipe
-from kvcompile.types import RotaryForm
+from kvcompile.types import RotaryForm, ScoreSpec
 from kvcompile.verify import check_program, verify
+from tests.carried_scores import op, pair
 from tests.models import tiny_hf
 from tests.runner import run
 from tests.test_kernels import rope_tables
@@ -320,13 +323,19 @@ def test_sites_that_share_a_cache(storage: Any) -> None:
 @pytest.mark.parametrize("boolean", [True, False])
 def test_a_mask_from_activations(storage: Any, boolean: bool) -> None:
     args, pads = inputs(2), torch.tensor([0, 0])
-    dynamic = torch.randn(2, 1, T, T, generator=torch.Generator().manual_seed(1))
-    dynamic = (dynamic > -0.5) | torch.eye(T, dtype=torch.bool) if boolean else dynamic
+    made = torch.randn(2, T, T, generator=torch.Generator().manual_seed(1))
+    made = (made > -0.5) | torch.eye(T, dtype=torch.bool) if boolean else made
+    leaf = pair("made", made.dtype)
+    score, mask = (None, leaf) if boolean else (op("add", SCORE, leaf), None)
+    instructions, numbers = program({"score": score, "mask": mask}, lambda leaf: 0)
+    mod = ScoreMod(instructions, ("pair",), numbers["score"], numbers["mask"])
     for layout in (CacheLayout(storage, ModelDtype()), CacheLayout(storage, RESIDUAL[0])):
-        spec = SiteSpec(layout, 0.125)
-        wanted = policy_attention(*args, spec, [], pads, dynamic=dynamic)
+        spec = SiteSpec(layout, 0.125, score=ScoreSpec(mod=mod))
+        wanted = policy_attention(*args, spec, [], pads, leaves=[made])
+        without = policy_attention(*args, replace(spec, score=ScoreSpec()), [], pads)
+        assert (wanted - without).abs().max() > 0.1
         for chunks in CHUNKS:
-            close(run(spec, args, chunks, pads, dynamic=dynamic).out, wanted, pads)
+            close(run(spec, args, chunks, pads, leaves=[made]).out, wanted, pads)
 
 
 # ---- KIVI

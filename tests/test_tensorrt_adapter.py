@@ -125,8 +125,9 @@ def graph(phase: str) -> Graph:
         TensorInfo(name="pool", role="cache", dtype="int8", shape=("pages_0", 2, 16, 8)),
         TensorInfo(name="fixed", role="cache", dtype="int8", shape=(2, 2)),
     )
+    logits = TensorInfo(name="logits", role="logits", dtype="float32", shape=("batch", "tokens", 61))
     return Graph.model_validate(
-        {"phase": phase, "file": f"{phase}.onnx", "inputs": inputs, "outputs": (), "aliases": ()}
+        {"phase": phase, "file": f"{phase}.onnx", "inputs": inputs, "outputs": (logits,), "aliases": ()}
     )
 
 

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import helper
 
-from kvcompile.artifact.manifest import Graph
+from kvcompile.artifact.manifest import Graph, TensorInfo
 from kvcompile.emit.tensorrt import adapter
 from kvcompile.emit.tensorrt.build import Built, build
 from kvcompile.emit.tensorrt.options import Options
@@ -43,7 +43,10 @@ def built(
             "phase": "prefill",
             "file": "prefill.onnx",
             "inputs": inputs,
-            "outputs": [],
+            "outputs": [
+                {"name": value.name, "role": "logits", "dtype": "float32", "shape": ["batch"]}
+                for value in model.graph.output
+            ],
             "aliases": [{"input": a, "output": b, "in_place": True} for a, b in aliases],
         }
     )
@@ -116,6 +119,8 @@ def test_targets_workspace_and_log_lines(tmp_path: Path, caplog: pytest.LogCaptu
 
 def test_an_unknown_target_is_refused_before_the_file_is_read(tmp_path: Path) -> None:
     trt = adapter.load(("tensorrt_rtx_bindings",))
-    empty = Graph(phase="step", file="step.onnx", inputs=(), outputs=(), aliases=())
+    ids = TensorInfo(name="input_ids", role="input_ids", dtype="int64", shape=("batch", "tokens"))
+    logits = TensorInfo(name="logits", role="logits", dtype="float32", shape=("batch", "tokens", 8))
+    unread = Graph(phase="step", file="step.onnx", inputs=(ids,), outputs=(logits,), aliases=())
     with pytest.raises(ExportError, match="SM90 is not among"):
-        build(trt, tmp_path / "no.onnx", empty, Sizes(1, 1), Options(("SM90",)))
+        build(trt, tmp_path / "no.onnx", unread, Sizes(1, 1), Options(("SM90",)))

@@ -28,6 +28,7 @@ from kvcompile.kernels.triton.launches import call
 from kvcompile.kernels.triton.params import TensorParam
 from kvcompile.layouts import CacheLayout
 from tests.budget import within
+from tests.carried_scores import Carried
 from tests.kernel_specs import DEVICES, cache, recipe_layouts
 from tests.tensorrt_plugins import (
     LAYOUTS,
@@ -161,7 +162,9 @@ def test_a_chain_of_plugins_is_the_op(layout: str, tokens: int, tmp_path: Path) 
     assert all(torch.equal(kept[name], buffer) for name, buffer in zip(names, buffers, strict=True))
 
 
-def attended(own: dict[str, Any], buffers: list[Tensor], site: SiteSpec, past: Tensor) -> Tensor:
+def attended(
+    own: dict[str, Any], buffers: list[Tensor], site: SiteSpec, past: Tensor, carried: Carried | None = None
+) -> Tensor:
     """Attention to what the buffers hold, in float64: [B, Hq, S, Dv]."""
     keys, values, held = reference._stored(
         buffers, past + own["q"].shape[2], LIMIT, site.layout, own["page_table"]
@@ -177,7 +180,12 @@ def attended(own: dict[str, Any], buffers: list[Tensor], site: SiteSpec, past: T
     q = rotate(own["q"].double(), own["positions"], *wide, form=site.rotary)
     at = own["positions"][:, None, :, None]
     seen = (held[:, None, None] >= 0) & (held[:, None, None] <= at)
-    return (q @ k.mT * site.sm_scale).masked_fill(~seen, float("-inf")).softmax(-1) @ v
+    scores = (q @ k.mT * site.sm_scale).masked_fill(~seen, float("-inf"))
+    if carried is not None:
+        for b, h, i, j in seen.expand_as(scores).nonzero().tolist():
+            found = carried.plain(float(scores[b, h, i, j]), int(at[b, 0, i]), int(held[b, j]), h)
+            scores[b, h, i, j] = float("-inf") if found is None else found
+    return scores.softmax(-1) @ v
 
 
 # ---- PTX

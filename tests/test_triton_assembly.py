@@ -72,6 +72,9 @@ def run(text: str, inputs: dict[str, int]) -> dict[str, int]:
                 registers[target] = a[0] & a[1]
             case "shr.b32":
                 registers[target] = a[0] >> a[1]
+            case "mul.rn.f32":
+                single = np.array(a[:2], dtype=np.uint32).view(np.float32)
+                registers[target] = int((single[:1] * single[1:]).view(np.uint32)[0])
             case "mul.f16x2":
                 registers[target] = word(halves(a[0]) * halves(a[1]))
             case "sub.f16x2":
@@ -87,7 +90,17 @@ def run(text: str, inputs: dict[str, int]) -> dict[str, int]:
 def test_all_assembly_is_run_here() -> None:
     bits = {f"bits{w}_at{s}_halves" for w in (2, 4) for s in range(0, 8, w)}
     fp8 = {"fp8_e4m3_halves", "fp8_e5m2_halves"}
-    assert set(assembly()) == {"int8_halves", "uint8_halves", "halfwords", *fp8, *bits}
+    assert set(assembly()) == {"product", "int8_halves", "uint8_halves", "halfwords", *fp8, *bits}
+
+
+def test_a_product_is_rounded() -> None:
+    """Not kept for the sum that it goes into: that would be another number."""
+    pairs = np.random.default_rng(0).standard_normal((200, 2)).astype(np.float32)
+    for pair in pairs:
+        first, second = (int(bits) for bits in pair.view(np.uint32))
+        got = run(assembly()["product"], {"$1": first, "$2": second})["$0"]
+        exact = np.float64(pair[0]) * np.float64(pair[1])
+        assert np.array([got], dtype=np.uint32).view(np.float32)[0] == np.float32(exact) != exact
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])

@@ -26,6 +26,7 @@ from kvcompile.layouts import (
     Slots,
 )
 from kvcompile.types import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
+from tests import carried_scores
 from tests.triton_attention import H2O, Case, check
 from tests.triton_write import kernels_folder  # noqa: F401  (a fixture)
 
@@ -61,6 +62,10 @@ ALIBI = replace(PLAIN, score=ScoreSpec(bias=BiasSpec("alibi")))
 CALIBRATED = Case(CacheLayout(Fp8(scale="head"), Fp8(scale="tensor")), chunks=CHUNKS, pads=PADS)
 LATENT = Case(CacheLayout(Int8(), InKeys(16)), (4, 1), (32, 16), chunks=CHUNKS, pads=PADS)
 TURNED = Case(CacheLayout(Int8(), Rotated(Int8())), chunks=CHUNKS, pads=PADS)
+
+BEHIND = replace(PLAIN, carried=carried_scores.behind())
+WINDOWS = replace(PLAIN, carried=carried_scores.windows(2))
+FROM_THE_END = replace(PLAIN, carried=carried_scores.from_the_end())
 
 BROKEN: dict[str, tuple[Break, Case]] = {
     "a query sees the next token": (
@@ -132,6 +137,26 @@ BROKEN: dict[str, tuple[Break, Case]] = {
     "a calibrated scale twice": (Break(BOTH, "* keys_scale)", "* keys_scale * keys_scale)"), CALIBRATED),
     "values without their scale": (Break(BOTH, "acc0 * values_scale", "acc0 * 1.0"), CALIBRATED),
     "values of the latent's other half": (Break(BOTH, "tl.dot(w, k0, acc0", "tl.dot(w, k1, acc0"), LATENT),
+    "a negative number divided toward zero": (
+        Break(BOTH, "tl.where(a >= 0, quotient, -1 - quotient)", "tl.where(a >= 0, quotient, -quotient)"),
+        BEHIND,
+    ),
+    "a remainder that is negative": (
+        Break(
+            BOTH, "tl.where(a >= 0, remainder, b - 1 - remainder)", "tl.where(a >= 0, remainder, -remainder)"
+        ),
+        BEHIND,
+    ),
+    "divided toward zero, rounded down": (Break(BOTH, "= trunc_divided(", "= floor_divided("), BEHIND),
+    "an expression of scores in base 2": (Break(BOTH, "s * 0.6931471805599453", "s"), BEHIND),
+    "scores that an expression leaves in base e": (Break(BOTH, " * 1.4426950408889634", ""), BEHIND),
+    "what an expression hides is seen": (
+        Break(BOTH, 'e21, s, float("-inf")', 'e21 | True, s, float("-inf")'),
+        BEHIND,
+    ),
+    "the window of another head": (Break(BOTH, "heads[:, None]", "heads[:, None] // 2"), WINDOWS),
+    "a place from the end is taken for the first": (Break(BOTH, "+ leaf0_n0, ", "* 0, "), FROM_THE_END),
+    "a place beyond the last": (Break(BOTH, "leaf0_n0 - 1", "leaf0_n0 - 2"), FROM_THE_END),
     "splits weighed alike": (
         Break(("combine",), "tl.sum(parts * weight[:, None], 0)", "tl.sum(parts, 0)"),
         PLAIN,

@@ -43,6 +43,7 @@ from kvcompile.layouts import (
 from kvcompile.layouts.storage import as_kept
 from kvcompile.types import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 from tests import dictionary
+from tests.carried_scores import Carried
 from tests.runner import Ran, run, shuffled
 
 STORAGES: tuple[Storage, ...] = (
@@ -99,6 +100,7 @@ class Case:
     heads, dims: of queries and of keys; of a key and of a value
     one_bias:    the bias is the same for all heads
     pads:        padding of each sequence
+    carried:     what it does to its scores as an expression
     """
 
     layout: CacheLayout
@@ -112,10 +114,12 @@ class Case:
     chunks: tuple[int, ...] = (9, 1, 8, 1)
     pads: tuple[int, ...] = (0, 3)
     seed: int = 0
+    carried: Carried | None = None
 
     @property
     def site(self) -> SiteSpec:
-        return SiteSpec(self.layout, self.dims[0] ** -0.5, self.mask, self.score, self.rotary)
+        score = self.score if self.carried is None else replace(self.score, mod=self.carried.mod)
+        return SiteSpec(self.layout, self.dims[0] ** -0.5, self.mask, score, self.rotary)
 
     @property
     def scored(self) -> bool:
@@ -144,11 +148,13 @@ class Case:
         wide = torch.cat([angles] * 2, 1) if self.rotary.style == "half" else angles.repeat_interleave(2, 1)
         return [wide.cos(), wide.sin()]
 
-    def extra(self) -> dict[str, Tensor]:
+    def extra(self) -> dict[str, Any]:
         """The tensors of the site's scores."""
         g = torch.Generator().manual_seed(self.seed + 1)
         heads = self.heads[0]
-        found = {"sinks": torch.randn(heads, generator=g)} if self.score.sinks else {}
+        found: dict[str, Any] = {"sinks": torch.randn(heads, generator=g)} if self.score.sinks else {}
+        if self.carried is not None:
+            found["leaves"] = list(self.carried.leaves)
         if self.score.bias is not None:
             kind, own = self.score.bias.kind, 1 if self.one_bias else heads
             shape = {"alibi": (heads,), "table": (own, LIMIT, LIMIT)}.get(kind, (own, LIMIT))
@@ -260,6 +266,9 @@ def oracle(case: Case, held: list[Tensor], q: Tensor | None = None) -> tuple[Ten
             q.float(), k, v, case.site, rope, case.chunks, pads, held=held, scales=both, **extra
         )
         return out.double(), choices
+    if case.carried is not None:
+        extra["carried"] = case.carried.plain
+        del extra["leaves"]
     if "bias" in extra:
         extra["bias"] = extra["bias"].expand(case.heads[0], *extra["bias"].shape[1:])
     turn = None if not rope else turner(case, [table.double() for table in rope])

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
+from kvcompile.expression import ScoreMod
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.kernels.triton import attention_scored
+from kvcompile.kernels.triton import attention_scored, expression
 from kvcompile.kernels.triton.call import (
     Call,
     append,
@@ -48,18 +50,16 @@ def cached_attention(
     site: SiteSpec,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
-    dynamic: Tensor | None = None,
+    leaves: list[Tensor] | None = None,
     page_table: Tensor | None = None,
 ) -> Tensor:
     """Append k, v to `buffers` (in place) and attend; returns [B, Hq, S, Dv] in q's dtype.
 
-    Args: as `reference.cached_attention`. `seq_lens` says no more than positions do. `dynamic` is refused when a plan
-        is made (`supports.py`).
+    Args: as `reference.cached_attention`. `seq_lens` says no more than positions do. A site whose scores have an
+        expression has what no kernel computes is refused when a plan is made (`supports.py`).
     """
-    if dynamic is not None:
-        raise TypeError(
-            "a mask that is computed from activations has no kernels: the plan should have refused it"
-        )
+    if site.score.mod is not None and (problem := expression.refusal(site.score.mod)):
+        raise TypeError(f"there are no kernels for this site, and its plan should have said so: {problem}")
     site = replace(site, kernels="triton")
     v_dim = site.layout.values.channels if isinstance(site.layout.values, InKeys) else v.shape[3]
     one_bias = bias is not None and bias.shape[0] == 1
@@ -68,7 +68,8 @@ def cached_attention(
     rope = [table.float().contiguous() for table in rope]
     sinks = None if sinks is None else sinks.float()
     bias = None if bias is None else bias.float().contiguous()
-    call = Call(made, q, k, v, buffers, positions, rope, sinks, bias, page_table)
+    read = _read(site.score.mod, leaves or [])
+    call = Call(made, q, k, v, buffers, positions, rope, sinks, bias, page_table, read)
     if isinstance(site.layout.retention, Scored):
         return attention_scored.one(call) if q.shape[2] == 1 else attention_scored.many(call)
     return _one(call, span) if q.shape[2] == 1 else _many(call)
@@ -110,6 +111,14 @@ def _many(call: Call) -> Tensor:
     if last:
         settle(call)
     return turned_back(call, out)
+
+
+def _read(mod: ScoreMod | None, leaves: list[Tensor]) -> list[Tensor]:
+    """The leaf tensors that kernels read, in the order of their numbers, dense; truth values as bytes."""
+    if mod is None:
+        return []
+    dense = [leaves[number].contiguous() for number in sorted(expression.tensors(mod).found)]
+    return [x.view(torch.uint8) if x.dtype is torch.bool else x for x in dense]
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -71,6 +71,7 @@ def many(call: Call) -> Tensor:
         new,
         call.positions,
         call.bias,
+        call.leaves,
         call.rope_read,
         call.page_table,
         tokens,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -24,7 +24,10 @@ from kvcompile.layouts import InKeys, Rotated
 
 @dataclass(frozen=True)
 class Call:
-    """The tensors of one call, as `cached_attention` has them."""
+    """The tensors of one call, as `cached_attention` has them.
+
+    leaves: those that the site's expression reads, in the order of their numbers, as kernels take them
+    """
 
     kernels: Kernels
     q: Tensor
@@ -36,6 +39,7 @@ class Call:
     sinks: Tensor | None
     bias: Tensor | None
     page_table: Tensor | None
+    leaves: list[Tensor] = field(default_factory=list)
 
     @property
     def site(self) -> SiteSpec:
@@ -71,6 +75,7 @@ def decode(
         call.buffers,
         call.positions,
         call.bias,
+        call.leaves,
         call.rope_read,
         call.page_table,
         token,
@@ -190,6 +195,7 @@ def prefill(
         call.positions,
         call.sinks,
         call.bias,
+        call.leaves,
         call.rope_read,
         call.page_table,
         token,

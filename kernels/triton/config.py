@@ -159,6 +159,9 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
     # A group of more heads than that is cut into several programs: the sums of all would not fit the registers.
     most = 16 if case.dim > 256 else 32 if case.dim > 128 else 64
     rows = min(_power_above(case.rows), most) if case.role == "decode" else config.block_m
+    if case.role == "prefill" and site.score.mod is not None:
+        # A tile of what an expression goes through does not fit the registers of fewer warps.
+        config = replace(config, num_warps=max(config.num_warps, 8))
     config = replace(config, block_m=max(_SMALLEST, rows), block_n=max(_SMALLEST, block_n))
     sides = 1 if isinstance(site.layout.values, InKeys) else 2
     row = case.dim * sides * max(case.bits, 8) // 8
@@ -194,7 +197,7 @@ def measured(device: Device) -> tuple[Mapping[str, Any], ...]:
         return _entries(path.read_text("utf-8"))
     except FileNotFoundError:
         return ()
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path}: no table of configurations ({error}): delete it, or run kvcompile tune"
         ) from None

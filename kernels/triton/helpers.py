@@ -9,6 +9,8 @@ runs by itself.
 | to_fp8_e4m3_bits, to_fp8_e5m2_bits | writing it there |
 | bfloat16_bits | writing bfloat16 where Triton's interpreter would cut off |
 | to_nearest_even | whole numbers, as torch.round |
+| floor_divided, floor_remainder, trunc_divided | integers that may be negative: Triton's own differ interpreted |
+| product | a product that no sum takes up unrounded |
 | butterflies | the Hadamard rotation of a tile, without its factor; `hadamard` prints the call |
 | packed | small integers into bytes, as kernels/bits.py has them |
 """

@@ -5,6 +5,7 @@ What decides is the code that launches (`attention.py`), so nothing here can dif
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton import expression
 from kvcompile.kernels.triton.attention import cached_attention
 from kvcompile.kernels.triton.device import Device, acting_as
 from kvcompile.kernels.triton.launch import recording
@@ -56,10 +58,12 @@ def call(
     batch: Any,
     tokens: Any,
     pool: Any = None,
+    leaves: Sequence[Sequence[int]] | None = None,
 ) -> None:
     """One call of a site's op on new tensors, `tokens` new tokens of each of `batch` sequences; sizes may be symbols.
 
-    pool: pages of a pool; None: what the sequences take, and one more
+    pool:   pages of a pool; None: what the sequences take, and one more
+    leaves: the shapes of what `ScoreSpec.mod` reads; None: any, which no spec of a kernel depends on
     """
     layout, (queries, kv_heads), (dim, v_dim) = site.layout, heads, dims
 
@@ -86,7 +90,7 @@ def call(
         site,
         torch.empty(queries) if site.score.sinks else None,
         _bias(site, queries, limit),
-        None,
+        _leaves(site, limit, leaves),
         torch.empty(batch, pages, dtype=torch.int32) if page else None,
     )
 
@@ -104,6 +108,17 @@ def _bias(site: SiteSpec, heads: int, limit: int) -> Tensor | None:
         "table": (heads, reach, reach),
     }
     return torch.empty(shapes[bias.kind])
+
+
+def _leaves(site: SiteSpec, limit: int, shapes: Sequence[Sequence[int]] | None) -> list[Tensor] | None:
+    """Tensors of the ranks and dtypes that the site's expression reads; what it does not read is of float32."""
+    mod = site.score.mod
+    if mod is None:
+        return None
+    read = expression.tensors(mod).found
+    of = [read.get(number, (0, torch.float32)) for number in range(len(mod.leaves))]
+    sizes = [[limit] * rank for rank, _ in of] if shapes is None else shapes
+    return [torch.empty(list(own), dtype=dtype) for own, (_, dtype) in zip(sizes, of, strict=True)]
 
 
 def for_hardware(spec: KernelSpec) -> KernelSpec:

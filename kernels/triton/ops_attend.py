@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.triton import columns as columns_role
+from kvcompile.kernels.triton import expression
 from kvcompile.kernels.triton.attend import row_tiles
 from kvcompile.kernels.triton.combine import weighed
 from kvcompile.kernels.triton.launch import launch
@@ -33,6 +34,7 @@ def decode(
     buffers: list[Tensor],
     positions: Tensor,
     bias: Tensor | None,
+    leaves: list[Tensor],
     rope: list[Tensor],
     page_table: Tensor | None,
     token: Tensor | None,
@@ -49,6 +51,7 @@ def decode(
         buffers: the site's, K's parts, then V's.
         positions: int64 [B, 1].
         bias: float32, what `ScoreSpec.bias` says; rope: [cos, sin] float32 where keys turn when they are read.
+        leaves: what `ScoreSpec.mod` reads, those that the kernels take, dense, truth values as bytes.
         page_table: int32 [B, pages]; token, place: int32 [B, Hkv or 1, slots], where the spec has them.
 
     Returns:
@@ -67,7 +70,8 @@ def decode(
         outs["logits"] = q.new_empty((batch, heads, group, slots), dtype=torch.float32)
     given = {"q": q, "positions": positions, "bias": bias, "page_table": page_table, **outs}
     given |= {"slots_token": token, "slots_place": place, **_tables(rope), **_parts(kernel, buffers)}
-    sizes = _sizes(kernel, buffers, bias, rope)
+    given |= _leaves(kernel, leaves)
+    sizes = _sizes(kernel, buffers, bias, rope) | _leaf_sizes(kernel, leaves)
     _launch(kernel, (splits, heads * row_tiles(own), batch), given, sizes, num_warps, num_stages)
     return list(outs.values())
 
@@ -101,6 +105,7 @@ def prefill(
     positions: Tensor,
     sinks: Tensor | None,
     bias: Tensor | None,
+    leaves: list[Tensor],
     rope: list[Tensor],
     page_table: Tensor | None,
     token: Tensor | None,
@@ -127,8 +132,13 @@ def prefill(
         outs["lse"] = q.new_empty((batch, own.num_qo_heads, tokens), dtype=torch.float32)
     given = {"q": q, "q_sinks": q_sinks, "k": k, "v": v, "positions": positions, "sinks": sinks, "bias": bias}
     given |= {"page_table": page_table, "slots_token": token, "slots_place": place, **outs}
-    given |= {**_tables(rope), **_parts(kernel, buffers), **_parts(kernel, new, "new_")}
-    sizes = _sizes(kernel, buffers, bias, rope) | {"tokens": tokens}
+    given |= {
+        **_tables(rope),
+        **_parts(kernel, buffers),
+        **_parts(kernel, new, "new_"),
+        **_leaves(kernel, leaves),
+    }
+    sizes = _sizes(kernel, buffers, bias, rope) | _leaf_sizes(kernel, leaves) | {"tokens": tokens}
     tiles = (tokens * own.group + own.block_m - 1) // own.block_m
     _launch(kernel, (tiles, own.num_kv_heads, batch), given, sizes, num_warps, num_stages)
     return list(outs.values())
@@ -143,6 +153,7 @@ def columns(
     new: list[Tensor],
     positions: Tensor,
     bias: Tensor | None,
+    leaves: list[Tensor],
     rope: list[Tensor],
     page_table: Tensor | None,
     token: Tensor | None,
@@ -169,7 +180,9 @@ def columns(
         given = {"q": q, "k": k, "lse": lse, "positions": positions, "bias": bias, "columns": sums}
         given |= {"page_table": page_table, "slots_token": token, "slots_place": place}
         given |= {**_tables(rope), **_parts(kernel, buffers), **_parts(kernel, new, "new_")}
-        sizes = _sizes(kernel, buffers, bias, rope) | {"tokens": tokens, "counted": counted}
+        given |= _leaves(kernel, leaves)
+        sizes = _sizes(kernel, buffers, bias, rope) | _leaf_sizes(kernel, leaves)
+        sizes |= {"tokens": tokens, "counted": counted}
         _launch(kernel, columns_role.grid(kernel.spec, keys, batch), given, sizes, num_warps, num_stages)
     return sums
 
@@ -204,6 +217,25 @@ def _parts(kernel: Kernel, buffers: list[Tensor], prefix: str = "") -> dict[str,
 
 def _tables(rope: list[Tensor]) -> dict[str, Tensor]:
     return dict(zip(("cos", "sin"), rope, strict=False))
+
+
+def _leaves(kernel: Kernel, leaves: list[Tensor]) -> dict[str, Tensor]:
+    return {f"leaf{number}": leaf for number, leaf in _numbered(kernel, leaves)}
+
+
+def _leaf_sizes(kernel: Kernel, leaves: list[Tensor]) -> dict[str, int]:
+    return {
+        f"leaf{n}_n{dim}": size
+        for n, leaf in _numbered(kernel, leaves)
+        for dim, size in enumerate(leaf.shape)
+    }
+
+
+def _numbered(kernel: Kernel, leaves: list[Tensor]) -> list[tuple[int, Tensor]]:
+    """The leaf tensors by the numbers that the site's expression gives them."""
+    mod = kernel.spec.site.score.mod
+    numbers = [] if mod is None else sorted(expression.tensors(mod).found)
+    return list(zip(numbers, leaves, strict=True))
 
 
 def _sizes(kernel: Kernel, buffers: list[Tensor], bias: Tensor | None, rope: list[Tensor]) -> dict[str, int]:

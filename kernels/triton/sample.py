@@ -76,11 +76,13 @@ def sample(
     """A sample with as many caches as read `room` bytes together, so that an L2 cache does not hold what comes next.
 
     Raises:
-        ValueError: the site has a bias that is not ALiBi.
+        ValueError: the site has a bias that is not ALiBi, or an expression of its scores.
         torch.cuda.OutOfMemoryError: the caches do not fit.
     """
     if site.score.bias is not None and site.score.bias.kind != "alibi":
         raise ValueError(f"no sample of a site with {site.score.bias}")
+    if site.score.mod is not None:
+        raise ValueError(f"no sample of a site with {site.score.mod}")
     random = torch.Generator(device).manual_seed(_SEED)
     batch, (queries, kv_heads) = len(lengths), heads
 

@@ -20,8 +20,6 @@ def refusal(
     heads: tuple[int, int],
     dims: tuple[int, int],
     dtype: torch.dtype,
-    *,
-    dynamic: bool = False,
 ) -> str | None:
     """Why there are no kernels for a site, or None.
 
@@ -29,10 +27,9 @@ def refusal(
         heads: query heads and KV heads.
         dims: channels of a key and of a value.
         dtype: the model's.
-        dynamic: whether the site's mask is computed from activations.
     """
-    if dynamic:
-        return "its mask is computed from activations, which kernels do not read"
+    if site.score.mod is not None and (problem := _unprinted(site)):
+        return problem
     if not SMALLEST_DIM <= dims[0] <= LARGEST_DIM:
         return f"its keys have {dims[0]} channels, and kernels are for {SMALLEST_DIM} to {LARGEST_DIM}"
     if dims[1] > LARGEST_DIM:
@@ -40,6 +37,14 @@ def refusal(
     if site.rotary is not None and site.layout.rotates_on_read and isinstance(site.layout.keys, Rotated):
         return "its keys are kept turned (rotate: hadamard) before RoPE, and kernels turn none back"
     return unsupported(site.layout, dtype)
+
+
+def _unprinted(site: SiteSpec) -> str | None:
+    """Why the expression of a site's scores is not printed, or None; the printer is loaded where there is one."""
+    from kvcompile.kernels.triton import expression
+
+    assert site.score.mod is not None
+    return expression.refusal(site.score.mod)
 
 
 def unsupported(layout: CacheLayout, dtype: torch.dtype) -> str | None:

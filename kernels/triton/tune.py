@@ -143,7 +143,7 @@ def write(tuned: Sequence[Tuned], device: Device, path: Path | None = None) -> P
             make_cache_dir()
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(target, json.dumps({"about": _ABOUT, "entries": entries + kept}, indent=2) + "\n")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise KernelError(f"{target}: the table of configurations cannot be written: {error}") from error
     return target
 

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -103,8 +103,13 @@ def check(folder: str | Path, manifest: Manifest, *, contents: bool = True) -> N
     Raises:
         ArtifactError: the first that is missing, truncated or damaged.
     """
-    for name, info in manifest.files.items():
-        path = Path(folder) / name
+    check_files(Path(folder), manifest.files, contents=contents)
+
+
+def check_files(folder: Path, files: Mapping[str, FileInfo], *, contents: bool = True) -> None:
+    """As `check`, of files by their path in the folder."""
+    for name, info in files.items():
+        path = folder / name
         if not path.is_file():
             raise ArtifactError(
                 f"{path} is missing: the artifact is incomplete; copy all of it, or export again"

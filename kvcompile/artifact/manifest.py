@@ -8,19 +8,24 @@ inputs and outputs of a call. Dtypes are named as in torch.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvcompile.console import shown
 from kvcompile.errors import ArtifactError
 
 FORMAT_VERSION = 1
 FILE = "manifest.json"
 Target = Literal["onnx", "tensorrt", "aoti"]
 Role = Literal["input_ids", "positions", "seq_lens", "keep", "slots", "page_table", "cache", "logits"]
-Size = int | str
+Count = Annotated[int, Field(ge=0, lt=1 << 31)]  # graphs count in 32 bits, but for bytes
+Positive = Annotated[Count, Field(ge=1)]
+Size = Count | str
+_MOST_BYTES = 1 << 48  # of one cache of one sequence: more than any machine has
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -64,9 +69,9 @@ class Alias(_Record):
 class Span(_Record):
     """The shapes of one input that a profile admits."""
 
-    min: tuple[int, ...]
-    opt: tuple[int, ...]
-    max: tuple[int, ...]
+    min: tuple[Count, ...]
+    opt: tuple[Count, ...]
+    max: tuple[Count, ...]
 
 
 class Profile(_Record):
@@ -82,8 +87,8 @@ class Graph(_Record):
     phase: Literal["prefill", "decode", "step"]
     file: str
     entry: str | None = None
-    inputs: tuple[TensorInfo, ...]
-    outputs: tuple[TensorInfo, ...]
+    inputs: Annotated[tuple[TensorInfo, ...], Field(min_length=1)]
+    outputs: Annotated[tuple[TensorInfo, ...], Field(min_length=1)]
     aliases: tuple[Alias, ...]
     profiles: tuple[Profile, ...] = ()
 
@@ -117,30 +122,31 @@ class Pages(_Record):
     """
 
     table: str
-    page_size: int
-    slots: int
-    pages: int | None
+    page_size: Positive
+    slots: Positive
+    pages: Positive | None
     dimension: str
-    layers: tuple[int, ...]
+    layers: tuple[Count, ...]
     caches: tuple[str, ...]
 
 
 class LimitsInfo(_Record):
     """What one cache may hold; whole_prompts: a prompt must come in one call."""
 
-    max_batch: int
-    max_tokens: int | None
-    prefill_chunk: int
+    max_batch: Positive
+    max_tokens: Positive | None
+    prefill_chunk: Positive
     whole_prompts: bool
 
 
 class ModelInfo(_Record):
-    """Which model it was: its class, and a digest of the names and shapes of its weights."""
+    """Which model it was: its class, and digests of the names and shapes of its weights, and of all their bytes."""
 
     architecture: str
     digest: str
+    weights: str | None = None
     dtype: str
-    vocab_size: int
+    vocab_size: Positive
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -171,7 +177,7 @@ class CheckInfo(_Record):
 
 
 class FileInfo(_Record):
-    bytes: int
+    bytes: Annotated[int, Field(ge=0)]
     sha256: str
 
 
@@ -194,7 +200,7 @@ class Manifest(_Record):
     plan: PlanInfo
     limits: LimitsInfo
     ragged: bool
-    slots: int
+    slots: Count
     graphs: tuple[Graph, ...]
     caches: tuple[Cache, ...]
     pages: tuple[Pages, ...] = ()
@@ -225,7 +231,16 @@ class Manifest(_Record):
         ]:
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
                 return f"{name}: no dtype {dtype!r}"
+        for cache in self.caches:
+            sizes = [size for size in cache.shape if isinstance(size, int)]
+            if math.prod(sizes) * dtype_named(cache.dtype).itemsize >= _MOST_BYTES:
+                return f"caches: {cache.name} of shape {list(cache.shape)} has room nowhere"
+        for pages in self.pages:
+            if not caches.issuperset(pages.caches):
+                return f"pages: {pages.table} has caches that are none"
         for graph in self.graphs:
+            if graph.inputs[0].role != "input_ids" or not graph.inputs[0].shape:
+                return f"graphs: the first input of {graph.phase} is no input_ids"
             if graph.file not in self.files:
                 return f"graphs: {graph.file!r} is not among the files"
             if {info.name for info in graph.inputs if info.role == "cache"} != caches:
@@ -266,7 +281,9 @@ class Manifest(_Record):
         try:
             manifest = Manifest.model_validate(data)
         except ValidationError as error:
-            places = ", ".join(".".join(map(str, e["loc"])) for e in error.errors()[:5])
+            places = ", ".join(
+                f"{'.'.join(map(str, e['loc']))} is {shown(e.get('input'))}" for e in error.errors()[:5]
+            )
             raise ArtifactError(f"{path}: damaged or edited by hand: {places}; export again") from error
         problem = manifest.problem()
         if problem:

@@ -33,6 +33,23 @@ app.command()(tune.tune)
 app.add_typer(recipes.app, name="recipes")
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from kvcompile import __version__
+
+        typer.echo(f"kvcompile {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    """What stands before a command."""
+
+
 def main() -> None:
     """Entry point of `kvcompile`."""
     app()

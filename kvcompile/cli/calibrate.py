@@ -58,10 +58,7 @@ def calibrate(
             context=context,
             progress=progress,
         )
-    try:
-        scales.save(output)
-    except OSError as error:
-        raise InputError(f"{output}: cannot be written: {error}") from error
+    scales.save(output)
     stderr().print(
         f"{output}: {len(scales.layers)} layers, {scales.text.tokens:,} tokens, {scales.digest()}",
         style="dim",

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 import typer
 
 from kvcompile.errors import DetectionError, KVCompileError
+from kvcompile.progress import Progress, taken
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
-Progress = Callable[[str, int, int], None]
 
 Model = Annotated[
     str,
@@ -100,7 +100,7 @@ def overrides_from(settings: list[str] | None, scales: str | None = None) -> dic
     Raises:
         typer.BadParameter: not KEY=VALUE, a value that is not YAML, or settings that contradict each other.
     """
-    import yaml
+    from kvcompile.recipe.yaml_text import YamlProblems, read_yaml
 
     merged: dict[str, Any] = {}
     for setting in settings or ():
@@ -109,11 +109,9 @@ def overrides_from(settings: list[str] | None, scales: str | None = None) -> dic
         if not equals or not all(parts):
             raise typer.BadParameter(f"expected KEY=VALUE such as runtime.max_tokens=4096, got {setting!r}")
         try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise typer.BadParameter(
-                f"the value of {key} is not YAML: {' '.join(str(error).split())}"
-            ) from error
+            value = read_yaml(text)
+        except YamlProblems as error:
+            raise typer.BadParameter(f"the value of {key}: {error}") from error
         inner = merged
         for part in parts[:-1]:
             inner = inner.setdefault(part, {})
@@ -141,7 +139,7 @@ def stages() -> Iterator[Progress]:
         rich.BarColumn(),
         rich.TimeElapsedColumn(),
     )
-    with rich.Progress(*columns, console=stderr(), transient=True) as bar:
+    with taken(), rich.Progress(*columns, console=stderr(), transient=True) as bar:
         task = bar.add_task("starting", total=None)
 
         def progress(stage: str, done: int, total: int) -> None:

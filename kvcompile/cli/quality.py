@@ -15,7 +15,6 @@ from kvcompile.cli.common import (
     Dtype,
     Json,
     Model,
-    Progress,
     Settings,
     command,
     overrides_from,
@@ -23,6 +22,8 @@ from kvcompile.cli.common import (
     stderr,
     waiting,
 )
+from kvcompile.errors import QualityError
+from kvcompile.progress import Progress, taken
 
 Number = TypeVar("Number", int, float)
 
@@ -115,6 +116,10 @@ def quality(
         # The reference is always there, without --set; auto takes one of the others.
         shipped = [name for name in shipped_recipes() if name not in (REFERENCE, "auto")]
         names = shipped if recipes.strip() == "all" else _words(recipes)
+        if not names:
+            raise QualityError(
+                [f"recipes: expected names with commas between, or all; got {recipes!r} (baseline always is)"]
+            )
         loaded_recipes = [Recipe.load(name, **overrides) for name in names]
         words = None if text is None else read_text(text)
         check(what, out, not no_plot)  # before the model loads
@@ -167,7 +172,7 @@ def bars() -> Iterator[Progress]:
         rich.TaskProgressColumn(),
         rich.TimeElapsedColumn(),
     )
-    with rich.Progress(*columns, console=stderr(), transient=True) as bars:
+    with taken(), rich.Progress(*columns, console=stderr(), transient=True) as bars:
         tasks: dict[str, rich.TaskID] = {}
 
         def progress(stage: str, done: int, total: int) -> None:

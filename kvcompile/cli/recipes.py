@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -37,15 +36,18 @@ def show_recipe(
 ) -> None:
     """Print a shipped recipe's YAML: a start for your own."""
     from kvcompile.recipe import shipped_recipes, shipped_text
+    from kvcompile.recipe.load import names_like
 
     if name.removesuffix(".yaml") not in shipped_recipes():
-        raise RecipeError(name, [f"no shipped recipe of that name; shipped: {', '.join(shipped_recipes())}"])
+        raise RecipeError(name, [f"no shipped recipe of that name; {names_like(name)}"])
     typer.echo(shipped_text(name), nl=False)
 
 
 @command
 def validate(
-    files: Annotated[list[Path], typer.Argument(help="Recipes (YAML files).", metavar="FILE...")],
+    files: Annotated[
+        list[str], typer.Argument(help="YAML files, or names of shipped recipes.", metavar="FILE...")
+    ],
     debug: Debug = False,
 ) -> None:
     """Check recipes and print every problem of every file; exits 1 if there is any.

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from kvcompile.decide.kernels import same_kernels, with_kernels
-from kvcompile.decide.limits import limits_of
+from kvcompile.decide.limits import limits_of, note_of
 from kvcompile.decide.scales import foreign
 from kvcompile.decide.site import decide
 from kvcompile.errors import PlanError
@@ -92,6 +92,7 @@ def make_plan(
         tuple(decisions),
         tuple(states),
         None if scales is None else scales.digest(),
+        notes=note_of(limits, recipe, model_max_tokens),
     )
 
 

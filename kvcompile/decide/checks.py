@@ -31,22 +31,41 @@ def check(layout: CacheLayout, site: AttentionSite, readers: Sequence[int]) -> N
                 f"cache.{side}.residual: the last {storage.residual} tokens in full are all of the window's {window}, "
                 "so none would be read rounded; use fewer, or dtype: model"
             )
-    if site.dynamic is not None and not (
-        isinstance(layout.retention, Full) and isinstance(layout.placement, Contiguous)
+    mod = site.score.mod
+    if (
+        mod is not None
+        and mod.reads_tokens
+        and not (isinstance(layout.retention, Full) and isinstance(layout.placement, Contiguous))
     ):
         raise ValueError(
-            "cache.retention: the mask of this layer is computed from the activations of all tokens before; use "
+            "cache.retention: the scores of this layer depend on the activations of all tokens before; use "
             "retention: {kind: full} and placement: {kind: contiguous}"
         )
     if isinstance(layout.retention, Scored):
         _check_scored(layout.retention, site, readers)
     bias = site.score.bias
+    if mod is not None and isinstance(layout.retention, Scored) and set(mod.leaves) - {"table"}:
+        raise ValueError(
+            "cache.retention: the scores of this layer depend on activations of each token, and a retention by scores "
+            "keeps none; use retention: {kind: full}"
+        )
+    if layout.retention.in_cache and mod is not None and not mod.by_distance:
+        raise ValueError(
+            "cache.retention.positions: in_cache counts positions in the cache, and this layer's scores depend on "
+            "positions in the sequence; use positions: original"
+        )
     if layout.retention.in_cache and bias is not None and bias.kind in ("columns", "table"):
         raise ValueError(
             f"cache.retention.positions: in_cache counts positions in the cache, and this layer's {bias} is by "
             "positions in the sequence; use positions: original"
         )
-    if layout.retention.in_cache and site.rope is None and bias is None and not site.positionless:
+    if (
+        layout.retention.in_cache
+        and site.rope is None
+        and bias is None
+        and mod is None
+        and not site.positionless
+    ):
         raise ValueError(
             "cache.retention.positions: in_cache needs a rotary embedding between the projections and the "
             "scores, and none was recognised here; use positions: original"

@@ -26,7 +26,6 @@ def with_kernels(
         (decision.head_dim, decision.v_head_dim),
         dtype,
         device,
-        dynamic=decision.dynamic,
     )
     return replace(decision, kernels=made.kernels, kernels_because=made.because)
 

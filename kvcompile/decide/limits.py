@@ -9,6 +9,10 @@ from kvcompile.layouts import Paged
 from kvcompile.plan import Decision, Limits
 from kvcompile.recipe import Recipe
 
+# Tokens that a sequence may have where neither recipe nor model says how many. A cache that keeps every token has
+# addresses for that many from the start; a CPU's takes memory as they come (`runtime/growing.py`).
+ASSUMED = 32_768
+
 
 def limits_of(
     decisions: Sequence[Decision],
@@ -25,17 +29,13 @@ def limits_of(
         position_limit: how many positions the model has, where they end, and what happens beyond.
 
     Raises:
-        PlanError: the recipe sets runtime.max_tokens beyond one of them, or a limit is needed and nobody has one.
+        PlanError: the recipe sets runtime.max_tokens beyond one of them, or keys before RoPE in rings need a limit that
+            nobody has.
     """
     bounded = all(decision.layout.bounded for decision in decisions)
     max_tokens = recipe.runtime.max_tokens
     if max_tokens is None and not bounded:
-        if model_max_tokens is None:
-            raise PlanError(
-                f"recipe {recipe.name!r} keeps every token, and the model does not say how many it was made for: "
-                "set runtime.max_tokens"
-            )
-        max_tokens = model_max_tokens
+        max_tokens = ASSUMED if model_max_tokens is None else model_max_tokens
     max_tokens = _within_reach(decisions, recipe, max_tokens)
     max_tokens = _within_pools(decisions, recipe, max_tokens)
     if position_limit is not None:
@@ -53,6 +53,16 @@ def limits_of(
             "a table of all positions, and no layer limits them: set runtime.max_tokens"
         )
     return Limits(recipe.runtime.max_batch, max_tokens, recipe.runtime.prefill_chunk)
+
+
+def note_of(limits: Limits, recipe: Recipe, model_max_tokens: int | None) -> tuple[str, ...]:
+    """What is to be told of a limit that nobody has set."""
+    if recipe.runtime.max_tokens is None and model_max_tokens is None and limits.max_tokens == ASSUMED:
+        return (
+            f"neither the recipe nor the model says how many tokens a sequence may have: at most {ASSUMED:,}; set "
+            "runtime.max_tokens for more or fewer",
+        )
+    return ()
 
 
 def _within_reach(decisions: Sequence[Decision], recipe: Recipe, max_tokens: int | None) -> int | None:

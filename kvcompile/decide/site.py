@@ -57,7 +57,7 @@ def decide(
     check(layout, site, readers)
     if layout.before_rope and site.positionless:
         because.append("no position enters this layer, so its keys have no RoPE to stand before")
-    if layout.retention.in_cache and site.positionless and site.score.bias is None:
+    if layout.retention.in_cache and site.positionless and site.score.bias is None and site.score.mod is None:
         because.append("no position enters this layer, so counting in the cache changes nothing")
     own = calibrated(site, layout, latent, scales)
     if own and scales is not None:
@@ -84,7 +84,7 @@ def decide(
         rope=site.rope.form if site.rope else None,
         score=site.score,
         latent=latent,
-        dynamic=site.dynamic is not None,
+        rerun=bool(site.rerun),
         mask_rows=_mask_rows(site, sites),
         scales=own,
     )
@@ -92,15 +92,8 @@ def decide(
 
 def _mask_rows(site: AttentionSite, sites: Sequence[AttentionSite]) -> tuple[StateSlot, ...]:
     """What the site's mask keeps of every token; layers that read the same keep it once, at the first."""
-    if site.dynamic is None:
-        return ()
-    before = {
-        key.node
-        for other in sites
-        if other.layer < site.layer and other.dynamic
-        for key in other.dynamic.keys
-    }
-    return tuple(key.slot for key in site.dynamic.keys if key.node not in before)
+    before = {node for other in sites if other.layer < site.layer for node, _ in other.key_rows}
+    return tuple(slot for node, slot in site.key_rows if node not in before)
 
 
 def _where(recipe: Recipe, rule: int) -> str:

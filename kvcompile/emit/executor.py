@@ -16,10 +16,10 @@ from torch.fx import GraphModule
 from kvcompile.emit.cudagraph import StepGraphs
 from kvcompile.emit.inductor import Compiled, ShapeClass, Tracer, compile_region, describe
 from kvcompile.emit.regions import Regions
+from kvcompile.progress import Progress
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[str, int, int], None]
 # A region, its fake inputs and the tracer of their sizes -> the region compiled.
 RegionCompiler = Callable[[GraphModule, Sequence[Any], Tracer], Compiled]
 
@@ -50,6 +50,17 @@ class Executor:
             if name not in regions.weights:
                 drops.setdefault(index, []).append(name)
         self._drops = [drops.get(i, []) for i in range(len(regions.calls))]
+
+    @property
+    def programs(self) -> dict[ShapeClass, list[Compiled]]:
+        """What is compiled: of each class of shapes, the program of each call."""
+        return dict(self._programs)
+
+    def take(self, shapes: ShapeClass, programs: Sequence[Compiled]) -> None:
+        """Programs that were compiled before, in the place of `prepare`."""
+        if len(programs) != len(self.regions.calls):
+            raise ValueError(f"{len(programs)} programs for {len(self.regions.calls)} calls")
+        self._programs[shapes] = list(programs)
 
     @property
     def compiled(self) -> bool:

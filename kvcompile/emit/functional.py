@@ -27,6 +27,7 @@ from kvcompile.errors import ExportError
 from kvcompile.kernels import ops, running_sum
 from kvcompile.kernels.dialect import Dialect, speaking
 from kvcompile.layouts.storages.floats import is_fp8
+from kvcompile.passes.insert_cache import ROWS
 from kvcompile.pipeline import Front, absorbed, rewrite
 from kvcompile.plan import Plan
 from kvcompile.quiet import quiet
@@ -119,6 +120,7 @@ class Functional(nn.Module):
             "span": 1 if slots is None else slots.shape[0],
             "position_ids": positions.clamp(min=0),
             "past_length": seq_lens[0],
+            ROWS: None,  # only modules that run as Python read it, and there are none here
             **dict(zip(self.tables, tables, strict=True)),
             **dict(zip(self.caches, caches, strict=True)),
             **{name: getattr(self, name) for name in self._constants},

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvcompile.errors import ExportError
+from kvcompile.progress import told
+from kvcompile.serial import traces
 
 if TYPE_CHECKING:  # torch comes when something is exported
     from torch import nn
@@ -27,6 +29,7 @@ Target = Literal["onnx", "tensorrt", "aoti"]
 TARGETS: tuple[Target, ...] = ("onnx", "tensorrt", "aoti")
 
 
+@traces
 def export(
     model: nn.Module,
     out: str | Path,
@@ -45,7 +48,7 @@ def export(
         out: the artifact's folder. One that is there is replaced once the new one is complete.
         recipe: as for `optimize`; None: of an optimized module its own, else "baseline".
         tokenizer: of transformers; goes along, so that sessions take texts.
-        progress: called as progress(stage, done, total).
+        progress: called as progress(stage, done, total); None: as `optimize` shows it.
         options: of the target: onnx {opset: 24 or 23}; tensorrt and aoti: see their modules.
         overrides: recipe sections or keys of `runtime`, as for `optimize`.
 
@@ -69,16 +72,16 @@ def export(
     if hasattr(module, "ready"):
         module.ready(options or {})
     write: Callable[..., Manifest] = module.write
-    tell = progress or (lambda stage, done, total: None)
-    source = source_of(model, recipe, tell, overrides, target)
-    with folder.writing(out) as made:
-        name = None if tokenizer is None else source.write_tokenizer(tokenizer, made)
-        manifest = write(source, made, options or {}, tell)
-        manifest = manifest.model_copy(update={"tokenizer": name, "files": folder.infos(made)})
-        (made / FILE).write_text(manifest.to_json(), encoding="utf-8")
-        checks = checked(source, made, tell)
-        manifest = manifest.model_copy(update={"checks": checks})
-        (made / FILE).write_text(manifest.to_json(), encoding="utf-8")
+    with told(progress) as tell:
+        source = source_of(model, recipe, tell, overrides, target)
+        with folder.writing(out) as made:
+            name = None if tokenizer is None else source.write_tokenizer(tokenizer, made)
+            manifest = write(source, made, options or {}, tell)
+            manifest = manifest.model_copy(update={"tokenizer": name, "files": folder.infos(made)})
+            (made / FILE).write_text(manifest.to_json(), encoding="utf-8")
+            checks = checked(source, made, tell)
+            manifest = manifest.model_copy(update={"checks": checks})
+            (made / FILE).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
 
 

@@ -1,4 +1,4 @@
-"""What was written is run before it gets its name: a prompt and a few tokens, against the oracle of the plan."""
+"""What was written is run before it gets its name, over all that the plan counts by, against the oracle of the plan."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from kvcompile.errors import ArtifactError, ExportError
 from kvcompile.export.source import Source
 from kvcompile.runtime.load import openers
 from kvcompile.verify.artifact import check_session
+from kvcompile.verify.long import program_chunks
 
 log = logging.getLogger(__name__)
-_CHUNKS = (9, 1, 1, 6, 1)
+_CHUNKS = (9, 1, 1, 6, 1)  # the first pieces; more follow, over the plan's groups, pages and windows
 
 
 def checked(source: Source, folder: Path, tell: Callable[[str, int, int], None]) -> tuple[CheckInfo, ...]:
@@ -38,7 +39,7 @@ def checked(source: Source, folder: Path, tell: Callable[[str, int, int], None])
             log.warning("the artifact was not run with %s: %s", name, error)
             continue
         tell(f"verify ({session.name})", 0, 1)
-        check = check_session(session, source, _CHUNKS)
+        check = check_session(session, source, program_chunks(source.front, source.plan, _CHUNKS))
         tell(f"verify ({session.name})", 1, 1)
         found.append(
             CheckInfo(session=session.name, error=check.error, budget=check.budget, tokens=check.tokens)

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from torch import nn
 
+from kvcompile.adapters import base_of
 from kvcompile.artifact.manifest import (
     Graph,
     LimitsInfo,
@@ -23,6 +24,7 @@ from kvcompile.artifact.manifest import (
 from kvcompile.emit.functional import Functional
 from kvcompile.errors import ExportError
 from kvcompile.export.caches import caches_of, pages_of
+from kvcompile.model_digest import of_weights
 from kvcompile.pipeline import Front, absorbed, plan_for, understand
 from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe
@@ -71,6 +73,7 @@ class Source:
             model=ModelInfo(
                 architecture=front.model.architecture,
                 digest=front.model.digest,
+                weights=of_weights(self.model),
                 dtype=plan.dtype,
                 vocab_size=int(graphs[0].outputs[0].shape[-1]),
                 bos_token_id=getattr(config, "bos_token_id", None),
@@ -142,6 +145,7 @@ def source_of(
         compiled = checked.compile.model_copy(update={"kernels": "reference", "mode": "default"})
         checked = checked.model_copy(update={"compile": compiled})
     tell("capture and detect", 0, 1)
+    model = base_of(model)
     front = understand(model)
     plan = plan_for(front, checked)
     front = absorbed(front, plan)

@@ -13,9 +13,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from kvcompile.progress import Progress, told
 
 # Light on purpose: torch and transformers are imported when quality() is called.
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ def quality(
     fresh: bool = False,
     plot: bool = True,
     name: str | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> QualityReport:
     """Measure what the caches of `recipes` cost in quality, beside a full cache ("baseline", always added).
 
@@ -72,7 +74,7 @@ def quality(
         fresh: measure again what the folder has.
         plot: whether the picture is made, which needs matplotlib.
         name: of the model, in reports; default: its class.
-        progress: called as progress(stage, done, total).
+        progress: called as progress(stage, done, total); None: as `optimize` shows it.
 
     Raises:
         QualityError: what was asked cannot be measured: all problems at once.
@@ -95,7 +97,8 @@ def quality(
         compile=compile,
     )
     folder = None if out is None else Path(out)
-    return run(model, tokenizer, recipes, text, settings, folder, fresh, plot, name, progress)
+    with told(progress) as tell:
+        return run(model, tokenizer, recipes, text, settings, folder, fresh, plot, name, tell)
 
 
 def _all(value: Any) -> tuple[Any, ...]:

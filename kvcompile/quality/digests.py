@@ -7,13 +7,15 @@ import json
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import kvcompile
+from kvcompile.model_digest import of_model
 from kvcompile.plan import Plan
+
+__all__ = ["of_model", "of_plan", "of_tokens", "short", "versions"]
 
 _SHOWN_ONLY = ("cli", "quality/table.py", "quality/plot.py", "quality/files.py")  # decide no figure
 
@@ -26,19 +28,6 @@ def short(data: object) -> str:
 def of_tokens(ids: Tensor) -> str:
     """Of token ids: text and tokenizer in one."""
     return hashlib.sha256(ids.to("cpu", torch.int64).contiguous().numpy().tobytes()).hexdigest()[:16]
-
-
-def of_model(model: nn.Module) -> str:
-    """Of the weights, every byte, and of the config: about a second for each GB."""
-    hashed = hashlib.sha256()
-    config: Any = getattr(model, "config", None)
-    described = config.to_json_string() if hasattr(config, "to_json_string") else repr(model)
-    hashed.update(described.encode())
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        flat = tensor.detach().to("cpu").contiguous().flatten()
-        hashed.update(flat.view(torch.uint8).numpy().data)
-    return hashed.hexdigest()[:16]
 
 
 def of_plan(plan: Plan) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from kvcompile.adapters import base_of
 from kvcompile.errors import QualityError
 from kvcompile.pipeline import understand
+from kvcompile.progress import Progress
 from kvcompile.quality import digests, haystack
 from kvcompile.quality import plot as picture
 from kvcompile.quality.bench import Bench
@@ -22,7 +24,6 @@ from kvcompile.quality.store import Score, Store
 from kvcompile.quality.text import help_topics, tokens_of
 
 log = logging.getLogger(__name__)
-Progress = Callable[[str, int, int], None]
 _NO_TOKENIZER = "tokenizer: a text must become tokens, and the model has none beside it; give its own"
 
 
@@ -36,10 +37,9 @@ def run(
     fresh: bool,
     plot: bool,
     name: str | None,
-    progress: Progress | None,
+    tell: Progress,
 ) -> QualityReport:
     """See `kvcompile.quality`."""
-    tell = progress or (lambda stage, done, total: None)
     loaded = load_recipes(recipes)
     problems = settings.problems()
     if out is not None and plot and not picture.available():
@@ -73,6 +73,7 @@ def run(
         for ask in settings.ask
     }
     tell("capture and detect", 0, 1)
+    model = base_of(model)
     front = understand(model)
     tell("capture and detect", 1, 1)
     jobs = plan_jobs(model, front, loaded, ids, asked, settings)

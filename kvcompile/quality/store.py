@@ -52,7 +52,7 @@ class Store:
             try:
                 data = json.loads(line)
                 self._known[data["key"]] = decode(KINDS[data["metric"]], data["result"])
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 reason = (str(error).splitlines() or [""])[0]
                 warn(
                     f"{self._file}, line {number}: cannot be read ({type(error).__name__}: {reason}); what it held is "

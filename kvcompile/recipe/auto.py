@@ -14,13 +14,13 @@ forget (docs/quality.md).
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
 from kvcompile.console import parse_bytes
 from kvcompile.errors import KVCompileError
-from kvcompile.recipe.retention import Strict
+from kvcompile.recipe.retention import Positive, Strict
 
 Workload = Literal["chat", "document", "stream"]
 Loss = Literal["none", "rounding", "any"]
@@ -42,8 +42,8 @@ class AutoConfig(Strict):
         None,
         description="for the cache alone, e.g. 24GiB; absent: half of what is free on the model's device",
     )
-    batch: Annotated[int, Field(ge=1)] = Field(1, description="sequences that must fit")
-    tokens: Annotated[int, Field(ge=1)] | None = Field(
+    batch: Positive = Field(1, description="sequences that must fit")
+    tokens: Positive | None = Field(
         None,
         description="of each of them; absent: runtime.max_tokens, else the length the model was made for",
     )

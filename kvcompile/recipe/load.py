@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib import resources
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
+from kvcompile.console import shown
 from kvcompile.errors import RecipeError
 from kvcompile.recipe.retention import KINDS
 from kvcompile.recipe.scales import Scales
 from kvcompile.recipe.schema import CacheConfig, Recipe, RuntimeConfig, merge_cache
+from kvcompile.recipe.yaml_text import YamlProblems, read_yaml
 
+_LONGEST = 255  # characters of a name in a message
 _SECTIONS = tuple(Recipe.model_fields)
 _RUNTIME_KEYS = tuple(RuntimeConfig.model_fields)
 
@@ -67,24 +70,25 @@ def load_recipe(source: object, **overrides: Any) -> Recipe:
 def _read(source: str | Path) -> tuple[dict[str, Any], str]:
     path = Path(source)
     name = str(source).removesuffix(".yaml")
-    looks_like_path = isinstance(source, Path) or path.parent != Path(".") or path.is_file()
-    if not looks_like_path and name in shipped_recipes():
+    if not str(source):
+        raise RecipeError("recipe", [f"expected a name or a path, got ''; {names_like(name)}"])
+    if isinstance(source, str) and path.name == source and name in shipped_recipes() and not _is_file(path):
         text, where = shipped_text(name), f"{name}.yaml"
     else:
-        where = str(path)
+        where = str(path)[:_LONGEST]
         try:
             text = path.read_text("utf-8")
         except FileNotFoundError:
-            known = ", ".join(shipped_recipes())
             raise RecipeError(
-                where, [f"no such file, and no shipped recipe of that name; shipped: {known}"]
+                where, [f"no such file, and no shipped recipe of that name; {names_like(name)}"]
             ) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(where, [f"cannot be read: {error}"]) from error
+        except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a name that no file can have
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            raise RecipeError(where, [f"cannot be read: {reason}"]) from error
     try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(where, [f"is not safe YAML: {' '.join(str(error).split())}"]) from error
+        data = read_yaml(text)
+    except YamlProblems as error:
+        raise RecipeError(where, error.problems) from error
     if not isinstance(data, dict):
         raise RecipeError(where, [f"expected a mapping of {', '.join(_SECTIONS)}; got {type(data).__name__}"])
     if isinstance(source, (str, Path)) and "name" not in data:
@@ -94,11 +98,28 @@ def _read(source: str | Path) -> tuple[dict[str, Any], str]:
     return data, where
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def names_like(name: str) -> str:
+    """Which recipes are shipped, and which of them may have been meant."""
+    known = shipped_recipes()
+    near = get_close_matches(Path(name).name.removesuffix(".yaml").lower(), known, 1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    return f"shipped: {', '.join(known)}{meant}"
+
+
 def _override(data: dict[str, Any], overrides: dict[str, Any], where: str) -> dict[str, Any]:
     merged, problems = dict(data), []
     for key, value in overrides.items():
         if key in _RUNTIME_KEYS:
-            merged["runtime"] = {**(merged.get("runtime") or {}), key: value}
+            runtime = merged.get("runtime") or {}
+            if isinstance(runtime, Mapping):  # else the schema says what it should be
+                merged["runtime"] = {**runtime, key: value}
         elif key not in _SECTIONS:
             allowed = ", ".join((*_SECTIONS, *_RUNTIME_KEYS))
             problems.append(f"override {key!r} is unknown; allowed: {allowed}")
@@ -178,13 +199,13 @@ def _say(item: Any, prefix: tuple[str | int, ...] = ()) -> str:
     if kind == "missing":
         return f"{path}: is required"
     if kind == "union_tag_invalid":
-        return f"{path}.kind: expected one of {context['expected_tags']}, got {context['tag']!r}"
+        return f"{path}.kind: expected one of {context['expected_tags']}, got {shown(context['tag'])}"
     if kind == "union_tag_not_found":
         return f"{path}.kind: is required, one of {', '.join(map(repr, KINDS))}"
     if kind == "value_error":
         return f"{path}: {context['error']}"
     message = item["msg"][0].lower() + item["msg"][1:]
-    return f"{path}: {message.replace('input should be', 'expected')}, got {given!r}"
+    return f"{path}: {message.replace('input should be', 'expected')}, got {shown(given)}"
 
 
 def _is_tag(item: Any, part: object) -> bool:

@@ -43,7 +43,10 @@ class Place:
 # Any place, for what can be told of a recipe without a model.
 ANYWHERE = Place(own_window=1, tokens=1 << 20)
 
-Share = Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)]
+BEYOND = 1 << 31  # kernels count tokens and slots in 32 bits
+Count = Annotated[int, Field(ge=0, lt=BEYOND)]
+Positive = Annotated[int, Field(ge=1, lt=BEYOND)]
+Share = Count | Annotated[float, Field(gt=0, lt=1)]
 Positions = Literal["original", "in_cache"]
 
 
@@ -90,9 +93,7 @@ class FullConfig(Strict):
 
 class WindowConfig(Strict):
     kind: Literal["window"] = "window"
-    size: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="tokens; the model's own window if absent"
-    )
+    size: Positive | None = Field(None, description="tokens; the model's own window if absent")
 
     def build(self, place: Place) -> layouts.Retention:
         window = self.size if self.size is not None else place.own_window
@@ -103,8 +104,8 @@ class WindowConfig(Strict):
 
 class SinkWindowConfig(Strict):
     kind: Literal["sink_window"] = "sink_window"
-    sinks: Annotated[int, Field(ge=0)] = 4
-    window: Annotated[int, Field(ge=1)]
+    sinks: Count = 4
+    window: Positive
     positions: Positions = "original"
 
     def build(self, place: Place) -> layouts.Retention:
@@ -133,16 +134,14 @@ class _ByScore(Strict):
 
 class H2OConfig(_ByScore):
     kind: Literal["h2o"] = "h2o"
-    sinks: Annotated[int, Field(ge=0)] = 4
+    sinks: Count = 4
     heavy: Share = Field(description="tokens, or a fraction of runtime.max_tokens")
     recent: Share = Field(description="tokens, or a fraction of runtime.max_tokens")
     score: Literal["sum", "mean_age", "last"] = Field("sum", description="how probabilities add up")
     pooling: Literal["sum", "mean", "max"] = Field("mean", description="over what shares a score")
     granularity: Literal["kv_head", "layer"] = Field("kv_head", description="what has scores of its own")
-    rows: Annotated[int, Field(ge=0)] = Field(
-        0, description="how many of the last queries of a prompt count; 0: all"
-    )
-    pyramid: Annotated[float, Field(ge=1)] = Field(
+    rows: Count = Field(0, description="how many of the last queries of a prompt count; 0: all")
+    pyramid: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
         1.0, description="how many times the last layer's heavy tokens the first layer has"
     )
 
@@ -188,16 +187,14 @@ class TovaConfig(_ByScore):
 
 class SnapKVConfig(_ByScore):
     kind: Literal["snapkv"] = "snapkv"
-    sinks: Annotated[int, Field(ge=0)] = 0
+    sinks: Count = 0
     heavy: Share = Field(description="tokens that the vote chooses, or a fraction of runtime.max_tokens")
-    recent: Annotated[int, Field(ge=1)] = Field(
-        64, description="newest tokens: of the prompt, then of the text"
-    )
-    rows: Annotated[int, Field(ge=1)] = Field(32, description="how many of the prompt's last queries vote")
-    smooth: Annotated[int, Field(ge=1)] = Field(5, description="neighbours over which votes are averaged")
+    recent: Positive = Field(64, description="newest tokens: of the prompt, then of the text")
+    rows: Positive = Field(32, description="how many of the prompt's last queries vote")
+    smooth: Positive = Field(5, description="neighbours over which votes are averaged")
     pooling: Literal["sum", "mean", "max"] = "mean"
     granularity: Literal["kv_head", "layer"] = "kv_head"
-    pyramid: Annotated[float, Field(ge=1)] = Field(
+    pyramid: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
         1.0, description="how many times the last layer's heavy tokens the first layer has"
     )
 

@@ -18,7 +18,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvcompile.errors import RecipeError
+from kvcompile.console import shown
+from kvcompile.errors import InputError, RecipeError
 from kvcompile.layouts import Storage
 from kvcompile.layouts.storages.floats import FP8_RANGE
 from kvcompile.layouts.storages.rotated import Rotated
@@ -103,17 +104,23 @@ class Scales(_Strict):
         """Write the file, all or nothing.
 
         Raises:
-            OSError: it cannot be written; a file that was there is as it was.
+            InputError: it cannot be written; a file that was there is as it was.
         """
         path = Path(path)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        beside: str | None = None
         try:
+            handle, beside = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(self.model_dump_json(indent=1) + "\n")
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+            os.replace(beside, path)
+        except BaseException as error:
+            if beside is not None:
+                os.unlink(beside)
+            if not isinstance(error, OSError):
+                raise
+            raise InputError(
+                f"{path}: cannot be written: {error.strerror or error}; what was there is as it was"
+            ) from error
 
     @classmethod
     def load(cls, path: str | Path) -> Scales:
@@ -134,7 +141,7 @@ class Scales(_Strict):
             raise RecipeError(where, [f"cannot be read: {error}"]) from error
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RecipeError(where, [f"is not JSON: {error}"]) from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise RecipeError(where, [f'is no scales file: expected "format": "{FORMAT}"'])
@@ -156,7 +163,7 @@ def _say(item: object) -> str:
     if item["type"] == "value_error":
         return f"{path}: {item['ctx']['error']}"
     message = item["msg"][0].lower() + item["msg"][1:]
-    return f"{path}: {message.replace('input should be', 'expected')}, got {item.get('input')!r}"
+    return f"{path}: {message.replace('input should be', 'expected')}, got {shown(item.get('input'))}"
 
 
 def scales_of(storage: Storage, extent: Extent) -> tuple[float, ...]:

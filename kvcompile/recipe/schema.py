@@ -19,7 +19,16 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from kvcompile import layouts
 from kvcompile.layouts.pages import LARGEST, SMALLEST
 from kvcompile.recipe.auto import AutoConfig
-from kvcompile.recipe.retention import ANYWHERE, FullConfig, Place, RetentionConfig, Strict
+from kvcompile.recipe.retention import (
+    ANYWHERE,
+    BEYOND,
+    Count,
+    FullConfig,
+    Place,
+    Positive,
+    RetentionConfig,
+    Strict,
+)
 
 _FLOATS = ("model", "float32", "float16", "bfloat16")
 _CALIBRATED = ("tensor", "head")
@@ -50,8 +59,8 @@ class StorageConfig(Strict):
     group: Literal[0, 32, 64, 128] = Field(
         0, description="asymmetric integers: channels (axis token; 0: the whole head) or tokens per scale"
     )
-    residual: Annotated[int, Field(ge=0)] = Field(0, description="newest tokens kept in the model's dtype")
-    sinks: Annotated[int, Field(ge=0)] = Field(0, description="first tokens kept in the model's dtype")
+    residual: Count = Field(0, description="newest tokens kept in the model's dtype")
+    sinks: Count = Field(0, description="first tokens kept in the model's dtype")
     scale: Literal["token", "tensor", "head", "none"] = Field(
         "token", description="fp8: one per token and head; calibrated, one per layer or KV head; or none"
     )
@@ -150,7 +159,7 @@ class PlacementConfig(Strict):
     page_size: Annotated[int, Field(ge=SMALLEST, le=LARGEST)] = Field(
         16, description="paged: tokens of a page"
     )
-    pages: Annotated[int, Field(ge=1)] | None = Field(
+    pages: Positive | None = Field(
         None, description="paged: pages of each layer's pool; absent: it grows on demand"
     )
 
@@ -255,12 +264,14 @@ class LayerRule(Strict):
 
 
 class RuntimeConfig(Strict):
-    max_batch: Annotated[int, Field(ge=1)] = 64
-    max_tokens: Annotated[int, Field(ge=1)] | None = Field(
+    max_batch: Positive = 64
+    max_tokens: Positive | None = Field(
         None,
         description="tokens per sequence; absent: what the model was made for, without limit where bounded",
     )
-    prefill_chunk: Annotated[int, Field(ge=2)] = Field(512, description="tokens of a prompt in one pass")
+    prefill_chunk: Annotated[int, Field(ge=2, lt=BEYOND)] = Field(
+        512, description="tokens of a prompt in one pass"
+    )
 
 
 class CompileConfig(Strict):

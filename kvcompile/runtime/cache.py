@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,15 +13,20 @@ from kvcompile.cache_shape import CacheShape
 from kvcompile.errors import InputError, LimitError
 from kvcompile.kernels.page_copy import page_copy
 from kvcompile.layouts.pages import SPARE_PAGES
+from kvcompile.runtime.growing import can_grow, growing_zeros, held
 from kvcompile.runtime.pages import PagePool
+from kvcompile.runtime.text import Text
+from kvcompile.runtime.turns import Writers
 
 # Contiguous slots are read in whole blocks, so that lengths next to each other read the same shapes.
 SPAN_STEP = 64
+_VERSIONS = itertools.count(1)  # no two caches ever have one in common
 
 
 class KVCache:
     """Buffers of every layer, and of recurrent state, allocated when the first tokens of a batch come and then only
-    overwritten. Pools of pages may grow when tokens come: see `runtime/pages.py` for which sequence has which.
+    overwritten. Those that keep every token take memory as tokens come (`runtime/growing.py`), and pools of pages may
+    grow: see `runtime/pages.py` for which sequence has which.
 
     A batch is a rectangle of columns, padded on the left; each row (sequence) has its own length.
     """
@@ -32,16 +38,34 @@ class KVCache:
         self.columns = 0
         self.seq_lens = torch.zeros(0, dtype=torch.int64, device=device)
         self.buffers: dict[str, Tensor] = {}
-        self.version = 0  # of the buffers: another whenever some stand elsewhere in memory
+        self._growing: set[str] = set()  # buffers of which only what was written takes memory
+        self._written = 0  # columns that they have had, at most
+        self.version = next(_VERSIONS)  # of the buffers: another whenever some stand elsewhere in memory
         self._seen: list[int] = []  # tokens of each row, known without asking the device
+        self.text = Text(device)
+        self.writers = Writers()
         self.pools = tuple(PagePool(pool.group) for pool in shape.pools)
         self._in_pool = [pool.buffers for pool in shape.pools]
         self._paged = {name: of.spec for name, of in shape.buffers.items() if of.spec.paged}
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the buffers take now."""
+        """Bytes of memory that the buffers take now."""
+        return sum(self._held(name, buffer) for name, buffer in self.buffers.items())
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the buffers have addresses for: what they can come to without being allocated anew."""
         return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    def _held(self, name: str, buffer: Tensor) -> int:
+        if name not in self._growing:
+            return buffer.nbytes
+        return held(buffer, -(-self._written * buffer.shape[2] // self.shape.span))
+
+    def _used(self, name: str, buffer: Tensor) -> Tensor:
+        """What holds something of the text: of a layer whose slots stand in the order of tokens, the first ones."""
+        return buffer[:, :, : self.columns] if self.shape.buffers[name].in_order else buffer
 
     @property
     def span(self) -> int:
@@ -49,10 +73,11 @@ class KVCache:
         return self.shape.span
 
     def report(self) -> dict[str, Any]:
-        """JSON-ready: bytes of the buffers, sequences, columns, and of each pool its layers and pages (without those
-        that belong to nobody)."""
+        """JSON-ready: bytes of the buffers and what they can come to as they are, sequences, columns, and of each pool
+        its layers and pages (without those that belong to nobody)."""
         return {
             "bytes": self.nbytes,
+            "reserved": self.reserved,
             "sequences": self.batch if self.columns else 0,
             "columns": self.columns,
             "pools": [
@@ -205,7 +230,7 @@ class KVCache:
             return
         capacity = pool.capacity_for(lacking)
         size, before = capacity + SPARE_PAGES, pool.capacity + SPARE_PAGES
-        self.version += 1
+        self.version = next(_VERSIONS)
         try:
             for name in names:
                 spec, old = self._paged[name], self.buffers.get(name)
@@ -232,17 +257,30 @@ class KVCache:
         table[row, start : start + len(pages)].copy_(numbers, non_blocking=True)
 
     def reserve(self, batch: int) -> None:
-        """Allocate for `batch` sequences, unless the buffers already are of that size."""
+        """Allocate for `batch` sequences, unless the buffers already are of that size.
+
+        Raises:
+            LimitError: there is no memory for so many; the cache is empty.
+        """
         if batch == self.batch:
             return
-        self.version += 1
+        self.version = next(_VERSIONS)
         self.batch = 0  # until there is memory for so many
         # The old buffers go first: two caches never stand in memory together. Pools serve any sequences.
         self.buffers = {name: pool for name, pool in self.buffers.items() if name in self._paged}
-        self.buffers |= {
-            name: torch.zeros((batch, *shape), dtype=dtype, device=self.device)
-            for name, (shape, dtype) in self._rows_of().items()
-        }
+        self._growing, self._written = set(), 0
+        try:
+            self.buffers |= {
+                name: self._zeros(name, (batch, *shape), dtype)
+                for name, (shape, dtype) in self._rows_of().items()
+            }
+        except RuntimeError as error:  # what torch raises where an allocator has no more
+            self.release()
+            raise LimitError(
+                f"no memory for the cache of {batch} sequences with runtime.max_tokens "
+                f"{self.shape.limits.max_tokens}: {str(error).splitlines()[0]}; set max_tokens, or choose a recipe "
+                "that takes less (kvcompile.estimate says how much)"
+            ) from error
         for pool in self.pools:
             pool.clear(batch)
         for name, of in self.shape.buffers.items():
@@ -252,16 +290,39 @@ class KVCache:
         self._seen = [0] * batch
         self.seq_lens = torch.zeros(batch, dtype=torch.int64, device=self.device)
 
-    def advance(self, new_lens: Tensor, columns: int, rows: list[list[int]] | None = None) -> None:
-        """Note that `columns` more columns have been appended, and the rows' lengths now; rows: of this call."""
+    def _zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        of = self.shape.buffers.get(name)  # none: a table of pages
+        if (
+            of is None
+            or not of.in_order
+            or of.spec.fill is not None
+            or not can_grow(shape, dtype, self.device)
+        ):
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        self._growing.add(name)
+        return growing_zeros(shape, dtype)
+
+    def swap(self, name: str, buffer: Tensor) -> Tensor:
+        """Hold `buffer`, all of which was written, in the place of another one, which is given back."""
+        old, self.buffers[name] = self.buffers[name], buffer
+        self._growing.discard(name)
+        return old
+
+    def advance(self, ids: Tensor, new_lens: Tensor, rows: list[list[int]] | None = None) -> None:
+        """Note that columns [B, S] of ids have been appended, and the rows' lengths now; rows: of this call."""
+        columns = ids.shape[1]
+        self.text.append(ids)
         self.seq_lens = new_lens
         self.columns += columns
+        self._written = max(self._written, self.columns)
         if rows is not None:
             self._seen = [seen + columns - pad for pad, seen in zip(*rows, strict=True)]
 
     def reset(self) -> None:
         """Forget all sequences; the memory is kept for the next ones of the same number, that of pools for any."""
+        self.writers.begin(self.columns)
         self.columns = 0
+        self.text.crop(0)
         for pool in self.pools:
             pool.clear(self.batch)
             if pool.group.name in self.buffers:
@@ -271,13 +332,122 @@ class KVCache:
 
     def release(self) -> None:
         """Forget all sequences and free the buffers."""
-        self.version += 1
+        self.writers.begin(self.columns)
+        self.version = next(_VERSIONS)
+        self.text = Text(self.device)
         self.buffers = {}
+        self._growing, self._written = set(), 0
         for pool in self.pools:
             pool.release()
         self.batch = self.columns = 0
         self.seq_lens = torch.zeros(0, dtype=torch.int64, device=self.device)
         self._seen = []
+
+    @property
+    def hidden(self) -> Tensor:
+        """Which columns are padding, bool [B, columns]."""
+        return torch.arange(self.columns, device=self.device) < (self.columns - self.seq_lens)[:, None]
+
+    def crop(self, columns: int) -> None:
+        """Forget all but the first `columns` columns, as if the others had never come.
+
+        Raises:
+            InputError: the cache cannot step back, with the reason; it is as it was.
+        """
+        if not 0 <= columns <= self.columns:
+            raise InputError(f"crop: expected 0 to {self.columns} columns to keep, got {columns}")
+        gone = self.columns - columns
+        if not gone:
+            return
+        problem = self.shape.back.problem(self.columns) if columns else None
+        if problem is not None:
+            raise InputError(f"this cache cannot step back by {gone} of {self.columns} tokens: {problem}")
+        if not columns:
+            self.reset()
+            return
+        self.columns = columns
+        self.text.crop(columns)
+        self.seq_lens = (self.seq_lens - gone).clamp(min=0)
+        self._seen = [max(0, seen - gone) for seen in self._seen]
+        self.trim()
+
+    @property
+    def seen(self) -> list[int]:
+        """Tokens of each row, where states or pools need to know; else zeros."""
+        return list(self._seen)
+
+    def state(self) -> dict[str, Tensor]:
+        """What the buffers hold of the text, by name: slots behind it are left out, and pages stand in the order of
+        their sequences, the tables left out."""
+        found = {}
+        tables = {pool.group.name for pool in self.pools}
+        for name, buffer in self.buffers.items():
+            if name in self._paged or name in tables:
+                continue
+            found[name] = self._used(name, buffer)
+        for pool, names in zip(self.pools, self._in_pool, strict=True):
+            pages = torch.tensor([page for row in pool.rows for page in row], device=self.device)
+            found |= {name: self.buffers[name][pages.long()] for name in names}
+        return found
+
+    def restore(self, ids: Tensor, lengths: Tensor, seen: list[int], state: dict[str, Tensor]) -> None:
+        """Hold a text and what `state` gave of it, instead of what is held now.
+
+        Raises:
+            ValueError: tensors of other names, shapes or dtypes.
+            LimitError: pools of a fixed size lack pages. In both cases the cache is as it was.
+        """
+        batch, columns = ids.shape
+        made = KVCache(self.shape, self.device)
+        made._seen = [0] * batch
+        made.allocate(
+            batch, columns, torch.tensor([columns - count for count in seen]) if made.pools else None
+        )
+        made.columns = made._written = columns  # so that `state` says what there must be
+        wanted = made.state()
+        if wanted.keys() != state.keys():
+            raise ValueError(f"it has {', '.join(sorted(wanted.keys() ^ state.keys()))} on one side only")
+        for name, own in wanted.items():
+            given = state[name]
+            if own.shape != given.shape or own.dtype != given.dtype:
+                raise ValueError(
+                    f"{name}: expected {own.dtype} {tuple(own.shape)}, got {given.dtype} {tuple(given.shape)}"
+                )
+        paged = {name: pool for pool, names in zip(made.pools, made._in_pool, strict=True) for name in names}
+        for name, given in state.items():
+            if name in paged:
+                pages = torch.tensor([page for row in paged[name].rows for page in row], device=self.device)
+                made.buffers[name][pages.long()] = given.to(self.device)
+            else:
+                wanted[name].copy_(given)
+        made.seq_lens, made._seen = lengths.to(self.device), list(seen)
+        made.text.append(ids.to(self.device))
+        self.take(made)
+
+    def take(self, other: KVCache) -> None:
+        """Hold what `other` holds, which is of the same shape and is not used any more."""
+        self.writers.begin(self.columns)
+        self.version = next(_VERSIONS)
+        self.buffers, self.pools, self.text = other.buffers, other.pools, other.text
+        self._growing, self._written = other._growing, other._written
+        self.batch, self.columns = other.batch, other.columns
+        self.seq_lens, self._seen = other.seq_lens, other._seen
+
+    def copy(self) -> KVCache:
+        """Another cache that holds the same."""
+        made = KVCache(self.shape, self.device)
+        made.batch, made.columns = self.batch, self.columns
+        for name, buffer in self.buffers.items():
+            if name in self._growing:  # a copy of all of it would take memory for all of it
+                made.buffers[name] = made._zeros(name, tuple(buffer.shape), buffer.dtype)
+                made._used(name, made.buffers[name]).copy_(self._used(name, buffer))
+            else:
+                made.buffers[name] = buffer.clone()
+        made._written = self.columns
+        made.seq_lens, made.text = self.seq_lens.clone(), self.text.copy()
+        made._seen = list(self._seen)
+        made.pools = tuple(pool.copy() for pool in self.pools)
+        return made
 
     def reorder(self, index: Tensor) -> None:
         """Row i becomes what row index[i] was (beam search); in place, so that addresses stay.
@@ -293,10 +463,10 @@ class KVCache:
         for name, buffer in self.buffers.items():
             if name in self._paged or name in tables:
                 continue
-            # Of a contiguous layer only the slots that hold something.
-            used = buffer[:, :, : self.columns] if self.shape.buffers[name].in_order else buffer
+            used = self._used(name, buffer)
             used.copy_(used.index_select(0, index))
         self.seq_lens = self.seq_lens.index_select(0, index)
+        self.text.reorder(index)
         if self.shape.state or self.pools:
             self._seen = [self._seen[i] for i in index.tolist()]
 

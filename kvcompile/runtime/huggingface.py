@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvcompile.emit.executor import Executor
-from kvcompile.errors import InputError, LimitError
+from kvcompile.errors import InputError, LimitError, MethodError
 from kvcompile.plan import Plan
-from kvcompile.runtime.cache import KVCache
+from kvcompile.runtime.handle import CacheHandle
 from kvcompile.runtime.module import CachedModel
-from kvcompile.runtime.padding import check_prompt, pads_of
+from kvcompile.runtime.padding import check_dense, check_prompt, pads_of
 from kvcompile.runtime.program import Program
+from kvcompile.runtime.turns import alone
 
 _MODES = (
     GenerationMode.GREEDY_SEARCH,
@@ -31,30 +33,13 @@ _MODES = (
 )
 
 
-class CacheHandle:
-    """What generate() sees of the module's cache: how long it is, and how beams are reordered."""
-
-    is_compileable = False
-    is_croppable = False
-
-    def __init__(self, cache: KVCache):
-        self._cache = cache
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns in the cache, padding included."""
-        return self._cache.columns
-
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        limit = self._cache.shape.limits.max_tokens
-        return -1 if limit is None else limit
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams that were kept."""
-        self._cache.reorder(beam_idx)
-
-    def __repr__(self) -> str:
-        cache = self._cache
-        return f"CacheHandle({cache.batch} sequences, {cache.columns} tokens, {cache.nbytes} bytes)"
+@contextmanager
+def _asked() -> Iterator[None]:
+    """What transformers refuses, as an error of ours."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise InputError(f"generate: {' '.join(str(error).split())}") from error
 
 
 class HuggingFaceCachedModel(CachedModel, GenerationMixin):
@@ -63,14 +48,15 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
     main_input_name = "input_ids"
     base_model_prefix = "model"
     input_modalities = ("text",)
-    # One cache inside: a second model, or a step back, would find it changed.
-    _is_stateful = True
+    # Of the `generate` that runs: its text and mask, and whether its first call brings the text from its beginning,
+    # whatever the cache holds.
+    _prompt: tuple[Any, Any] = (None, None)
+    _from_start = False
 
     def __init__(self, model: Any, program: Program, plan: Plan, executor: Executor):
         super().__init__(model, program, plan, executor)
         self.config = model.config
         self.generation_config = model.generation_config
-        self.handle = CacheHandle(self.cache)
 
     def forward(
         self,
@@ -86,7 +72,7 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
         """As `CachedModel.forward`, with arguments that the original also takes.
 
         Args:
-            past_key_values: this module's own handle, or None; the cache is used either way.
+            past_key_values: this module's own handle, or None, which is the same; or a fork of it.
             use_cache: not False.
             logits_to_keep: logits of the last n tokens only; 0 is all.
             kwargs: position_ids that say what the cache and `attention_mask` say; nothing else.
@@ -99,40 +85,93 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
         if input_ids is None or refused:
             what = ", ".join(sorted(refused)) or "no input_ids"
             raise InputError(f"this module takes input_ids and attention_mask; it cannot honour: {what}")
-        self._check_cache_choice(past_key_values, use_cache)
+        self._check_use_cache(use_cache)
         # A bool is an int to Python.
         if not isinstance(logits_to_keep, int) or isinstance(logits_to_keep, bool) or logits_to_keep < 0:
             raise InputError(f"logits_to_keep: expected a count of last tokens, got {logits_to_keep!r}")
-        if positions is not None:
-            self._check_positions(input_ids, attention_mask, positions)
-        output = self.program.rebuild(self._call(input_ids, attention_mask, keep=logits_to_keep or None))
+        with self._at(past_key_values):
+            if positions is not None:
+                self._check_positions(input_ids, attention_mask, positions)
+            flat = self._call(
+                input_ids, attention_mask, keep=logits_to_keep or (1 if self.program.last else None)
+            )
+        output = self.program.rebuild(flat)
         if past_key_values is not None:
             output["past_key_values"] = past_key_values
         if return_dict is False:
             return output.to_tuple()
         return output
 
+    @alone
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Hugging Face's generate(): greedy, sampling, beams; see there for the arguments.
 
-        It starts from an empty cache, or goes on where `past_key_values=fast.handle` is passed.
+        It starts from an empty cache. With `past_key_values=fast.handle` (or a fork of it) a whole text keeps what it
+        has in common with what the cache holds, where the layout can step back; else it is computed anew. Tokens
+        without the text before them go on where an attention_mask of all columns comes with them.
 
         Raises:
-            InputError: what the cache inside cannot serve (assisted generation, inputs_embeds, another
-                cache); see also `CachedModel.forward`.
+            InputError: what the cache inside cannot serve (inputs_embeds, another cache, assisted generation where the
+                layout cannot step back); see also `CachedModel.forward`.
             LimitError: the prompt and what it asks for would not fit; nothing has been computed.
         """
+        given = kwargs.get("input_ids") if inputs is None else inputs
+        if given is not None:
+            self._check_ids(given)
+        mask = kwargs.get("attention_mask")
+        if mask is not None:
+            if not (isinstance(mask, Tensor) and mask.dim() == 2):
+                got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+                raise InputError(f"attention_mask: expected a tensor [batch, tokens], got {got}")
+            check_dense(mask, self.device)
+        for name in ("num_beams", "num_return_sequences"):
+            count = kwargs.get(name)
+            if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+                raise InputError(f"{name}: expected a whole number of at least 1, got {count!r}")
+        streamer = kwargs.get("streamer")
+        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+            raise InputError(f"streamer: expected one with put() and end(), got {type(streamer).__name__}")
+        guidance = kwargs.get("guidance_scale") or getattr(
+            kwargs.get("generation_config"), "guidance_scale", None
+        )
+        if guidance not in (None, 1, 1.0):
+            raise InputError(
+                f"guidance_scale={guidance}: it runs a second text beside the first, and this module has one cache; "
+                "call the original model"
+            )
         if kwargs.get("inputs_embeds") is not None:
             raise InputError("generate: this module takes input_ids, not inputs_embeds")
-        self._check_cache_choice(kwargs.get("past_key_values"), kwargs.get("use_cache"))
-        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+        self._check_use_cache(kwargs.get("use_cache"))
+        self._prompt = (kwargs.get("input_ids") if inputs is None else inputs, kwargs.get("attention_mask"))
+        try:
+            with self._at(kwargs.get("past_key_values")):
+                return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._prompt, self._from_start = (None, None), False
 
-    def _check_cache_choice(self, past_key_values: Any, use_cache: bool | None) -> None:
-        if past_key_values is not None and past_key_values is not self.handle:
-            raise InputError(
-                "past_key_values: this module has its own cache: expected its `handle` (to go on) or None, "
-                f"got {type(past_key_values).__name__}"
-            )
+    # What generate() is asked is checked by transformers, which raises of its own kinds.
+
+    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
+        with _asked():
+            return super()._prepare_generation_config(*args, **kwargs)  # type: ignore[misc]
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        with _asked():
+            super()._validate_model_kwargs(model_kwargs)  # type: ignore[misc]
+
+    def _validate_generated_length(self, *args: Any, **kwargs: Any) -> None:
+        with _asked():
+            super()._validate_generated_length(*args, **kwargs)  # type: ignore[misc]
+
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
+        with _asked():
+            return super()._get_stopping_criteria(*args, **kwargs)  # type: ignore[misc]
+
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
+        with _asked():
+            return super()._get_logits_processor(*args, **kwargs)  # type: ignore[misc]
+
+    def _check_use_cache(self, use_cache: bool | None) -> None:
         if use_cache is False:
             raise InputError(
                 "use_cache=False: this module has no form without its cache; call the original model"
@@ -156,17 +195,61 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
     def _validate_generation_mode(
         self, generation_mode: Any, generation_config: Any, mode_kwargs: Any
     ) -> None:
-        if generation_mode not in _MODES:
+        back = self.cache.shape.back
+        if generation_mode == GenerationMode.ASSISTED_GENERATION and not back.always:
             raise InputError(
-                f"{generation_mode.value}: it steps back in the text, and the cache of this module only goes "
-                "on; use greedy search, sampling or beam search, or the original model"
+                f"{generation_mode.value}: it steps back in the text, and this cache cannot: {back.reason}; use "
+                "a recipe that keeps every token by itself, greedy search, sampling, beams, or the original model"
+            )
+        if generation_mode not in (*_MODES, GenerationMode.ASSISTED_GENERATION):
+            raise InputError(
+                f"{generation_mode.value}: this module has greedy search, sampling, beam search and assisted "
+                "generation; call the original model"
             )
         super()._validate_generation_mode(  # type: ignore[misc]
             generation_mode, generation_config, mode_kwargs
         )
 
+    @property
+    def _is_stateful(self) -> bool:
+        """Whether a step back is impossible, as transformers calls it."""
+        return not self.cache.shape.back.always
+
     def can_generate(self) -> bool:
         return True
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the original's checkpoint, weights and config: load that and optimize it again.
+
+        The recipe is not in it; `kvcompile.export` writes what runs as it is.
+        """
+        model: Any = self.model
+        return model.save_pretrained(*args, **kwargs)
+
+    def num_parameters(self, *args: Any, **kwargs: Any) -> int:
+        """As the original's: its weights are all that there are."""
+        model: Any = self.model
+        return int(model.num_parameters(*args, **kwargs))
+
+    def get_memory_footprint(self, *args: Any, **kwargs: Any) -> int:
+        """Bytes of the original's weights and buffers; the cache has `cache.nbytes`."""
+        model: Any = self.model
+        return int(model.get_memory_footprint(*args, **kwargs))
+
+    @property
+    def name_or_path(self) -> str:
+        return str(getattr(self.model, "name_or_path", ""))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if not callable(getattr(self.__dict__.get("_modules", {}).get("model"), name, None)):
+                raise
+        raise MethodError(
+            f"{name}() belongs to the original model: what it does would not reach the compiled graph or its cache; "
+            f"call fast.model.{name}(..), and optimize again if it changes the model"
+        )
 
     @classmethod
     def is_remote_code(cls) -> bool:
@@ -195,7 +278,8 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
     ) -> Any:
         """Hand generate() our handle, and refuse before the first token what would not fit at the end."""
         given = model_kwargs.get("past_key_values")
-        self._check_cache_choice(given, generation_config.use_cache)
+        handle = self.handle if given is None else self._checked_handle(given)
+        self._check_use_cache(generation_config.use_cache)
         if generation_config.cache_implementation is not None:
             raise InputError(
                 f"cache_implementation={generation_config.cache_implementation!r}: the recipe has chosen the "
@@ -213,16 +297,24 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
             )
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
         self.cache.check_limits(rows, 1)
-        kept = given is not None and self.cache.columns > 0 and rows == self.cache.batch
-        mask = model_kwargs.get("attention_mask")
-        if given is None and isinstance(mask, Tensor) and mask.dim() == 2:
+        prompt, mask = self._prompt  # transformers drops a mask of ones
+        flat = isinstance(mask, Tensor) and mask.dim() == 2
+        columns, alone = self.cache.columns, False
+        if given is None or not isinstance(prompt, Tensor) or prompt.dim() != 2:
+            kept = 0
+        elif flat and columns and mask.shape[1] == columns + prompt.shape[1] and rows == self.cache.batch:
+            kept = columns  # the mask says that these are the new tokens alone
+            alone = True
+        else:
+            kept = handle.common(prompt, mask if flat else None) if rows == self.cache.batch else 0
+        if flat and not kept:
             check_prompt(self.cache, mask, mask, self.program.ragged)
-        self.cache.check_end(max_cache_length, rows, mask, kept)
-        if given is None:
-            self.reset()
+        self.cache.check_end(max_cache_length, rows, mask, kept == columns > 0)
+        handle.keep(kept)
+        self._from_start = generation_mode == GenerationMode.ASSISTED_GENERATION and not alone
         # Every step is one token long; without this, generate() would send the whole sequence again.
         generation_config.use_cache = True
-        model_kwargs["past_key_values"] = self.handle
+        model_kwargs["past_key_values"] = handle
         return False
 
     @contextmanager
@@ -248,9 +340,14 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
                 f"{input_ids.shape[1]}: to go on, pass the whole conversation or only what is new; to start "
                 "over, leave out past_key_values"
             )
-        new = input_ids if next_sequence_length is None else input_ids[:, -next_sequence_length:]
         # The prompt says where each sequence starts; what generate() adds is never padding.
         first = is_first_iteration or self.cache.columns == 0
+        if next_sequence_length is None and first and self._from_start:
+            next_sequence_length = input_ids.shape[1] - self.cache.columns
+        new = input_ids if next_sequence_length is None else input_ids[:, -next_sequence_length:]
+        # In transformers 5.17 nothing tells a later chunk of a prompt (prefill_chunk_size) from what is added.
+        if attention_mask is not None and new.shape[1] > 1:
+            first = first or attention_mask.shape[1] == self.cache.columns + new.shape[1]
         given = None if position_ids is None or not first else position_ids[..., -new.shape[1] :]
         return {
             "input_ids": new.contiguous(),
@@ -259,3 +356,11 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
             "past_key_values": past_key_values,
             "logits_to_keep": 1,
         }
+
+
+class _AnyConfig:
+    """Stands for the config of whatever was optimized."""
+
+
+# pipeline() looks up there what it may run, and complains at length of what it does not find.
+MODEL_FOR_CAUSAL_LM_MAPPING.register(_AnyConfig, HuggingFaceCachedModel)  # type: ignore[arg-type]

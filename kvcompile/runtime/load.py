@@ -1,13 +1,14 @@
-"""`load`: the session of an artifact, whatever its target."""
+"""`kvcompile.load`: what a folder holds, a saved module or the session of an artifact."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kvcompile.artifact.manifest import Manifest, Target
+from kvcompile.artifact.manifest import FILE, Manifest, Target
 from kvcompile.runtime.session import Session
 
 # Imported when they are asked for: each needs a package of its own.
@@ -19,15 +20,35 @@ _SESSIONS: dict[Target, tuple[tuple[str, str, str], ...]] = {
 }
 
 
-def load(path: str | Path, **options: Any) -> Session:
-    """Open the artifact in the folder `path`; options: those of its session.
+def load(path: str | Path, **options: Any) -> Any:
+    """Open what `fast.save` or `kvcompile.export` has written to the folder `path`.
+
+    Of a saved module it is the optimized module, ready to be called; of an artifact its session.
+
+    Args:
+        options: check=False does not read every file to compare its sha256. Of a saved module, weights= gives those
+            that it was saved without: the original, a state dict, or safetensors (a file, or a folder of them), which
+            must be the same to the last byte. Of an artifact, those of its session.
 
     Raises:
-        ArtifactError: no artifact, a damaged one, or one that this machine cannot run.
+        ArtifactError: nothing of the kind, damaged, of another version, or not for this machine.
     """
+    if _target(Path(path)) == "module":
+        from kvcompile.runtime import saved_module
+
+        return saved_module.load(path, **options)
     manifest = Manifest.read(path)
     _, opened = next(openers(manifest))
     return opened(path, **options)
+
+
+def _target(folder: Path) -> Any:
+    """What the manifest calls itself; None where it cannot be read, which `Manifest.read` tells in full."""
+    try:
+        data = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return data.get("target") if isinstance(data, dict) else None
 
 
 def openers(manifest: Manifest) -> Iterator[tuple[str, Callable[..., Session]]]:

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kvcompile.adapters import Adapters
 from kvcompile.cache_shape import CacheShape
-from kvcompile.emit.executor import Executor, Progress, Symbolic
-from kvcompile.emit.inductor import ShapeClass
+from kvcompile.emit.executor import Executor, Symbolic
+from kvcompile.emit.inductor import Compiled, ShapeClass
 from kvcompile.errors import InputError, KVCompileError
+from kvcompile.model_digest import of_model
 from kvcompile.pipeline import Analysis
 from kvcompile.plan import Plan
+from kvcompile.progress import Progress, told
 from kvcompile.recipe import Recipe
 from kvcompile.runtime.cache import SPAN_STEP, KVCache
-from kvcompile.runtime.ids import check_ids
+from kvcompile.runtime.handle import CacheHandle
+from kvcompile.runtime.ids import check_ids, check_vocabulary, reads_at_once
 from kvcompile.runtime.padding import check_prompt, pads_of
 from kvcompile.runtime.passes import in_passes
 from kvcompile.runtime.program import Program
+from kvcompile.runtime.report import Report
 from kvcompile.runtime.sampling import check_sampling, pick
+from kvcompile.runtime.turns import Turns, alone
+from kvcompile.runtime.weights import Weights
+from kvcompile.serial import TRACING
 
 _GRAPH_SPAN = 512  # the least span of a captured step
 
@@ -28,7 +38,8 @@ _GRAPH_SPAN = 512  # the least span of a captured step
 class CachedModel(nn.Module):
     """A rewritten decoder: `forward` appends its tokens to the cache and returns what the original returns.
 
-    Inference only (no gradients). The weights are the original's own tensors.
+    Inference only (no gradients). The weights are the original's own tensors. Any thread may call it: a call, and a
+    whole `generate`, keeps others waiting (see `Turns`).
     """
 
     def __init__(self, model: nn.Module, program: Program, plan: Plan, executor: Executor):
@@ -38,11 +49,15 @@ class CachedModel(nn.Module):
         self.plan = plan
         self.program = program
         self.executor = executor
-        self.report: dict[str, Any] = {}
+        self.report = Report()
         self.analysis: Analysis | None = None
         self.recipe: Recipe | None = None  # that it was optimized with
         shape = CacheShape.of(plan, program.caches, program.device, program.states)
         self.cache = KVCache(shape, program.device)
+        self.handle = CacheHandle(self, self.cache)
+        self.turns = Turns()
+        self._weights: Weights | None = None
+        self._adapters: Adapters | None = None
         self._prepared: set[ShapeClass] = set()
         self.train(False)
 
@@ -54,53 +69,127 @@ class CachedModel(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.plan.torch_dtype
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        past_key_values: CacheHandle | None = None,
+    ) -> Any:
         """Append `input_ids` and return the original's output for these tokens.
 
         Args:
             input_ids: int64 [B, S], any S >= 1; B stays the same until `reset()`.
             attention_mask: [B, S] or [B, all tokens so far], 1 for tokens, 0 for padding, which stands on the
                 left of a sequence. None: no padding.
+            past_key_values: `handle`, or a fork of it, whose text is then gone on with; None: this module's own.
 
         Raises:
             InputError: wrong dtype, shape, device or padding, or another batch size than the cache holds.
             LimitError: more tokens or sequences than the limits, or than a pool has pages for. In both cases the
                 cache is as it was.
+            InputError: another thread has begun a text since this thread's last call.
         """
-        return self.program.rebuild(self._call(input_ids, attention_mask, keep=None))
+        with self._at(past_key_values):
+            keep = 1 if self.program.last else None
+            return self.program.rebuild(self._call(input_ids, attention_mask, keep=keep))
 
+    @contextmanager
+    def _at(self, handle: Any) -> Iterator[CacheHandle]:
+        """The cache of a handle in the place of this module's own, and no other caller meanwhile."""
+        with self.turns.alone():
+            own = self.handle if handle is None else self._checked_handle(handle)
+            before, self.cache = self.cache, own.cache
+            if own is not self.handle:
+                own.cache.writers.take_over()  # whoever passes it says whose text it is
+            try:
+                yield own
+            finally:
+                self.cache = before
+
+    def _checked_handle(self, handle: Any) -> CacheHandle:
+        if not isinstance(handle, CacheHandle) or handle.module is not self:
+            raise InputError(
+                "past_key_values: this module has its own cache: expected its `handle`, a fork of it, or None, got "
+                + ("another module's handle" if isinstance(handle, CacheHandle) else type(handle).__name__)
+            )
+        return handle
+
+    def watch_weights(self) -> None:
+        """From now on, calls are refused once the original has other weights than this module computes with."""
+        self._weights = Weights(self.model, self.executor.regions.weights.values())
+        self._adapters = Adapters(self.model)
+
+    def weights_digest(self) -> str:
+        """A hash of every byte of the weights, and of the config: about a second for each GB."""
+        return of_model(self.model)
+
+    @alone
     def reset(self) -> None:
-        """Forget all tokens; the cache's memory is kept."""
+        """Forget all tokens of the module's own cache; its memory is kept."""
         self.cache.reset()
 
+    @alone
     def release(self) -> None:
         """Forget all tokens and give the cache's memory back."""
         self.cache.release()
         if self.executor.graphs is not None:
             self.executor.graphs.clear()
 
+    @alone
     def warmup(self, batch: int = 1, progress: Progress | None = None) -> dict[str, float]:
         """Compile prompt and decode step for `batch` sequences now, instead of when they first come.
 
         Returns the seconds that each class of shapes took.
+
+        Raises:
+            InputError, LimitError: no number of sequences, or more than the limits.
         """
+        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+            raise InputError(f"warmup: expected a number of sequences of at least 1, got {batch!r}")
+        self.cache.check_limits(batch, 1)
         for tokens in (2, 1):
             self._prepare(self._shapes(batch, tokens, keep=1), progress)
         return dict(self.executor.compile_seconds)
+
+    @alone
+    def save(self, folder: str | Path, *, weights: bool = True) -> None:
+        """Write this module to a folder: `kvcompile.load(folder)` brings it back without the original's Python.
+
+        The code of the classes of shapes that have come, or that `warmup` made, goes along. What the cache holds does
+        not: see `handle.save`. A module that is there is replaced once the new one is complete.
+
+        Args:
+            weights: False leaves the weights out: they are given to `load`.
+
+        Raises:
+            ExportError: the module runs Python of the original, or `folder` cannot be written; it is as it was.
+        """
+        from kvcompile.runtime import saved_module
+
+        saved_module.save(self, folder, weights=weights)
+
+    def take(self, shapes: ShapeClass, programs: Sequence[Compiled]) -> None:
+        """Compiled code of another process for a class of shapes."""
+        self.executor.take(shapes, programs)
+        self._prepared.add(shapes)
 
     def _call(self, input_ids: Tensor, attention_mask: Tensor | None, keep: int | None) -> list[Tensor]:
         """forward's flat outputs; `keep`: for how many last tokens (None: all)."""
         self._check_ids(input_ids)
         batch, tokens = input_ids.shape
-        self.cache.check_room(batch, tokens)
-        pads = pads_of(self.cache, input_ids, attention_mask, self.program.ragged)
-        self.cache.allocate(batch, tokens, pads)
-        try:
-            most = None if self.plan.whole_prompts else self.plan.limits.prefill_chunk
-            return in_passes(input_ids, pads, keep, most, self._step)
-        except BaseException:
-            self.cache.trim()
-            raise
+        self._check_call()
+        with self.turns.alone():
+            self.cache.writers.go_on()
+            self.cache.check_room(batch, tokens)
+            pads = pads_of(self.cache, input_ids, attention_mask, self.program.ragged)
+            self.cache.allocate(batch, tokens, pads)
+            try:
+                most = None if self.plan.whole_prompts else self.plan.limits.prefill_chunk
+                return in_passes(input_ids, pads, keep, most, self._step)
+            except BaseException:
+                self.cache.trim()
+                raise
 
     def _step(self, input_ids: Tensor, pads: Tensor | None, kept: int) -> list[Tensor]:
         """One pass over all regions; returns the flat outputs of the last `kept` tokens."""
@@ -130,7 +219,7 @@ class CachedModel(nn.Module):
             outputs = self.executor.replay(shapes, inputs, fixed, cache.version)
         else:
             outputs = self.executor.run(shapes, inputs | fixed)
-        cache.advance(positions[:, -1] + 1, tokens, rows)
+        cache.advance(input_ids, positions[:, -1] + 1, rows)
         flat = list(outputs)
         if not program.takes_logits_to_keep and kept < tokens:
             flat = [value[:, tokens - max(kept, 1) :] for value in flat]
@@ -172,7 +261,8 @@ class CachedModel(nn.Module):
         }
         for name, (shape, dtype) in self.cache.shapes().items():
             examples[name] = Symbolic(shape, dtype, device)
-        self.executor.prepare(shapes, examples, progress)
+        with told(progress) as tell, TRACING:
+            self.executor.prepare(shapes, examples, tell)
         self._prepared.add(shapes)
 
     def _check_ids(self, input_ids: Any) -> None:
@@ -182,6 +272,22 @@ class CachedModel(nn.Module):
                 f"input_ids: expected device {self.device} (the model's), got {input_ids.device}; "
                 f"pass input_ids.to({str(self.device)!r})"
             )
+        # A decode step waits for no value of a GPU; there, a prompt's ids are looked at, and a step's come from logits.
+        if input_ids.shape[1] > 1 or reads_at_once(self.device):
+            check_vocabulary(input_ids, self.program.ids)
+
+    def _check_call(self) -> None:
+        """Refuse a call that would compute something else than the original does now."""
+        if torch.is_autocast_enabled(self.device.type):
+            raise InputError(
+                f"this call is under torch.autocast({self.device.type!r}), which changes the dtype that operators "
+                "compute in: an optimized module computes as it was optimized; call it outside of autocast, or "
+                "optimize the model in the dtype that you want (model.to(torch.bfloat16))"
+            )
+        if self._adapters is not None:
+            self._adapters.check()
+        if self._weights is not None:
+            self._weights.check()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         probe = torch.zeros(1, dtype=self.dtype, device=self.device)
@@ -194,6 +300,13 @@ class CachedModel(nn.Module):
             )
         return self
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise KVCompileError(
+            f"{type(self).__name__} cannot be pickled, copied or saved by torch.save: it has code and a cache. "
+            "fast.save(folder) writes it, kvcompile.load(folder) brings it back; fast.handle.save(path) writes a text "
+            "and its cache, kvcompile.export(fast, ..) an artifact"
+        )
+
     def train(self, mode: bool = True) -> CachedModel:
         """Only evaluation: a model with a cache has no gradients."""
         if mode:
@@ -205,6 +318,7 @@ class CachedModel(nn.Module):
 class PlainCachedModel(CachedModel):
     """A rewritten module that is no Hugging Face model: a tensor of logits in, tokens out."""
 
+    @alone
     def generate(
         self,
         input_ids: Tensor,
@@ -217,6 +331,7 @@ class PlainCachedModel(CachedModel):
         eos_token_id: int | None = None,
         streamer: Any = None,
         generator: torch.Generator | None = None,
+        past_key_values: CacheHandle | None = None,
     ) -> Tensor:
         """Generate after `input_ids` int64 [B, S], from an empty cache.
 
@@ -226,6 +341,7 @@ class PlainCachedModel(CachedModel):
             do_sample: draw from the softmax at `temperature` (of the `top_k` likeliest), else take the first.
             eos_token_id: a row that has produced it goes on with it.
             streamer: has put(tokens) and end(), as Hugging Face's; one sequence only.
+            past_key_values: `handle`, or a fork of it: what the text has in common with what it holds is kept.
 
         Raises:
             InputError, LimitError: as `forward`; also an impossible max_new_tokens, temperature or top_k.
@@ -234,19 +350,34 @@ class PlainCachedModel(CachedModel):
         self._check_ids(input_ids)
         if streamer is not None and input_ids.shape[0] != 1:
             raise InputError(f"streamer: expected one sequence, got {input_ids.shape[0]}")
-        batch, cached = input_ids.shape[0], input_ids.shape[1] + max_new_tokens - 1
-        self.cache.check_limits(batch, cached)
-        check_prompt(self.cache, input_ids, attention_mask, self.program.ragged)
-        self.cache.check_end(cached, batch, attention_mask)
-        self.reset()
+        with self._at(past_key_values) as handle:
+            batch, cached = input_ids.shape[0], input_ids.shape[1] + max_new_tokens - 1
+            self.cache.check_limits(batch, cached)
+            check_prompt(self.cache, input_ids, attention_mask, self.program.ragged)
+            kept = 0 if past_key_values is None else handle.common(input_ids, attention_mask)
+            self.cache.check_end(cached, batch, attention_mask, kept == self.cache.columns > 0)
+            handle.keep(kept)
+            picked = (do_sample, temperature, top_k, generator)
+            return self._generate(input_ids, attention_mask, max_new_tokens, picked, eos_token_id, streamer)
+
+    def _generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        max_new_tokens: int,
+        picked: tuple[bool, float, int | None, torch.Generator | None],
+        eos_token_id: int | None,
+        streamer: Any,
+    ) -> Tensor:
+        """Tokens after a text of which the cache holds the beginning, or nothing."""
         if streamer is not None:
             streamer.put(input_ids)
-        tokens, new, mask = input_ids, input_ids, attention_mask
+        tokens, new, mask = input_ids, input_ids[:, self.cache.columns :], attention_mask
         ended = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=self.device)
         for _ in range(max_new_tokens):
             logits = self._call(new, mask, keep=1)[self.program.logits][:, -1].float()
             mask = None
-            new = pick(logits, do_sample, temperature, top_k, generator)
+            new = pick(logits, *picked)
             if eos_token_id is not None:
                 new = torch.where(ended[:, None], eos_token_id, new)
                 ended |= new[:, 0] == eos_token_id

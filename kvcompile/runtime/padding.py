@@ -9,6 +9,18 @@ from kvcompile.errors import InputError
 from kvcompile.runtime.cache import KVCache
 
 
+def check_dense(mask: Tensor, device: torch.device) -> None:
+    """Refuse a mask whose values cannot be looked at.
+
+    Raises:
+        InputError: it is sparse, or elsewhere.
+    """
+    if mask.layout != torch.strided or mask.device.type not in ("cpu", device.type):
+        raise InputError(
+            f"attention_mask: expected a dense tensor on {device}, got {mask.layout} on {mask.device}"
+        )
+
+
 def check_prompt(cache: KVCache, prompt: Tensor, mask: Tensor | None, ragged: bool) -> None:
     """Refuse a mask that the first call after a reset would refuse, and rows that are padding and nothing else.
 
@@ -47,6 +59,9 @@ def pads_of(
     if not isinstance(mask, Tensor) or tuple(mask.shape) not in ((batch, tokens), (batch, total)):
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(f"attention_mask: expected [{batch}, {tokens}] or [{batch}, {total}], got {got}")
+    check_dense(mask, device)
+    if bool(((mask != 0) & (mask != 1)).any()):
+        raise InputError("attention_mask: expected 1 for tokens and 0 for padding, got other values")
     mask = mask.to(device).bool()
     if mask.shape[1] > tokens and not torch.equal(
         mask[:, :-tokens], torch.arange(columns, device=device) >= columns - seen[:, None]

@@ -44,6 +44,13 @@ class PagePool:
         self.rows: list[list[int]] = []
         self._free: list[int] = []  # the next to be taken is the last
 
+    def copy(self) -> PagePool:
+        """Another pool with the same pages of the same sequences."""
+        made = PagePool(self.group)
+        made.capacity, made._free = self.capacity, list(self._free)
+        made.rows = [list(row) for row in self.rows]
+        return made
+
     @property
     def free(self) -> int:
         return len(self._free)

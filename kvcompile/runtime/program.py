@@ -23,6 +23,8 @@ class Program:
     opaques:   the modules that the graph calls as Python; it means nothing without them
     ragged:    whether the sequences of a batch may start at different places
     logits:    which of the flat outputs are the logits
+    last:      whether a call gives the logits of its last token alone, as the original does
+    ids:       the least and the largest id that the embedding has; None: ids do not go straight into one
     """
 
     caches: tuple[tuple[str, ...], ...]
@@ -36,3 +38,5 @@ class Program:
     ragged: bool
     device: torch.device
     opaques: tuple[OpaqueModule, ...] = ()
+    ids: tuple[int, int] | None = None
+    last: bool = False

@@ -23,10 +23,11 @@ from kvcompile.artifact.manifest import Graph, Manifest, Target
 from kvcompile.artifact.shape import cache_shape
 from kvcompile.errors import ArtifactError, InputError
 from kvcompile.runtime.cache import SPAN_STEP, KVCache
-from kvcompile.runtime.ids import check_ids
+from kvcompile.runtime.ids import check_ids, check_vocabulary
 from kvcompile.runtime.padding import check_prompt, pads_of
 from kvcompile.runtime.passes import in_passes
 from kvcompile.runtime.sampling import check_sampling, pick
+from kvcompile.runtime.turns import Turns, alone
 
 
 class Session(ABC):
@@ -53,11 +54,12 @@ class Session(ABC):
             raise ArtifactError(
                 f"{self.path}: an artifact for {self.manifest.target}, and {self.name} runs those for "
                 f"{' and '.join(self.targets)}; export with target={self.targets[0]!r}, or use "
-                "kvcompile.runtime.load.load, which takes the right session"
+                "kvcompile.load, which takes the right session"
             )
         files.check(self.path, self.manifest, contents=check)
         self.device = torch.device(device)
         self.cache = KVCache(cache_shape(self.manifest), self.device)
+        self.turns = Turns()
         self._tokenizer: Any = None
         self._spare: dict[str, Tensor] = {}  # where new values go of caches that are not updated in place
 
@@ -77,6 +79,7 @@ class Session(ABC):
         """Of the logits."""
         return self.manifest.graphs[0].outputs[0].torch_dtype
 
+    @alone
     def reset(self) -> None:
         """Forget all tokens; memory is kept."""
         self.cache.reset()
@@ -92,20 +95,24 @@ class Session(ABC):
         Raises:
             InputError: wrong dtype, shape or padding, or another batch than the cache holds.
             LimitError: more tokens or sequences than the limits. In both cases the cache is as it was.
+            InputError: another thread has begun a text since this thread's last call.
         """
         input_ids = self._checked(input_ids)
         batch, tokens = input_ids.shape
-        self.cache.check_room(batch, tokens)
-        pads = pads_of(self.cache, input_ids, attention_mask, self.manifest.ragged)
-        self.cache.allocate(batch, tokens, pads)
-        try:
-            limits = self.manifest.limits
-            most = None if limits.whole_prompts else limits.prefill_chunk
-            (logits,) = in_passes(input_ids, pads, None if keep is None else max(1, keep), most, self._step)
-            return logits
-        except BaseException:
-            self.cache.trim()
-            raise
+        with self.turns.alone():
+            self.cache.writers.go_on()
+            self.cache.check_room(batch, tokens)
+            pads = pads_of(self.cache, input_ids, attention_mask, self.manifest.ragged)
+            self.cache.allocate(batch, tokens, pads)
+            try:
+                limits = self.manifest.limits
+                most = None if limits.whole_prompts else limits.prefill_chunk
+                kept = None if keep is None else max(1, keep)
+                (logits,) = in_passes(input_ids, pads, kept, most, self._step)
+                return logits
+            except BaseException:
+                self.cache.trim()
+                raise
 
     def decode(self, input_ids: Tensor) -> Tensor:
         """Append one token of each sequence, int64 [B, 1], and return its logits [B, 1, V]."""
@@ -115,6 +122,7 @@ class Session(ABC):
             )
         return self.prefill(input_ids)
 
+    @alone
     def generate(
         self,
         prompt: str | Tensor,
@@ -221,10 +229,9 @@ class Session(ABC):
         self._run(graph, {info.name: inputs[info.name] for info in graph.inputs}, outputs)
         for alias in graph.aliases:
             if not alias.in_place:
-                self._spare[alias.input] = cache.buffers[alias.input]
-                cache.buffers[alias.input] = outputs[alias.output]
+                self._spare[alias.input] = cache.swap(alias.input, outputs[alias.output])
         rows = cache.rows(pads) if cache.pools or cache.shape.state else None
-        cache.advance(positions[:, -1] + 1, tokens, rows)
+        cache.advance(input_ids, positions[:, -1] + 1, rows)
         return (logits,)
 
     def _place(self, name: str) -> Tensor:
@@ -236,9 +243,7 @@ class Session(ABC):
 
     def _checked(self, input_ids: Any) -> Tensor:
         check_ids(input_ids)
-        least, most = int(input_ids.min()), int(input_ids.max())
-        if least < 0 or most >= self.vocab_size:
-            raise InputError(f"input_ids: expected 0 to {self.vocab_size - 1}, got {least} to {most}")
+        check_vocabulary(input_ids, (0, self.vocab_size - 1))
         ids: Tensor = input_ids.to(self.device)
         return ids
 

@@ -1,14 +1,21 @@
 """Translation validation: the rewritten graph against the original, before anybody trusts it.
 
-Two comparisons prove the two halves of the way:
+Short runs are compared site by site, and measure by how much two correct ways may differ:
 
-    detection  the canonical graph, one full-sequence attention per site, against the original model
+    detection  the canonical graph, one full-sequence attention per site, against the original model; left out where
+               the next one measures the same, and only to name the half that failed
     cache      the cached graph in several passes (a prompt, single tokens, chunks; ragged where the model can),
                with the plan's budgets made small so that every ring wraps and every budget is met within a few
                tokens, against the oracle of the same policy (kernels/policy.py)
 
-`thorough` adds longer passes, the budgets as they are, a plan that forgets and rounds nothing directly against
-the original, and (in `optimize`) the compiled program.
+Long runs (`long.py`) are planned (`lengths.py`) from the constants that positions and lengths can meet in graph and
+plan (`constants.py`), over texts with the ids that the model treats apart (`ids.py`):
+
+    lossless   the cached graph, forgetting and rounding nothing, against the original
+    own sizes  the plan's own groups, pages and budgets at one site of each kind, against the oracle
+
+`thorough` adds longer passes and more of them, the budgets as they are in all layers, and (in `optimize`) the
+compiled program.
 
 An error is the RMS over a site's outputs (or the logits), relative to their RMS. Its budget is measured, not
 chosen: how far the same outputs move in the oracle when every q, k, v and attention result is disturbed by a few
@@ -31,11 +38,14 @@ from torch import Tensor, nn
 from kvcompile.pipeline import Front, absorbed, rewrite
 from kvcompile.plan import Plan
 from kvcompile.recipe.schema import VerifyMode
-from kvcompile.verify.cached import Kept, cached_run
+from kvcompile.verify.cached import Kept
 from kvcompile.verify.compare import Check, compare
-from kvcompile.verify.oracle import oracles, rope_tables
-from kvcompile.verify.runs import Run, fit, original_logits, pieces, probe
-from kvcompile.verify.shrink import SMALL_TOKENS, as_lossless, shrink
+from kvcompile.verify.ids import vocabulary
+from kvcompile.verify.long import cache_check, first_asked, long_checks, program_chunks, rows_of
+from kvcompile.verify.oracle import explained, oracles, rope_tables
+from kvcompile.verify.original import Subject
+from kvcompile.verify.runs import Run, chosen, fit, original_logits, pieces, probe
+from kvcompile.verify.shrink import SMALL_TOKENS, as_long, as_lossless, shrink
 
 log = logging.getLogger(__name__)
 _QUICK_CHUNKS = (9, 1, 1, 6, 1)  # over the edge of a small ring in a prompt, in single tokens, in a chunk
@@ -47,16 +57,22 @@ def verify(model: nn.Module, front: Front, plan: Plan, mode: VerifyMode) -> tupl
 
     Raises:
         VerificationError: some comparison exceeds its budget; names the first layer that does, and the error.
+        ModelError: the model gives no logits of every token, or runs on nothing that could be compared.
     """
     if mode == "off":
         return ()
     front = absorbed(front, plan)
+    subject = Subject(model, front, vocabulary(front, model), front.max_tokens)
+    subject, pieces_, asked = first_asked(subject, plan, mode)
     chunks: tuple[int, ...] = _QUICK_CHUNKS if mode == "quick" else _CHUNKS
-    checks = [_check_detection(model, front, plan, sum(chunks))]
-    checks.append(_check_cache("cache, small budgets", front, shrink(plan), chunks))
+    checks = []
+    # A plan that forgets and rounds nothing is compared with the original itself, and its oracle is the lossless one.
+    if mode == "thorough" or not plan.lossless:
+        rows = 2 if mode == "thorough" else rows_of(subject)
+        checks.append(_check_detection(subject, plan, sum(chunks), rows))
+    checks.append(_check_cache("cache, small budgets", subject, shrink(plan), chunks))
+    checks += long_checks(subject, plan, mode, (pieces_, asked), checks[0].noise)
     if mode == "thorough":
-        if plan.lossless:
-            checks.append(_check_lossless(model, front, plan, chunks))
         slots = [d.layout.slots(SMALL_TOKENS) for d in plan.decisions if d.layout.bounded]
         residuals = [d.layout.residual for d in plan.decisions]
         # One pass up to the edge of the largest ring, then over it in chunks and single tokens.
@@ -64,7 +80,7 @@ def verify(model: nn.Module, front: Front, plan: Plan, mode: VerifyMode) -> tupl
         limit = plan.limits.max_tokens
         edge = edge if limit is None else min(edge, limit - sum(_CHUNKS))
         chunks = (*pieces(max(edge - 6, 2), plan.limits.prefill_chunk), *_CHUNKS)
-        checks.append(_check_cache("cache, the plan's budgets", front, plan, chunks))
+        checks.append(_check_cache("cache, the plan's budgets", subject, as_long(plan, sum(chunks)), chunks))
     for check in checks:
         log.info("verify %s", check)
     return tuple(checks)
@@ -74,7 +90,7 @@ def check_program(
     step: Callable[[Tensor, Tensor | None], Tensor],
     front: Front,
     plan: Plan,
-    chunks: Sequence[int] = _CHUNKS,
+    chunks: Sequence[int] | None = None,
     buffers: Callable[[], Mapping[str, Tensor]] | None = None,
     name: str = "compiled program",
 ) -> Check:
@@ -82,14 +98,17 @@ def check_program(
 
     It may run on another device than the model.
 
+    chunks: how many tokens come together; None: as the plan's own groups, pages, windows and budgets want it
     buffers: the program's caches by the names of its placeholders; needed where a retention goes by scores.
     """
     front = absorbed(front, plan)
     started = time.perf_counter()
-    chunks = fit(chunks, plan.limits.max_tokens)
+    chunks = fit(chunks or program_chunks(front, plan, _CHUNKS), plan.limits.max_tokens)
     if not plan.whole_prompts:  # the program would cut them itself, which scores depend on
         chunks = [size for chunk in chunks for size in pieces(chunk, plan.limits.prefill_chunk)]
     ids, pads = probe(front, sum(chunks))
+    # The last sequence is the padded one, where the model takes padding.
+    ids, pads = ids[-plan.limits.max_batch :], pads[-plan.limits.max_batch :]
     rewritten, constants = rewrite(front, plan)
     mask = torch.arange(ids.shape[1], device=ids.device) >= pads[:, None]
     outs, start = [], 0
@@ -97,67 +116,38 @@ def check_program(
     for size in chunks:
         part = slice(start, start + size)
         logits = step(ids[:, part], mask[:, part].long() if bool(pads.any()) else None)
-        outs.append(logits.to(ids.device))
+        outs.append(chosen(logits.to(ids.device), ids[:, part], None))
         start += size
         if buffers is not None:
             kept.note(buffers(), start - pads)
     got = Run(torch.cat(outs, dim=1), (), kept.by_layer)
-    oracle, noisy = oracles(
-        front, plan, rope_tables(front, plan, rewritten, constants), ids, pads, chunks, got.kept
-    )
-    bare = Run(oracle.logits, (), choices=oracle.choices)
-    noise = [Run(n.logits, (), choices=n.choices) for n in noisy]
-    return compare(name, got, bare, noise, pads, plan, started)
+    tables = rope_tables(front, plan, rewritten, constants)
+
+    def check(disturbed: int) -> Check:
+        oracle, noisy = oracles(front, plan, tables, ids, pads, chunks, got.kept, disturbed=disturbed)
+        bare = Run(oracle.logits, (), choices=oracle.choices)
+        noise = [Run(n.logits, (), choices=n.choices) for n in noisy]
+        return compare(name, got, bare, noise, pads, plan, started)
+
+    return explained(plan, check)
 
 
-def _check_detection(model: nn.Module, front: Front, plan: Plan, tokens: int) -> Check:
+def _check_detection(subject: Subject, plan: Plan, tokens: int, rows: int) -> Check:
     started = time.perf_counter()
-    ids, _ = probe(front, tokens if front.max_tokens is None else min(tokens, front.max_tokens))
-    pads = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
-    lossless = as_lossless(plan)
-    oracle, noisy = oracles(front, lossless, {}, ids, pads)
-    original = Run(original_logits(model, front, ids), ())
-    return compare(
-        "detection",
-        Run(oracle.logits, ()),
-        original,
-        [Run(_shift(original, oracle, n), ()) for n in noisy],
-        pads,
-        plan,
-        started,
-    )
+    front = subject.front
+    ids, _ = probe(front, tokens if subject.limit is None else min(tokens, subject.limit), subject.words)
+    ids, pads = ids[:rows], torch.zeros(rows, dtype=torch.int64, device=ids.device)
+    oracle, noisy = oracles(front, as_lossless(plan), {}, ids, pads)
+    original = Run(original_logits(subject.model, front, ids), ())
+    moved = [Run(_shift(original, oracle, n), ()) for n in noisy]
+    return compare("detection", Run(oracle.logits, ()), original, moved, pads, plan, started)
 
 
-def _check_lossless(model: nn.Module, front: Front, plan: Plan, chunks: Sequence[int]) -> Check:
-    started = time.perf_counter()
-    limit = plan.limits.max_tokens
-    chunks = fit(chunks, limit)
-    ids, _ = probe(front, sum(chunks))
-    pads = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
-    rewritten, constants = rewrite(front, plan)
-    oracle, noisy = oracles(front, plan, {}, ids, pads)
-    original = Run(original_logits(model, front, ids), ())
-    got = cached_run(front, plan, rewritten, constants, ids, pads, chunks)
-    return compare(
-        "lossless",
-        Run(got.logits, ()),
-        original,
-        [Run(_shift(original, oracle, n), ()) for n in noisy],
-        pads,
-        plan,
-        started,
-    )
-
-
-def _check_cache(name: str, front: Front, plan: Plan, chunks: Sequence[int]) -> Check:
+def _check_cache(name: str, subject: Subject, plan: Plan, chunks: Sequence[int]) -> Check:
     started = time.perf_counter()
     chunks = fit(chunks, plan.limits.max_tokens)
-    ids, pads = probe(front, sum(chunks))
-    rewritten, constants = rewrite(front, plan)
-    got = cached_run(front, plan, rewritten, constants, ids, pads, chunks)
-    tables = rope_tables(front, plan, rewritten, constants)
-    oracle, noisy = oracles(front, plan, tables, ids, pads, chunks, got.kept)
-    return compare(name, got, oracle, noisy, pads, plan, started)
+    ids, pads = probe(subject.front, sum(chunks), subject.words)
+    return cache_check(name, subject.front, plan, chunks, ids, pads, started)
 
 
 def _shift(original: Run, oracle: Run, noisy: Run) -> Tensor:

@@ -16,13 +16,17 @@ from torch import Tensor, nn
 from kvcompile.artifact.manifest import Manifest
 from kvcompile.errors import ArtifactError
 from kvcompile.export.source import Source, source_of
+from kvcompile.model_digest import of_weights
 from kvcompile.recipe import Recipe
+from kvcompile.recipe.yaml_text import YamlProblems, read_yaml
 from kvcompile.runtime.load import openers
 from kvcompile.runtime.session import Session
 from kvcompile.verify import check_program
 from kvcompile.verify.compare import Check
+from kvcompile.verify.lengths import MINIMUM
+from kvcompile.verify.long import program_chunks
 
-# A prompt, a chunk that goes on with it, and decode steps.
+# A prompt, a chunk that goes on with it, and decode steps: the first pieces of every run.
 CHUNKS = (17, 5, *(1 for _ in range(30)))
 
 
@@ -36,13 +40,14 @@ class Outcome:
 
 
 def verify_artifact(
-    path: str | Path, model: nn.Module, *, chunks: Sequence[int] = CHUNKS, scales: str | None = None
+    path: str | Path, model: nn.Module, *, chunks: Sequence[int] | None = None, scales: str | None = None
 ) -> tuple[Outcome, ...]:
     """Run the artifact at `path` and compare it with the model that it was made of.
 
     Args:
         model: the original, as for `kvcompile.export`.
-        chunks: how many tokens come together, pass by pass.
+        chunks: how many tokens come together, pass by pass; None: at least `lengths.MINIMUM`, in pieces that the plan's
+            groups, pages, windows and budgets want.
         scales: the file of calibrated scales, where the recipe names one that stands elsewhere now.
 
     Raises:
@@ -70,12 +75,7 @@ def source_for(manifest: Manifest, model: nn.Module, scales: str | None = None) 
     Raises:
         ArtifactError: it comes out different.
     """
-    import yaml
-
-    data = yaml.safe_load(manifest.recipe.text)
-    if scales is not None:
-        data["scales"] = scales
-    recipe = Recipe.load(data)
+    recipe = recipe_of(manifest, scales)
     source = source_of(model, recipe, lambda *_: None, {}, manifest.target, verified=False)
     if source.front.model.digest != manifest.model.digest:
         raise ArtifactError(
@@ -88,6 +88,11 @@ def source_for(manifest: Manifest, model: nn.Module, scales: str | None = None) 
             f"the artifact is in {manifest.model.dtype}, and the model in {source.plan.dtype}: load it with "
             f"dtype={manifest.model.dtype}"
         )
+    if manifest.model.weights not in (None, found := of_weights(source.model)):
+        raise ArtifactError(
+            f"not this checkpoint: the artifact was made of {manifest.model.architecture} with weights "
+            f"{manifest.model.weights}, and these are {found}: give the model that it was made of, or export again"
+        )
     made_by = manifest.versions.get("kvcompile", "unknown")
     if source.plan.digest() != manifest.plan.digest:
         raise ArtifactError(
@@ -97,8 +102,29 @@ def source_for(manifest: Manifest, model: nn.Module, scales: str | None = None) 
     return source
 
 
-def check_session(session: Session, source: Source, chunks: Sequence[int] = CHUNKS) -> Check:
+def recipe_of(manifest: Manifest, scales: str | None = None) -> Recipe:
+    """The recipe that the artifact was made with.
+
+    scales: the file of calibrated scales, where it stands elsewhere now
+
+    Raises:
+        ArtifactError: what the manifest has is none; RecipeError: no file of scales where the recipe names one.
+    """
+    try:
+        data = read_yaml(manifest.recipe.text)
+    except YamlProblems as error:
+        raise ArtifactError(f"the manifest's recipe {error}: it is damaged; export again") from error
+    if not isinstance(data, dict):
+        raise ArtifactError(
+            f"the manifest's recipe is damaged: expected a mapping, got {type(data).__name__}; export again"
+        )
+    return Recipe.load(data if scales is None else data | {"scales": scales})
+
+
+def check_session(session: Session, source: Source, chunks: Sequence[int] | None = None) -> Check:
     """A session against the oracle; it is reset before and after.
+
+    chunks: as in `verify_artifact`
 
     Raises:
         VerificationError: it disagrees by more than rounding explains.
@@ -107,6 +133,7 @@ def check_session(session: Session, source: Source, chunks: Sequence[int] = CHUN
     def step(ids: Tensor, mask: Tensor | None) -> Tensor:
         return session.prefill(ids, mask, keep=None)
 
+    chunks = chunks or program_chunks(source.front, source.plan, CHUNKS, MINIMUM)
     session.reset()
     try:
         return check_program(

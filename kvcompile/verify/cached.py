@@ -17,7 +17,8 @@ from kvcompile.layouts import PageGroup, Scored
 from kvcompile.passes.insert_cache import Rewritten
 from kvcompile.pipeline import Front, example_inputs
 from kvcompile.plan import Plan
-from kvcompile.verify.runs import Run
+from kvcompile.verify.oracle import Enough
+from kvcompile.verify.runs import Run, chosen, of_every_token
 
 
 class Kept:
@@ -44,14 +45,17 @@ class Kept:
 class _Tap(Interpreter):
     """Runs the cached graph and notes what every site gives."""
 
-    def __init__(self, module: GraphModule):
+    def __init__(self, module: GraphModule, sites: int):
         super().__init__(module)
         self.outputs: list[Tensor] = []
+        self.count = sites
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
         if n.target is ops.cached_attention:
             self.outputs.append(result)
+            if len(self.outputs) == self.count:
+                raise Enough
         return result
 
 
@@ -63,8 +67,14 @@ def cached_run(
     ids: Tensor,
     pads: Tensor,
     chunks: Sequence[int],
+    keep: Tensor | None = None,
+    sites: int | None = None,
 ) -> Run:
-    """The cached graph over `chunks`, from an empty cache."""
+    """The cached graph over `chunks`, from an empty cache.
+
+    keep: positions whose logits are wanted, at least one of every chunk; None: all
+    sites: how many sites are run, the first ones; then there are no logits. None: all
+    """
     batch, device = ids.shape[0], front.device
     limit = plan.limits.max_tokens
     groups = plan.page_groups
@@ -97,8 +107,9 @@ def cached_run(
     }
     seq_lens = torch.zeros(batch, dtype=torch.int64, device=device)
     names = [n.name for n in rewritten.graph_module.graph.nodes if n.op == "placeholder"]
-    logits, sites, start = [], [], 0
+    logits, outputs, start = [], [], 0
     kept = Kept(plan, rewritten)
+    count = -1 if sites is None or sites >= len(plan.decisions) else sites
     for size in chunks:
         inputs = example_inputs(front, batch, size) | constants | caches
         positions = (seq_lens - (pads - start).clamp(0, size))[:, None] + torch.arange(size, device=device)
@@ -116,16 +127,27 @@ def cached_run(
             taken = [group.pages_for(max(0, length)) for length in (positions[:, -1] + 1).tolist()]
             has = torch.arange(own.shape[1], device=device) < torch.tensor(taken, device=device)[:, None]
             inputs[group.name] = torch.where(has, own, 0)
-        tap = _Tap(rewritten.graph_module)
-        with torch.no_grad():
-            out = tap.run(*[inputs[name] for name in names])
-        logits.append(out[front.captured.logits_index])
-        sites.append(tap.outputs)
+        wanted = None if keep is None else keep[(keep >= start) & (keep < start + size)] - start
+        fewer = wanted is not None and "logits_to_keep" in inputs
+        if fewer:
+            inputs["logits_to_keep"] = wanted
+        tap = _Tap(rewritten.graph_module, count)
+        part = ids[:, start : start + size]
+        try:
+            with torch.no_grad():
+                out = tap.run(*[inputs[name] for name in names])[front.captured.logits_index]
+            if fewer and wanted is not None:
+                logits.append(of_every_token(out, part[:, : len(wanted)]))
+            else:
+                logits.append(chosen(out, part, wanted))
+        except Enough:
+            logits.append(part.new_zeros(*part.shape, 0))
+        outputs.append(tap.outputs)
         seq_lens = positions[:, -1] + 1
         kept.note(caches, seq_lens)
         start += size
-    outputs = tuple(torch.cat(parts, dim=2) for parts in zip(*sites, strict=True))
-    return Run(torch.cat(logits, dim=1), outputs, kept.by_layer)
+    whole = tuple(torch.cat(parts, dim=2) for parts in zip(*outputs, strict=True))
+    return Run(torch.cat(logits, dim=1), whole, kept.by_layer)
 
 
 def _pages(group: PageGroup, batch: int, device: torch.device, seed: int) -> Tensor:

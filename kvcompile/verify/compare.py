@@ -28,7 +28,11 @@ MARGIN = {torch.float32: 8.0, torch.bfloat16: 2.0, torch.float16: 2.0}
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: relative RMS errors, and the budget measured for them."""
+    """One comparison: relative RMS errors, and the budget measured for them.
+
+    noise: of the logits, by which their budget was measured
+    note:  what was run, and what was left out and why; empty: all of it
+    """
 
     name: str
     tokens: int
@@ -36,35 +40,61 @@ class Check:
     budget: float
     worst_layer: int | None
     seconds: float
+    noise: float = 0.0
+    note: str = ""
 
     def __str__(self) -> str:
         errors = f"error {self.error:.1e} of {self.budget:.1e} allowed"
-        return f"{self.name}: {errors}, {self.tokens} tokens, {self.seconds:.1f} s"
+        note = f"; {self.note}" if self.note else ""
+        return f"{self.name}: {errors}, {self.tokens:,} tokens, {self.seconds:.1f} s{note}"
+
+
+def allowed(noise: float, dtype: torch.dtype) -> float:
+    """The error that is allowed where disturbed oracles have `noise`."""
+    return float(MARGIN[dtype] * (noise + torch.finfo(dtype).eps))
 
 
 def compare(
-    name: str, got: Run, oracle: Run, noisy: Sequence[Run], pads: Tensor, plan: Plan, started: float
+    name: str,
+    got: Run,
+    oracle: Run,
+    noisy: Sequence[Run],
+    pads: Tensor,
+    plan: Plan,
+    started: float,
+    keep: Tensor | None = None,
+    note: str = "",
 ) -> Check:
-    """Errors against their budgets, site by site and then the logits; the first that exceeds raises."""
-    tokens = oracle.logits.shape[1]
+    """Errors against their budgets, site by site and then the logits; the first that exceeds raises.
+
+    keep: the positions whose logits there are, where not all
+    """
+    sites = got.sites
+    tokens = oracle.logits.shape[1] if keep is None else int(keep.max()) + 1
+    tokens = int(sites[0].shape[2]) if sites else tokens
     real = torch.arange(tokens, device=pads.device) >= pads[:, None]
+    of_logits = real if keep is None else real[:, keep]
+    logits_noise = 0.0
     worst: tuple[float, float, float, int | None] = (-1.0, 0.0, 0.0, None)
     rows: list[tuple[int | None, Tensor, Tensor, list[Tensor]]] = [
         (plan.decisions[i].layer, g, o, [n.sites[i] for n in noisy])
         for i, (g, o) in enumerate(zip(got.sites, oracle.sites, strict=True))
     ]
-    rows.append((None, got.logits, oracle.logits, [n.logits for n in noisy]))
+    if oracle.logits.shape[-1]:  # none where only some of the sites have run
+        rows.append((None, got.logits, oracle.logits, [n.logits for n in noisy]))
     for layer, g, o, n in rows:
-        where = real[:, None, :] if layer is not None else real
-        error, noise = _relative(g, o, where), max(_relative(x, o, where) for x in n)
-        budget = MARGIN[o.dtype] * (noise + torch.finfo(o.dtype).eps)
+        where = real[:, None, :] if layer is not None else of_logits
+        error, noise = relative(g, o, where), max(relative(x, o, where) for x in n)
+        budget = allowed(noise, o.dtype)
+        logits_noise = noise if layer is None else logits_noise
         if not error <= budget:
-            raise VerificationError(_failure(name, layer, error, budget, plan), layer, error)
+            raise VerificationError(failure(name, layer, error, budget, plan), layer, error)
         if error / budget > worst[0]:
             worst = (error / budget, error, budget, layer)
     for layer, choices in oracle.choices.items():
         _check_choices(name, layer, choices, [n.choices[layer] for n in noisy], plan)
-    return Check(name, tokens, worst[1], worst[2], worst[3], time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return Check(name, tokens, worst[1], worst[2], worst[3], seconds, logits_noise, note)
 
 
 def _check_choices(
@@ -90,16 +120,22 @@ def _check_choices(
             )
 
 
-def _relative(x: Tensor, reference: Tensor, where: Tensor) -> float:
+def relative(x: Tensor, reference: Tensor, where: Tensor) -> float:
     """RMS of x - reference over RMS of reference, at real tokens."""
-    mask = where[..., None].expand(reference.shape)
-    difference = (x.double() - reference.double())[mask]
-    return float(
-        difference.square().mean().sqrt() / reference.double()[mask].square().mean().sqrt().clamp(min=1e-30)
-    )
+    if x.shape != reference.shape:
+        raise VerificationError(
+            f"verification failed: expected a result of shape {list(reference.shape)}, as the original's, and the "
+            f"rewritten model gave {list(x.shape)}. {REPORT}"
+        )
+    size = reference.double()
+    difference = x.double() - size
+    if not bool(where.all()):
+        hidden = ~where[..., None]
+        difference, size = difference.masked_fill(hidden, 0), size.masked_fill(hidden, 0)
+    return float(difference.norm() / size.norm().clamp(min=1e-30))
 
 
-def _failure(name: str, layer: int | None, error: float, budget: float, plan: Plan) -> str:
+def failure(name: str, layer: int | None, error: float, budget: float, plan: Plan) -> str:
     if layer is None:
         where = "the logits differ"
     else:

@@ -1,18 +1,20 @@
-"""What is run and what that gives: random tokens, the chunks they come in, and the original model's logits."""
+"""What is run and what that gives: the text, the pieces it comes in, and the original model's logits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
 
+from kvcompile.errors import ModelError
 from kvcompile.kernels.policy_scored import Choice
 from kvcompile.passes.capture import eval_mode
 from kvcompile.passes.state import attributes_restored
 from kvcompile.pipeline import Front
+from kvcompile.verify.ids import Vocabulary, vocabulary
 
 REPORT = "The rewritten model was not returned. Please report this model; verify: off skips the check"
 
@@ -31,31 +33,86 @@ class Run:
     choices: Mapping[int, Sequence[Choice]] = field(default_factory=dict)
 
 
-def probe(front: Front, tokens: int) -> tuple[Tensor, Tensor]:
+def probe(front: Front, tokens: int, words: Vocabulary | None = None) -> tuple[Tensor, Tensor]:
     """Token ids [2, T] (two different rows), and padding [2]: ragged where the model takes positions."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, _vocabulary(front), (2, tokens), generator=generator).to(front.device)
+    ids = (words or vocabulary(front)).text(2, tokens).to(front.device)
     pads = [0, min(5, tokens - 1)] if front.ragged else [0, 0]
     return ids, torch.tensor(pads, device=front.device)
 
 
-def _vocabulary(front: Front) -> int:
-    """Rows of the table that input_ids select from."""
-    start = next(n for n in front.canonical.graph.nodes if n.name == "input_ids")
-    for user in start.users:
-        if user.target is torch.ops.aten.embedding.default and user.args[1] is start:
-            table = user.args[0]
-            assert isinstance(table, Node)
-            return int(table.meta["val"].shape[0])
-    return 2
+def original_logits(
+    model: nn.Module, front: Front, ids: Tensor, keep: Tensor | None = None, pads: Tensor | None = None
+) -> Tensor:
+    """The original model's logits [B, T or K, V], by the door that its users take.
+
+    keep: positions [K] whose logits are wanted, all between them
+    pads: [B]; each row then runs alone, without its padding, and has zeros there
+
+    Raises:
+        ModelError: what comes out is no logits of every token.
+    """
+    if pads is None or not bool(pads.any()):
+        return _original(model, front, ids, keep)
+    rows = []
+    for row, pad in zip(ids, pads.tolist(), strict=True):
+        own = None if keep is None else keep[keep >= pad] - pad
+        logits = _original(model, front, row[None, pad:], own)
+        missing = (ids.shape[1] if keep is None else len(keep)) - logits.shape[1]
+        rows.append(torch.nn.functional.pad(logits, (0, 0, missing, 0)))
+    return torch.cat(rows)
 
 
-def original_logits(model: nn.Module, front: Front, ids: Tensor) -> Tensor:
-    """The original model's logits, by the door that its users take."""
+def _original(model: nn.Module, front: Front, ids: Tensor, keep: Tensor | None) -> Tensor:
+    if front.captured.last is not None:
+        return _of_last_tokens(model, front, ids, range(ids.shape[1]) if keep is None else keep.tolist())
+    fewer = keep is not None and front.captured.inputs.logits_to_keep
+    logits = _logits(model, front, ids, {"logits_to_keep": keep} if fewer else {})
+    if not fewer:
+        return chosen(logits, ids, keep)
+    assert keep is not None
+    return of_every_token(logits, ids[:, : len(keep)])
+
+
+def _of_last_tokens(model: nn.Module, front: Front, ids: Tensor, positions: Iterable[int]) -> Tensor:
+    """What a model that gives the last token's logits gives for the text up to each of some positions [B, K, V]."""
+    found = [_logits(model, front, ids[:, : position + 1], {}) for position in positions]
+    return torch.stack([logits if logits.dim() == 2 else logits[:, -1] for logits in found], dim=1)
+
+
+def _logits(model: nn.Module, front: Front, ids: Tensor, more: dict[str, Any]) -> Tensor:
+    """The output that holds logits, as it is."""
+    options = {"use_cache": False} if hasattr(model, "config") else {}
     with eval_mode(model), attributes_restored(model), torch.no_grad():
-        out = model(ids, use_cache=False) if hasattr(model, "config") else model(ids)
+        out = model(ids, **options, **more)
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
     return leaves[front.captured.logits_index]
+
+
+def chosen(logits: Tensor, ids: Tensor, keep: Tensor | None) -> Tensor:
+    """The logits of every token of ids [B, T], or of those at positions `keep` among them.
+
+    Raises:
+        ModelError: as `of_every_token`.
+    """
+    logits = of_every_token(logits, ids)
+    return logits if keep is None else logits[:, keep]
+
+
+def of_every_token(logits: Tensor, ids: Tensor) -> Tensor:
+    """`logits`, if they are of every token of `ids` [B, T].
+
+    Raises:
+        ModelError: they have another shape.
+    """
+    if logits.dim() == 3 and logits.shape[:2] == ids.shape:
+        return logits
+    batch, tokens = ids.shape
+    last = " It seems that the model returns those of the last token only: return those of all."
+    alone = logits.dim() in (2, 3) and (logits.dim() == 2 or logits.shape[1] == 1)
+    raise ModelError(
+        f"expected logits of every token, [{batch}, {tokens}, vocabulary] for {batch} x {tokens} token ids, and the "
+        f"model gave {list(logits.shape)}: it cannot be verified.{last if alone else ''}"
+    )
 
 
 def fit(chunks: Sequence[int], limit: int | None) -> tuple[int, ...]:

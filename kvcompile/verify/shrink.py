@@ -26,12 +26,23 @@ _SMALL_RESIDUAL = 4  # in two groups
 _SMALL_PAGE = 4
 
 
-def as_lossless(plan: Plan) -> Plan:
-    """The plan with layouts that forget and round nothing."""
-    limits = replace(plan.limits, max_tokens=SMALL_TOKENS)
-    return replace(
-        plan, limits=limits, decisions=tuple(replace(d, layout=CacheLayout()) for d in plan.decisions)
-    )
+def as_lossless(plan: Plan, tokens: int = SMALL_TOKENS) -> Plan:
+    """The plan with layouts that forget and round nothing, for so many tokens."""
+
+    def whole(decision: Decision) -> Decision:
+        made = replace(decision, layout=CacheLayout())
+        # Kernels that have no such layout are not what is verified by it.
+        return made if _has_kernels(made) else replace(made, kernels="reference")
+
+    limits = replace(plan.limits, max_tokens=tokens)
+    return replace(plan, limits=limits, decisions=tuple(whole(d) for d in plan.decisions))
+
+
+def as_long(plan: Plan, tokens: int) -> Plan:
+    """The plan for texts of `tokens` at most: slots that none of them fills would only cost time."""
+    most = plan.limits.max_tokens
+    limits = replace(plan.limits, max_tokens=None if most is None else min(most, tokens))
+    return replace(plan, limits=limits)
 
 
 def shrink(plan: Plan) -> Plan:
@@ -72,10 +83,14 @@ def _with_kernels(decision: Decision, *smaller: CacheLayout) -> Decision:
     """The decision with the first of smaller layouts that its kernels have, or as it is: they are what is verified."""
     for layout in smaller:
         made = replace(decision, layout=layout)
-        heads, dims = (made.num_qo_heads, made.num_kv_heads), (made.head_dim, made.v_head_dim)
-        if made.kernels == "reference" or not refusal(made.site_spec(), heads, dims, torch.float32):
+        if _has_kernels(made):
             return made
     return decision
+
+
+def _has_kernels(decision: Decision) -> bool:
+    heads, dims = (decision.num_qo_heads, decision.num_kv_heads), (decision.head_dim, decision.v_head_dim)
+    return decision.kernels == "reference" or not refusal(decision.site_spec(), heads, dims, torch.float32)
 
 
 def _settling(storage: Storage) -> Storage:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
 from torch.fx import Node
 
+from kvcompile.expression import ScoreMod
 from kvcompile.passes.base import module_path, source_line
-from kvcompile.passes.bias import Bias
-from kvcompile.types import DynamicMask, MaskSpec, NoMatch
+from kvcompile.types import Leaf, MaskSpec, NoMatch
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Block:
     q: [.., S, D], v: [.., S, Dv] operands; k: [.., D, S] when `k_transposed`, else [.., S, D]
     out: the node whose value is the attention's result
     scores: q's product with k [.., S, S], where the graph has one: q and k are in its batch layout, else in out's
-    sinks:  a logit per query head [Hq]
+    slopes: ALiBi's, [Hq]; sinks: a logit per query head [Hq]
+    mod, leaves: what becomes of the scores besides, and what that reads
     """
 
     idiom: str
@@ -31,9 +33,10 @@ class Block:
     mask: MaskSpec
     scores: Node | None = None
     softcap: float | None = None
-    bias: Bias | None = None
+    slopes: Tensor | None = None
     sinks: Node | None = None
-    dynamic: DynamicMask | None = None
+    mod: ScoreMod | None = None
+    leaves: tuple[Leaf, ...] = ()
 
 
 def no_match(rule: str, reason: str, node: Node) -> NoMatch:

@@ -4,8 +4,8 @@
 
 The walk goes up through operators that only move elements (expand, reshape, transpose, repeat_interleave,
 index, ..); each ancestor of rank 4 is a candidate, in any order of its dimensions. Which candidate *is* the
-source is decided by evaluating: random values there must come out in the operand exactly as the formula
-says.
+source is proved: the operand's element at symbolic places, translated (`passes/score_mod`), must be the element of the
+source that the formula says.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from __future__ import annotations
 from itertools import permutations
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
 from kvcompile.passes.base import call, expr, shape, target_name
-from kvcompile.passes.probe import Prober, Refused
+from kvcompile.passes.probe import Prober
 from kvcompile.passes.rules.block import no_match
 from kvcompile.types import NoMatch
 
@@ -53,22 +52,23 @@ MOVES = (
     "view_as",
     "tile",
 )
-_BATCH, _SEQ = 2, 29
 
 
 def resolve(
     operand: Node,
-    batch_shape: tuple[int, ...],
-    num_heads: int,
+    product: Node,
     transposed: bool,
     prober: Prober,
     at_least: int = 1,
 ) -> Node | NoMatch:
     """The source [B, H / G, S, D] of `operand`; inserts a permute where the graph has no node in that layout.
 
-    batch_shape: the product's concrete batch dimensions at B = 2, S = 29; transposed: operand is [.., D, S].
+    product: [.., S, .], to whose batch dimensions the operand broadcasts; transposed: operand is [.., D, S].
     at_least: heads that the source must have.
     """
+    num_heads = prober.reader.heads(product)
+    if num_heads is None:
+        return no_match(NAME, f"the batch is not part of the dimensions {shape(product)}", product)
     candidates = []
     current: Node | None = operand
     distance = 0
@@ -86,7 +86,7 @@ def resolve(
         if (
             heads >= at_least
             and num_heads % heads == 0
-            and _explains(source, order, operand, batch_shape, num_heads, transposed, prober)
+            and prober.reader.repeats(operand, product, source, order, transposed)
         ):
             return source if order == (0, 1, 2, 3) else _permuted(source, order)
     unfolded = _unfolded(operand, num_heads, transposed, prober) if num_heads >= at_least else None
@@ -112,41 +112,14 @@ def _orders(node: Node, prober: Prober) -> list[tuple[int, ...]]:
     ]
 
 
-def _explains(
-    source: Node,
-    order: tuple[int, ...],
-    operand: Node,
-    batch_shape: tuple[int, ...],
-    num_heads: int,
-    transposed: bool,
-    prober: Prober,
-) -> bool:
-    size = prober.concrete(source, _BATCH, _SEQ)
-    dtype = source.meta["val"].dtype
-    values = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(prober.device, dtype)
-    try:
-        found: Tensor = prober.run([operand], _BATCH, _SEQ, {source: values})[0]
-    except Refused:
-        return False
-    found = found.transpose(-1, -2) if transposed else found
-    if found.shape[-2] != _SEQ or found.dtype != dtype:
-        return False
-    found = found.expand(*batch_shape, *found.shape[-2:]).reshape(_BATCH, num_heads, *found.shape[-2:])
-    wanted = values.permute(order)
-    return torch.equal(found, wanted.repeat_interleave(num_heads // wanted.shape[1], dim=1))
-
-
 def _unfolded(operand: Node, num_heads: int, transposed: bool, prober: Prober) -> Node | None:
     """[B * H, S, D] (scaled after it was flattened, for `bmm`) as [B, H, S, D], where the batch leads."""
     sizes = [expr(size) for size in shape(operand)]
     if len(sizes) != 3 or sizes[0] != prober.batch * num_heads:
         return None
-    inputs = prober.inputs(_BATCH, _SEQ)
-    changed = inputs | {"input_ids": inputs["input_ids"].clone()}
-    changed["input_ids"][1] = 1 - changed["input_ids"][1]
-    before, after = (prober.evaluate([operand], values, {})[0] for values in (inputs, changed))
-    same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
-    if same != [True] * num_heads + [False] * num_heads:  # rows of one sequence stand together
+    rows = prober.dependence.fact(operand).dims
+    roles = [factor.role for factor in rows[0]] if rows else []
+    if roles not in (["batch"], ["batch", "free"]):  # rows of one sequence stand together
         return None
     aten, graph = torch.ops.aten, operand.graph
     with graph.inserting_after(operand):

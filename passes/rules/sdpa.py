@@ -2,7 +2,7 @@
 
     out = softmax(scale * q k^T + mask) v,   q [B, Hq, S, D], k [B, H, S, D], v [B, H, S, Dv]
 
-Supported: is_causal, or an attn_mask (mask and bias) that is a function of positions; enable_gqa; a scale.
+Supported: is_causal, an attn_mask (mask and bias; `passes/score_mod`), enable_gqa, a scale.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from kvcompile.passes import dynamic_mask
 from kvcompile.passes.base import expr, shape
-from kvcompile.passes.positional import Positional
-from kvcompile.passes.probe import DependsOnTokens, Prober, Refused
+from kvcompile.passes.probe import Prober, Refused
 from kvcompile.passes.rules.block import Block, no_match
-from kvcompile.passes.scores import probe_mask
-from kvcompile.types import MaskSpec, NoMatch
+from kvcompile.passes.rules.leaves import leaves_of
+from kvcompile.types import NoMatch
 
 NAME = "sdpa"
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -24,11 +22,14 @@ _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": N
 
 
 def is_candidate(node: Node, prober: Prober) -> bool:
-    """An SDPA whose queries or keys run over something that grows with the sequence."""
+    """An SDPA whose keys run over something that grows with the sequence.
+
+    Keys of a fixed number (a memory of weights, heads) need no cache; what they are made of is derived as elsewhere.
+    """
     if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
         return False
-    lengths = [expr(shape(operand)[-2]) for operand in node.args[:2] if isinstance(operand, Node)]
-    return any(prober.seq in length.free_symbols for length in lengths)
+    keys = node.args[1]
+    return isinstance(keys, Node) and prober.seq in expr(shape(keys)[-2]).free_symbols
 
 
 def match(node: Node, prober: Prober) -> Block | NoMatch:
@@ -45,20 +46,28 @@ def match(node: Node, prober: Prober) -> Block | NoMatch:
             )
     if arguments["dropout_p"]:
         return no_match(NAME, f"dropout_p is {arguments['dropout_p']} in eval mode; pass 0 there", node)
-    attn_mask = arguments["attn_mask"]
-    if attn_mask is None and not arguments["is_causal"]:
-        return no_match(NAME, "the mask is bidirectional: query 3 sees key 7", node)
-    found, dynamic = Positional(MaskSpec("causal"), None), None
-    if isinstance(attn_mask, Node):
-        try:
-            try:
-                found = probe_mask(prober, attn_mask)
-            except DependsOnTokens:
-                dynamic = dynamic_mask.find(attn_mask, prober, prober.results)
-        except Refused as refused:
-            return no_match(NAME, str(refused), node)
-    scale = arguments["scale"]
+    attn_mask, scale = arguments["attn_mask"], arguments["scale"]
     if isinstance(scale, Node):
         return no_match(NAME, "the scale is computed in the graph", node)
-    sm_scale = float(scale) if isinstance(scale, (int, float)) else int(shape(q)[-1]) ** -0.5
-    return Block(NAME, q, k, v, node, False, sm_scale, found.mask, bias=found.bias, dynamic=dynamic)
+    heads, dim = int(shape(q)[1]), int(shape(q)[-1])
+    sm_scale = float(scale) if isinstance(scale, (int, float)) else dim**-0.5
+    mask = attn_mask if isinstance(attn_mask, Node) else None
+    try:
+        found = prober.reader.sdpa(mask, bool(arguments["is_causal"]), sm_scale, heads, dim)
+        leaves = leaves_of(found.leaves, prober)
+    except Refused as refused:
+        return no_match(NAME, str(refused), node)
+    return Block(
+        NAME,
+        q,
+        k,
+        v,
+        node,
+        False,
+        found.sm_scale,
+        found.mask,
+        softcap=found.softcap,
+        slopes=found.slopes,
+        mod=found.mod,
+        leaves=leaves,
+    )

@@ -2,8 +2,8 @@
 
     T = matmul(q, k^T);  p = softmax(f(T), -1);  out = matmul(p, v)
 
-f is any mixture of scale, softcap, bias, mask and casts, in any order and polarity: it is probed, not matched
-(`passes/scores.py`). So is what happens to the probabilities (`rules/weighing.py`). `bmm`, `baddbmm` and `einsum`
+f is any mixture of scale, softcap, bias, mask and casts, in any order and polarity: it is translated, not matched
+(`passes/score_mod`). So is what happens to the probabilities (`rules/weighing.py`). `bmm`, `baddbmm` and `einsum`
 arrive as matmul or bmm.
 """
 

@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     from tests.coverage.configs import all_types
     from tests.coverage.fast import FAST
     from tests.coverage.run import run
+    from tests.coverage.sizes import one_sided, told
     from tests.coverage.table import write
 
     transformers.logging.set_verbosity_error()
@@ -48,7 +49,10 @@ def main(argv: list[str] | None = None) -> int:
         found = f"{row.sites}/{row.expected}" if row.sites >= 0 else ""
         reason = " ".join(row.reason.split())[:200]
         style = {"verified": "green", "refused": "yellow", "wrong": "red", "error": "red"}.get(row.outcome)
-        line = f"{left:>4} left  {row.type}: {row.outcome} {found} {row.seconds:.0f} s {errors} {reason}"
+        sizes = f" ({told(row.tested)})" if told(row.tested) else ""
+        line = (
+            f"{left:>4} left  {row.type}: {row.outcome} {found}{sizes} {row.seconds:.0f} s {errors} {reason}"
+        )
         console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
     rows = run(
@@ -58,10 +62,12 @@ def main(argv: list[str] | None = None) -> int:
     if not (options.types or options.fast):
         versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
         write(rows, versions, DOCS / "coverage.md", DOCS / "coverage.json")
-    bad = [row.type for row in rows if row.outcome in ("wrong", "error")]
     verified = sum(row.outcome == "verified" for row in rows)
+    bad = [row.type for row in rows if row.outcome in ("wrong", "error")]
+    bad += [row.type for row in rows if row.outcome == "verified" and one_sided(row.tested)]
     console.print(
-        f"{verified} of {len(rows)} verified in {seconds:.0f} s; wrong or failed: {', '.join(bad) or 'none'}"
+        f"{verified} of {len(rows)} verified in {seconds:.0f} s; wrong, failed or tested on one side "
+        f"only: {', '.join(bad) or 'none'}"
     )
     return 1 if bad else 0
 

@@ -1,8 +1,9 @@
 """One type of the coverage table: captured, detected, rewritten by each recipe, and compared by its logits.
 
-The comparison is this module's own: the original's logits for 27 tokens of two sequences, in one pass, against
-the rewritten model's in a prompt, a chunk and single tokens. No recipe forgets anything within 27 tokens, so all but
-`int8` must agree to rounding, and `int8` to what eight bits explain.
+The comparison is this module's own: the original's logits of a text, in one pass without a cache, against the
+rewritten model's in a prompt, chunks and single tokens. No recipe forgets anything within the longest text, so all but
+`int8` must agree to rounding, and `int8` to what eight bits explain. `settings.py` says which configurations of a type
+there are, `sizes.py` which texts go with them; the second has no other form of attention, so one recipe is enough.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tests.coverage.configs import tiny_model
+from tests.coverage import ends
+from tests.coverage.compare import difference, recipe_for
+from tests.coverage.original import original, text, whole
+from tests.coverage.settings import Setting, settings
+from tests.coverage.sizes import TEXT, Tried, lengths
 
 RECIPES = ("baseline", "int8", "streaming")
-CHUNKS = (11, 1, 1, 7, 1, 1, 5)
-TOKENS = sum(CHUNKS)
 # Relative RMS error of the logits. Float32 rounding was seen below 3e-6, int8 between 1e-3 and 3e-2.
 TOLERANCE = {"baseline": 1e-4, "streaming": 1e-4, "int8": 1e-1}
 
@@ -44,7 +45,9 @@ class Row:
     rope: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)  # recipes that do not fit a type that others do
+    # Recipes that do not fit a type that others do, and configurations (`MORE`) beside the default one.
+    refused: dict[str, str] = field(default_factory=dict)
+    tested: list[Tried] = field(default_factory=list)
     seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,97 +55,91 @@ class Row:
 
 
 def check_type(model_type: str, recipes: tuple[str, ...] = RECIPES, attn: str | None = None) -> Row:
-    """Build the type's tiny model and put it through every recipe."""
+    """Build the type's tiny models and put the first through every recipe, the others through the first recipe."""
     row = Row(model_type)
     started = time.perf_counter()
     try:
-        model = tiny_model(model_type, attn)
-    except Exception as error:  # configuration classes raise anything
-        row.outcome, row.reason = "not built", _line(error)
+        found = settings(model_type, attn)
+    except Exception as failed:  # configuration classes raise anything
+        row.outcome, row.reason = "not built", _line(failed)
         return row
-    row.cls = type(model).__name__
-    try:
-        _check(model, row, recipes)
-    except Exception as error:
-        row.outcome = "error"
-        row.reason = (
-            _line(error) + " at " + traceback.format_tb(error.__traceback__)[-1].strip().splitlines()[0]
-        )
+    row.cls = type(found[0].model).__name__
+    for setting in found:
+        if setting.name in row.refused:
+            continue
+        first = setting is found[0]
+        try:
+            outcome, reason = _check(setting, row, recipes if first else recipes[:1], first)
+        except Exception as failed:
+            frame = traceback.format_tb(failed.__traceback__)[-1].strip().splitlines()[0]
+            outcome, reason = "error", f"{_line(failed)} at {frame}"
+        if setting.name and outcome == "refused":  # the type as it is by default is something else
+            row.refused[setting.name] = reason
+        elif not row.outcome or _WORST.index(outcome) < _WORST.index(row.outcome):
+            row.outcome, row.reason = outcome, reason if first else f"{setting}: {reason}"
     row.seconds = time.perf_counter() - started
     return row
 
 
-def _check(model: nn.Module, row: Row, recipes: tuple[str, ...]) -> None:
+_WORST = ("wrong", "error", "not built", "refused", "no attention", "verified")
+
+
+def _check(setting: Setting, row: Row, recipes: tuple[str, ...], first: bool) -> tuple[str, str]:
+    """The outcome of one configuration, and its reason; everything else goes into the row."""
     from kvcompile import api
     from kvcompile.errors import KVCompileError, PlanError, VerificationError
     from kvcompile.pipeline import understand
-    from kvcompile.recipe import Recipe
 
-    ids = torch.randint(3, 61, (2, TOKENS), generator=torch.Generator().manual_seed(5))
+    ids = text()
     try:
-        with _Count(TOKENS) as count, torch.no_grad():
-            reference = model(ids, use_cache=False).logits
-    except Exception as error:
-        row.outcome, row.reason = "not built", f"does not run from token ids alone: {_line(error)}"
-        return
-    row.expected = count.blocks
+        with _Count(TEXT) as count:
+            whole(setting.model, ids[:, :TEXT])
+    except Exception as failed:
+        return "not built", f"does not run from token ids alone: {_line(failed)}"
+    if first:
+        row.expected = count.blocks
     stage = "capture"
     try:
-        front = understand(model)
-        row.route, row.sites = front.captured.route, len(front.sites)
-        row.masks = list(dict.fromkeys(str(site.mask) for site in front.sites))
-        row.rope = list(dict.fromkeys(site.rope.style if site.rope else "none" for site in front.sites))
-        row.notes = [*front.captured.reasons]
+        front = understand(setting.model)
+        if first:
+            row.route, row.sites = front.captured.route, len(front.sites)
+            row.masks = list(dict.fromkeys(str(site.mask) for site in front.sites))
+            row.rope = list(dict.fromkeys(site.rope.style if site.rope else "none" for site in front.sites))
+            row.notes = [*front.captured.reasons]
+        most = ends.limit(front)
+        texts = lengths((*setting.sizes.values(), *(() if most is None else (most,))))
+        right = original(setting.model, ids, texts).up_to(most)
         for name in recipes:
             stage = name
-            overrides: dict[str, Any] = {"compile": {"mode": "none"}}
-            # Positions in the cache need a rotary embedding: elsewhere the recipe's other kind.
-            fixed = [
-                site.layer
-                for site in front.sites
-                if site.rope is None and not site.positionless and site.mask.kind != "sliding"
-            ]
-            if name == "streaming" and fixed:
-                retention = {"kind": "sink_window", "sinks": 4, "window": 1020, "positions": "original"}
-                layers = [{"where": {"attention": "sliding"}, "cache": {"retention": {"kind": "window"}}}]
-                layers += [{"where": {"index": fixed}, "cache": {"retention": retention}}]
-                overrides["layers"] = layers
-                row.notes.append(
-                    f"streaming: original positions in {len(fixed)} of {len(front.sites)} layers"
-                )
-            recipe = Recipe.load(name, max_batch=2, max_tokens=64, **overrides)
+            recipe, note = recipe_for(name, front, max(right.logits))
+            row.notes += [note] if note else []
             try:
-                fast = api.build(model, front, recipe)
-            except PlanError as error:
+                fast = api.build(setting.model, front, recipe)
+            except PlanError as refusal:
                 if name != "streaming":  # there are layers that must not forget
                     raise
-                row.refused[name] = str(error)
+                row.refused[name] = str(refusal)
                 continue
-            error = _compare(fast, ids, reference)
-            row.errors[name] = error
-            if not error <= TOLERANCE[name]:
-                row.outcome, row.reason = "wrong", f"{name}: the logits differ by {error:.1e}"
-                return
-    except VerificationError as error:
-        row.outcome, row.reason = "refused", f"verification of {stage}: {error}"
-        return
-    except KVCompileError as error:
-        row.outcome = "refused" if row.expected else "no attention"
-        row.reason = str(error)
-        return
-    row.outcome = "verified"
-
-
-def _compare(fast: Any, ids: Tensor, reference: Tensor) -> float:
-    """Relative RMS error of the rewritten model's logits over all chunks."""
-    outs, start = [], 0
-    for size in CHUNKS:
-        outs.append(fast(ids[:, start : start + size]).logits)
-        start += size
-    found = torch.cat(outs, dim=1)
-    return float(
-        (found - reference).double().square().mean().sqrt() / reference.double().square().mean().sqrt()
+            if name == "baseline" and (problem := ends.problem(setting, front, fast, ids, right)):
+                return "wrong", problem
+            found = difference(fast, ids, right, long=name != "int8", prompt=name == "baseline")
+            row.errors[name] = max(found, row.errors.get(name, 0.0))
+            if not found <= TOLERANCE[name]:
+                return "wrong", f"{name}: the logits differ by {found:.1e}"
+    except VerificationError as refusal:
+        return "refused", f"verification of {stage}: {refusal}"
+    except KVCompileError as refusal:
+        return "refused" if count.blocks else "no attention", str(refusal)
+    row.tested.append(
+        Tried(
+            name=setting.name,
+            sizes=dict(setting.sizes),
+            texts=sorted(right.logits),
+            end=right.end,
+            limit=most,
+        )
     )
+    return "verified", ""
 
 
 class _Count(TorchFunctionMode):
@@ -167,5 +164,5 @@ class _Count(TorchFunctionMode):
 
 
 def _line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:400]}"
+    told = " ".join(str(error).split())
+    return f"{type(error).__name__}: {told[:400]}"

@@ -6,14 +6,40 @@ what a type needs beside that stands in `SPECIAL`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-SLIDING = 8  # tokens; chunks of attention too
+from tests.coverage.sizes import BELOW, PIECE, PIECES, SEEN, TABLE, TABLES, seen
+
+
+@dataclass(frozen=True)
+class Size:
+    """Stands in `SPECIAL` for the value of a size of `SEEN`."""
+
+    name: str
+
+
+@dataclass
+class Sizes:
+    """Values of sizes, and which of them a config has."""
+
+    values: Mapping[str, Any]
+    used: set[str] = field(default_factory=set)
+
+    def value(self, name: str) -> Any:
+        self.used.add(name)
+        return self.values[name]
+
+
 # Common names of sizes, and what they become where a config has them as an integer.
 SIZES: dict[str, Any] = {
+    **seen(BELOW),
+    **dict.fromkeys(PIECES, PIECE),
+    **dict.fromkeys(TABLES, TABLE),
     "vocab_size": 61,
     "hidden_size": 48,
     "d_model": 48,
@@ -71,20 +97,6 @@ SIZES: dict[str, Any] = {
     "d_head": 8,
     "rotary_dim": 8,
     "attention_head_size": 8,
-    "max_position_embeddings": 256,
-    "n_positions": 256,
-    "n_ctx": 256,
-    "max_seq_len": 256,
-    "max_target_positions": 256,
-    "max_source_positions": 256,
-    "model_max_length": 256,
-    "context_length": 256,
-    "sliding_window": SLIDING,
-    "sliding_window_size": SLIDING,
-    "attention_window_size": SLIDING,
-    "attention_chunk_size": SLIDING,
-    "window_size": SLIDING,
-    "local_attention": SLIDING,
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
@@ -102,8 +114,8 @@ SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "qk_head_dim": 24,
     "v_head_dim": 16,
-    "index_topk": 8,
     "index_head_dim": 16,
+    "index_block_size": 4,
     "index_n_heads": 12,  # few enough exact ties (all heads at zero) between which a topk may choose
     "first_k_dense_replace": 1,
     "moe_layer_start_index": 0,
@@ -120,8 +132,6 @@ SIZES: dict[str, Any] = {
     "state_size": 8,
     "mamba_expand": 2,
     "mamba_d_ssm": 96,
-    "mamba_chunk_size": 8,
-    "chunk_size": 8,
     "n_mamba_heads": 2,
     "linear_num_heads": 2,
     "linear_head_dim": 8,
@@ -139,7 +149,6 @@ SIZES: dict[str, Any] = {
     "sep_token_id": 2,
     "cls_token_id": 1,
     "decoder_start_token_id": 1,
-    "original_max_position_embeddings": 256,
     "pronunciation_vocab_size": 61,
     "shape_vocab_size": 61,
     "decoder_vocab_size": 61,
@@ -148,7 +157,6 @@ SIZES: dict[str, Any] = {
     "num_mem_blocks": 1,
     "router_hidden_size": 16,
     "d_rel": 8,
-    "rel_extent": 8,
     "gated_norm_rank": 8,
     "unpadded_vocab_size": 61,
     "type_vocab_size": 2,
@@ -220,6 +228,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "mimo_v2_flash": {"v_head_dim": 8, "num_key_value_heads": 3},  # sliding layers have twice as many
     "bamba": {"attn_layer_indices": [1]},
+    "big_bird": {"is_decoder": True, "attention_type": "original_full", "block_size": 64},
+    "bigbird_pegasus": {"block_size": 64},  # of an encoder; block-sparse attention sees the future
+    "deepseek_v4": {
+        "index_topk": Size("index_topk_compressed"),
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    },
     "deepseek_v2": {"num_experts_per_tok": 2},
     **{name: {"num_kv_shared_layers": 2} for name in ("gemma4_text", "gemma4_unified_text")},
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 24, "swa_head_dim": 24},
@@ -239,7 +253,23 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "codegen": {"n_head": 4, "n_embd": 32, "rotary_dim": 4},
     "gptj": {"rotary_dim": 4},
-    "zaya": {"num_experts_per_tok": 1, "sliding_window": SLIDING},
+    "llama4_text": {
+        "no_rope_layers": [1, 0]
+    },  # as larger ones have it: full attention, no RoPE, a temperature
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": Size("llama_4_scaling"),
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale_all_dim": 1.0,
+            "mscale": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
+    "zaya": {"num_experts_per_tok": 1, "sliding_window": Size("sliding_window")},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4}
     | {"attention_hidden_size": 96, "attention_head_dim": 16, "num_key_value_heads": 6, "mamba_dt_rank": 4},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4}
@@ -252,7 +282,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
     **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp_text"),
-        {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8}
+        {
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": Size("indexer_budget"),
+        }
         | {
             "indexer_compress_ratio": 2,
             "ple_embed_dim": 16,
@@ -291,33 +326,39 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_config(model_type: str) -> Any:
-    """The config of a type, tiny."""
+def tiny_config(model_type: str, sizes: Sizes | None = None, changes: Mapping[str, Any] | None = None) -> Any:
+    """The config of a type, tiny.
+
+    sizes:   instead of `SIZES`; notes which of them the config has
+    changes: to the defaults of the type's config class
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return _shrink(CONFIG_MAPPING[model_type], model_type)
+    return _shrink(CONFIG_MAPPING[model_type], model_type, sizes or Sizes(SIZES), changes or {})
 
 
-def _shrink(cls: Any, model_type: str) -> Any:
-    special = SPECIAL.get(model_type, {})
+def _shrink(cls: Any, model_type: str, sizes: Sizes, more: Mapping[str, Any]) -> Any:
+    special = {**SPECIAL.get(model_type, {}), **more}
     base = special.get("__base__", {})
     defaults = cls(**base).to_dict()
     changes: dict[str, Any] = dict(base)
     layers = LAYERS.get(model_type)
     for name, value in defaults.items():
+        if name in special and (name in SEEN or name in PIECES):
+            continue
         if (
-            name in SIZES
+            name in sizes.values
             and (isinstance(value, (int, float)) or value is None)
             and not isinstance(value, bool)
         ):
             if value is None and name not in ("head_dim", "num_key_value_heads", "pad_token_id"):
                 continue
-            changes[name] = SIZES[name]
+            changes[name] = sizes.value(name)
         elif name in PARTS and isinstance(value, dict) and value.get("model_type"):
             from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
             if value["model_type"] in CONFIG_MAPPING:
-                part = _shrink(CONFIG_MAPPING[value["model_type"]], value["model_type"])
+                part = _shrink(CONFIG_MAPPING[value["model_type"]], value["model_type"], sizes, {})
                 changes[name] = part.to_dict()
     if layers:
         changes |= {"num_hidden_layers": len(layers), "layer_types": list(layers)}
@@ -329,16 +370,31 @@ def _shrink(cls: Any, model_type: str) -> Any:
         )
     if "kv_lora_rank" in changes and "num_key_value_heads" in changes:
         changes["num_key_value_heads"] = changes["num_attention_heads"]  # as latent attention has it
-    changes |= {key: value for key, value in special.items() if not key.startswith("__")}
+    changes |= {key: _sized(value, sizes) for key, value in special.items() if not key.startswith("__")}
     changes = {key: value for key, value in changes.items() if value != "__default__"}
     return cls(**changes)
 
 
-def tiny_model(model_type: str, attn: str | None = None) -> nn.Module:
-    """A seeded random model in eval mode whose every parameter matters (none is zero, none is tiny)."""
+def _sized(value: Any, sizes: Sizes) -> Any:
+    """The value with numbers for all `Size`."""
+    if isinstance(value, dict):
+        return {key: _sized(part, sizes) for key, part in value.items()}
+    return sizes.value(value.name) if isinstance(value, Size) else value
+
+
+def tiny_model(
+    model_type: str,
+    attn: str | None = None,
+    sizes: Sizes | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """A seeded random model in eval mode whose every parameter matters (none is zero, none is tiny).
+
+    sizes, changes: as in `tiny_config`
+    """
     import transformers
 
-    config = tiny_config(model_type)
+    config = tiny_config(model_type, sizes, changes)
     cls: Any = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if not isinstance(config, cls.config_class):  # the class wants the decoder of a composite config
         parts = [getattr(config, name, None) for name in PARTS]

@@ -12,6 +12,7 @@ FAST = [
     "ctrl",
     "deepseek_v2",
     "deepseek_v3",
+    "deepseek_v32",
     "diffllama",
     "falcon",
     "gemma2",

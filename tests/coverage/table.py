@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.coverage.check import RECIPES, Row
+from tests.coverage.sizes import told
 
 BEGIN, END = "<!-- coverage -->", "<!-- /coverage -->"
 
@@ -23,17 +24,19 @@ def markdown(rows: Sequence[Row], versions: str) -> str:
         f"{counts['error']} failed otherwise. Without attention: {counts['no attention']}; not built: "
         f"{counts['not built']}.",
         "",
-        "| type | sites found / expected | masks | rotary | captured by | " + " | ".join(RECIPES) + " |",
-        "|---|---|---|---|---|" + "---|" * len(RECIPES),
+        "| type | sites found / expected | masks | sizes | rotary | captured by | "
+        + " | ".join(RECIPES)
+        + " |",
+        "|---|---|---|---|---|---|" + "---|" * len(RECIPES),
     ]
     lines += [_row(row) for row in rows if row.outcome == "verified"]
     partly = [(row, name, reason) for row in rows for name, reason in row.refused.items()]
     if partly:
         lines += [
             "",
-            "Recipes that do not fit a type that others fit:",
+            "Recipes and configurations that do not fit a type that others fit:",
             "",
-            "| type | recipe | reason |",
+            "| type | recipe or configuration | reason |",
             "|---|---|---|",
         ]
         lines += [f"| {row.type} | {name} | {_short(reason)} |" for row, name, reason in partly]
@@ -55,8 +58,9 @@ def write(rows: Sequence[Row], versions: str, page: Path, data: Path) -> None:
 def _row(row: Row) -> str:
     errors = " | ".join(f"{row.errors[name]:.0e}" if name in row.errors else "refused" for name in RECIPES)
     route = row.route.removeprefix("export, ").replace("_", r"\_")
+    sizes = told(row.tested).replace("_", r"\_")
     return (
-        f"| {row.type} | {row.sites} / {row.expected} | {', '.join(row.masks)} | {', '.join(row.rope)} "
+        f"| {row.type} | {row.sites} / {row.expected} | {', '.join(row.masks)} | {sizes} | {', '.join(row.rope)} "
         f"| {route} | {errors} |"
     )
 

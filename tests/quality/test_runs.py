@@ -339,3 +339,30 @@ def test_ctrl_c_says_how_to_go_on(command: Any, tmp_path: Path, monkeypatch: pyt
 def test_a_text_in_another_encoding(command: Any, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes("naïve".encode("latin-1"))
     assert "is not UTF-8 at byte 2" in command("--no-plot").output
+
+
+def test_every_bar_reaches_its_end(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Of what is measured and of what was finished before; the last one is that of the last measurement."""
+    for _ in range(2):
+        told: dict[str, list[tuple[int, int]]] = {}
+
+        def progress(
+            stage: str, done: int, total: int, told: dict[str, list[tuple[int, int]]] = told
+        ) -> None:
+            told.setdefault(stage, []).append((done, total))
+
+        kvcompile.quality(
+            model,
+            tokenizer,
+            [WINDOW],
+            TEXT,
+            **{**HIDDEN, **SCORED, "metrics": ("perplexity", "needle")},
+            out=tmp_path,
+            plot=False,
+            progress=progress,
+        )
+        assert list(told)[-1].startswith("6/6 window: needles")
+        for stage, counts in told.items():
+            assert counts[-1][0] == counts[-1][1] and counts == sorted(counts, key=lambda pair: pair[0]), (
+                stage
+            )

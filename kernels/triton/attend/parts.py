@@ -119,7 +119,7 @@ class Attend:
     @property
     def needs_key(self) -> bool:
         """Whether more than a mask asks where a key is."""
-        return self.spec.site.score.bias is not None or self.rotary is not None
+        return scores.places_matter(self.spec) or self.rotary is not None
 
     @property
     def needs_place(self) -> bool:

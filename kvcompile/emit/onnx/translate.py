@@ -8,6 +8,7 @@ from typing import Any
 import onnxscript
 import torch
 
+from kvcompile.emit.onnx import arithmetic
 from kvcompile.kernels.linear_write import OP
 
 
@@ -23,4 +24,8 @@ def translations(opset: int) -> dict[Callable[..., Any], Callable[..., Any]]:
     def linear_write(buffer: Any, rows: Any, start: Any) -> Any:
         return op.TensorScatter(buffer, rows, start, axis=-2, mode="linear")  # opset 24
 
-    return {torch.ops.aten.sort.stable: sort_stable, OP: linear_write}
+    return {
+        **arithmetic.translations(opset),
+        torch.ops.aten.sort.stable: sort_stable,
+        OP: linear_write,
+    }

@@ -199,6 +199,12 @@ def _number(
 
 
 def _check(spec: KernelSpec, param: TensorParam, shape: Shape) -> None:
+    if param.dtype not in _DTYPES and param.name.startswith("leaf"):
+        what = " (truth values or bytes)" if param.dtype == torch.uint8 else ""
+        raise KernelError(
+            f"{spec.role} kernel: {param.name} is {param.dtype}{what}, which TensorRT's plugins do not take; what "
+            "scores read has a plugin in int8, int32, int64, float16, bfloat16 and float32"
+        )
     if param.dtype not in _DTYPES:
         raise KernelError(
             f"{spec.role} kernel: {param.name} is {param.dtype}, which TensorRT's plugins do not take; int8, float16, "

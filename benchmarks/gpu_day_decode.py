@@ -1,0 +1,252 @@
+"""Decode of a random model of Llama-3.1-8B's shape in bfloat16, beside transformers and what the memory could do.
+
+Part of `gpu_day.sh`. Each variant runs in a process of its own, with the model made on the GPU, so that its peak memory
+is its own and a failure stops no other. What is measured is written at once: a stopped run goes on after it.
+
+A variant is `static` (transformers' StaticCache sized for the context, its decode step under
+torch.compile(mode="reduce-overhead"), its prompt eager), `dynamic`, or a recipe, with `+MODE` for another compile mode:
+`int8+cudagraphs`. The loop is the bare one (forward, argmax) on all sides. The limit is the copy bandwidth measured in
+the same process, over the bytes of weights and cache that a token must read.
+
+    OUT=folder python benchmarks/gpu_day_decode.py --contexts 1024 --variants static,int8
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+from decode import Ours, Plain, Variant, weight_bytes
+from gpu_day_record import read, update
+
+# The goals (kernels ahead of the static cache at 1k and 32k) come first, should the time not be enough for all.
+VARIANTS = (
+    "static",
+    "baseline+cudagraphs",
+    "int8+cudagraphs",
+    "baseline",
+    "kivi4+cudagraphs",
+    "paged+cudagraphs",
+    "fp8+cudagraphs",
+    "int4+cudagraphs",
+    "paged_int8+cudagraphs",
+    "streaming+cudagraphs",
+)
+LLAMA_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+}
+TINY = LLAMA_8B | {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+TINY["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+LEAST = 60  # seconds under which no variant is begun
+WARM, STEPS = 8, 3  # tokens of a prompt and of decode before anything is measured
+EXTRA = STEPS + 1
+
+
+def build(rehearse: bool) -> Any:
+    """Random weights, made where they stay."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**(TINY if rehearse else LLAMA_8B))
+    kind = torch.float32 if rehearse else torch.bfloat16
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(kind)
+    try:
+        with torch.device("cpu" if rehearse else "cuda"):
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def make(name: str, model: Any, room: int, longest: int, rehearse: bool) -> Variant:
+    """room: tokens that a static cache must hold; longest: those of all contexts."""
+    if name == "dynamic":
+        return Plain(model)
+    if name == "static":
+        return Plain(model, room, compiled=not rehearse, mode="reduce-overhead")
+    recipe, _, mode = name.partition("+")
+    chosen = "none" if rehearse else mode or "default"
+    return Ours(model, recipe, True, None, max_tokens=longest, compile={"mode": chosen})
+
+
+def measure(options: argparse.Namespace) -> None:
+    """One variant at all contexts, in this process. Prints a line of JSON for each context."""
+    import torch
+
+    from kvcompile.kernels.triton.clock import copy_bandwidth
+
+    rehearse, name = options.rehearse, options.worker
+    device = torch.device("cpu" if rehearse else "cuda")
+    bandwidth = copy_bandwidth(device, (1 << 20) if rehearse else (2 << 30), 20)
+    model = build(rehearse)
+    weights, decoded = weight_bytes(model), options.rounds * options.tokens
+    longest = max(options.contexts) + decoded + EXTRA
+    text = torch.randint(3, model.config.vocab_size, (1, max(options.contexts)), device=device)
+    variant: Variant | None = None
+    for context in options.contexts:
+        started = time.perf_counter()
+        if variant is None or name == "static":
+            if variant is not None:
+                variant.free()
+                torch.compiler.reset()
+            variant = make(name, model, context + decoded + EXTRA, longest, rehearse)
+            token = variant.prefill(text[:, :WARM])
+            for _ in range(STEPS):  # a CUDA graph is captured in the second or the third
+                token = variant.step(token)
+        row: dict[str, Any] = {"variant": name, "context": context}
+        gc.collect()
+        settle(device, reset=True)
+        row["ready_s"] = round(time.perf_counter() - started, 1)
+        began = time.perf_counter()
+        token = variant.prefill(text[:, :context])
+        settle(device)
+        row["first_token_s"] = round(time.perf_counter() - began, 4)
+        row["prompt_peak_bytes"] = peak(device)
+        for _ in range(STEPS):
+            token = variant.step(token)
+        settle(device, reset=True)
+        speeds = []
+        for _ in range(options.rounds):
+            began = time.perf_counter()
+            for _ in range(options.tokens):
+                token = variant.step(token)
+            settle(device)
+            speeds.append(options.tokens / (time.perf_counter() - began))
+        read_bytes = weights + variant.read_bytes(context)
+        limit, speed = bandwidth / read_bytes, statistics.median(speeds)
+        row |= {"tokens_s": round(speed, 2), "rounds": [round(value, 2) for value in speeds]}
+        row |= {"limit_tokens_s": round(limit, 2), "of_limit": round(speed / limit, 4)}
+        row |= {"copy_gb_s": round(bandwidth / 1e9, 1), "read_bytes": read_bytes, "weight_bytes": weights}
+        row |= {"cache_bytes": variant.cache_bytes(), "decode_peak_bytes": peak(device)}
+        if isinstance(variant, Ours):
+            kernels = {decision.kernels for decision in variant.fast.plan.decisions}
+            row["kernels"] = sorted(str(kind) for kind in kernels)
+        print(json.dumps(row), flush=True)
+
+
+def settle(device: Any, reset: bool = False) -> None:
+    """Wait for the device; reset: peaks count from here."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        if reset:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def peak(device: Any) -> int | None:
+    """Bytes of tensors, weights with them, that were there at once."""
+    import torch
+
+    return int(torch.cuda.max_memory_allocated()) if device.type == "cuda" else None
+
+
+def run(options: argparse.Namespace) -> int:
+    """All variants that are not measured yet, each in a process of its own."""
+    ends = time.monotonic() + float(os.environ.get("GPU_DAY_SECONDS", "570")) - 5
+    found: dict[str, Any] = {} if options.again else read("decode").get("variants", {})
+    found = {name: row for name, row in found.items() if row.get("rehearsal", False) == options.rehearse}
+    shape = {"shape": "tiny" if options.rehearse else "Llama-3.1-8B, bfloat16, random weights"}
+    update("decode", **shape, tokens_per_round=options.tokens, variants=found)
+    for name in options.variants:
+        rows: dict[str, Any] = dict(found.get(name, {}).get("contexts", {}))
+        contexts = [context for context in options.contexts if str(context) not in rows]
+        if not contexts:
+            continue
+        left = ends - time.monotonic()
+        if left < LEAST:
+            print(f"{name}: no time left in this call")
+            return 124
+        began = time.monotonic()
+        status, error = worker(name, contexts, options, left, rows)
+        found[name] = {"status": status, "seconds": round(time.monotonic() - began, 1), "contexts": rows}
+        found[name] |= {"rehearsal": options.rehearse} | ({"error": error} if status != "ok" else {})
+        update("decode", variants=found)
+        print(f"{name}: {status} {error[-600:] if status != 'ok' else ''}")
+        for context, row in rows.items():
+            said = f"{row['tokens_s']} tokens/s, {row['of_limit']:.0%} of {row['limit_tokens_s']}"
+            print(f"  {context} tokens: {said}, first token {row['first_token_s']} s")
+    return int(any(row["status"] != "ok" for row in found.values()))
+
+
+def worker(
+    name: str, contexts: list[int], options: argparse.Namespace, seconds: float, rows: dict[str, Any]
+) -> tuple[str, str]:
+    """How the variant's process ended, and the end of what it said. rows: gets what it measured."""
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        __file__,
+        "--worker",
+        name,
+        *(["--rehearse"] if options.rehearse else []),
+    ]
+    command += ["--contexts", ",".join(map(str, contexts))]
+    command += ["--tokens", str(options.tokens), "--rounds", str(options.rounds)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        out, error, status = done.stdout, done.stderr, "ok" if done.returncode == 0 else "failed"
+    except subprocess.TimeoutExpired as stopped:
+        out, error = (
+            part.decode("utf-8", "replace") if isinstance(part, bytes) else part or ""
+            for part in (stopped.stdout, stopped.stderr)
+        )
+        status = "stopped"
+    for line in out.splitlines():
+        if line.startswith("{"):
+            row = json.loads(line)
+            rows[str(row["context"])] = row
+    return status, error[-3000:]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--contexts", default="1024,32768,8192", help="tokens, separated by commas")
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--tokens", type=int, default=32, help="in a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    options.contexts = [int(part) for part in options.contexts.split(",")]
+    options.variants = options.variants.split(",")
+    if options.worker:
+        measure(options)
+        return 0
+    if options.rehearse:
+        options.contexts, options.tokens, options.rounds = [16, 40], 2, 2
+        options.variants = [name for name in options.variants if name in ("static", "int8+cudagraphs")]
+    return run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

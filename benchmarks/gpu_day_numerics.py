@@ -1,0 +1,126 @@
+"""The tests that need a GPU, with each result written down as it comes, so that a stopped run goes on.
+
+Part of `gpu_day.sh`. pytest's plugins are used where they are there (xdist: 8 processes), and said where they are not.
+This module is also the pytest plugin that writes results and leaves out the tests that passed before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from gpu_day_record import read, update
+
+ROOT = Path(__file__).resolve().parent.parent
+PLUGINS = {"xdist": "pytest-xdist", "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis"}
+REHEARSED = "tests/test_triton_tune.py"  # a few seconds in Triton's interpreter
+LONGEST = 1200  # characters of a message; the log has the rest
+
+
+def files() -> list[str]:
+    """Test files that mark something gpu; the direct tests of the kernels first."""
+    found = [
+        path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")
+    ]
+    names = [str(path.relative_to(ROOT)) for path in found]
+    first = ("tests/gpu/test_numerics.py", "tests/gpu/test_addresses.py", "tests/gpu/test_steps.py")
+    return [*(name for name in first if name in names), *(name for name in names if name not in first)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--again", action="store_true", help="run what passed before, too")
+    parser.add_argument(
+        "--sanitize", action="store_true", help="only compute-sanitizer (10 minutes and more)"
+    )
+    options = parser.parse_args(arguments)
+    piece = "sanitize" if options.sanitize else "numerics"
+    missing = [package for module, package in PLUGINS.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        print(f"going on without {', '.join(missing)}")
+    sanitizer = "tests/gpu/test_sanitizer.py"
+    chosen = [sanitizer] if options.sanitize else [name for name in files() if name != sanitizer]
+    if options.rehearse:
+        chosen = ["tests/gpu/test_numerics.py", REHEARSED]
+    before = (
+        {}
+        if options.again
+        else {key: row for key, row in read(piece).get("tests", {}).items() if row["outcome"] == "passed"}
+    )
+    update(piece, missing=missing, files=chosen, tests=before)
+
+    lines = Path(os.environ["OUT"]) / f"{piece}.lines"
+    lines.write_text("")
+    environment = {**os.environ, "GPU_DAY_LINES": str(lines), "GPU_DAY_PASSED": "\n".join(before)}
+    command = [sys.executable, "-m", "pytest", "-p", "gpu_day_numerics", "-p", "no:cacheprovider", "-q"]
+    # Of pyproject.toml all but what an older pytest, or one without its plugins, would refuse.
+    command += ["-o", "addopts=", "-o", "minversion=0", "--import-mode=importlib", "--tb=short"]
+    command += ["-m", "gpu or not gpu" if options.rehearse else "gpu"]
+    if "pytest-xdist" not in missing and not options.rehearse and not options.sanitize:
+        command += ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "worksteal"]
+    process = subprocess.Popen([*command, *chosen], cwd=ROOT, env=environment)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(8)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        code = 130
+    rows = [json.loads(line) for line in lines.read_text("utf-8").splitlines()]
+    lines.unlink()
+    tests: dict[str, Any] = dict(before)
+    for row in rows:
+        name = row.pop("test")
+        if tests.get(name, {}).get("outcome") not in (
+            "failed",
+            "error",
+        ):  # a failure stands, whatever teardown says
+            tests[name] = row
+    counts = Counter(row["outcome"] for row in tests.values())
+    update(piece, tests=tests, counts=dict(counts))
+    print(f"{piece}: {', '.join(f'{count} {outcome}' for outcome, count in sorted(counts.items()))}")
+    return code if code not in (0, 5) else int(bool(counts["failed"] or counts["error"]))
+
+
+# ---- the plugin
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    """Leave out what passed before."""
+    passed = set(os.environ.get("GPU_DAY_PASSED", "").splitlines())
+    left_out = [item for item in items if item.nodeid in passed]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.nodeid not in passed]
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """A line for each test: its call, or the setup or teardown that did not pass."""
+    lines = os.environ.get("GPU_DAY_LINES")
+    if lines is None or "PYTEST_XDIST_WORKER" in os.environ:  # the controller hears of all
+        return
+    if report.when != "call" and report.outcome == "passed":
+        return
+    outcome = "error" if report.when != "call" and report.outcome == "failed" else report.outcome
+    row = {"test": report.nodeid, "outcome": outcome, "seconds": round(report.duration, 2)}
+    if outcome == "skipped" and isinstance(report.longrepr, tuple):
+        row["message"] = report.longrepr[2]
+    elif outcome != "passed":
+        row["message"] = "\n".join(str(report.longrepr).splitlines()[-12:])[-LONGEST:]
+    with open(lines, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Which layouts can step back: forget the newest tokens again, as if they had never come.
+
+| kept | steps back |
+|---|---|
+| every token, each by itself | always |
+| rings (a window, with or without sinks) | until a slot has been taken back |
+| groups of tokens that share scales, the newest in full beside | never: what was rounded is not in full any more |
+| tokens chosen by scores | never: scores are sums over all queries so far |
+| recurrent state | never |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvcompile.layouts.layout import CacheLayout
+from kvcompile.layouts.scored import Scored
+from kvcompile.layouts.storage import PerChannel, as_kept
+
+
+@dataclass(frozen=True)
+class StepsBack:
+    """From how many tokens a cache can step back.
+
+    until:  None: from any number; else no more than these
+    reason: why not from more
+    """
+
+    until: int | None = None
+    reason: str = ""
+
+    @property
+    def always(self) -> bool:
+        return self.until is None
+
+    def problem(self, tokens: int) -> str | None:
+        """Why a cache of `tokens` cannot step back, or None."""
+        return None if self.until is None or tokens <= self.until else self.reason
+
+
+def steps_back(layouts: Iterable[CacheLayout], states: bool) -> StepsBack:
+    """What the layers of a cache allow together; states: whether there is recurrent state."""
+    if states:
+        return StepsBack(0, "the model carries a state from token to token, which cannot be taken back")
+    found = StepsBack()
+    for layout in layouts:
+        own = _of(layout)
+        if own.until is not None and (found.until is None or own.until < found.until):
+            found = own
+    return found
+
+
+def _of(layout: CacheLayout) -> StepsBack:
+    if isinstance(layout.retention, Scored):
+        return StepsBack(
+            0, f"'{layout.retention}' has given up tokens by scores that no token can be taken out of"
+        )
+    for storage in (layout.keys, layout.values):
+        if storage.residual or isinstance(as_kept(storage), PerChannel):
+            return StepsBack(
+                0, f"'{storage}' has rounded tokens that would be among the newest in full again"
+            )
+    if not layout.bounded:
+        return StepsBack()
+    slots = layout.slots(None)
+    return StepsBack(slots, f"'{layout.retention}' has given up tokens that would be seen again")

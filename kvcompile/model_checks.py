@@ -1,0 +1,67 @@
+"""What is no decoder, told before anything is traced."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+
+from kvcompile.errors import ModelError
+
+_HEADS = ("Classification", "QuestionAnswering", "MultipleChoice", "RewardModel")
+
+
+def check_model(model: Any) -> None:
+    """Refuse what can be told from the module alone.
+
+    Raises:
+        ModelError: no module, an optimized one, one without memory, or with a head for something else.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    name = type(model).__name__
+    if hasattr(model, "program") and hasattr(model, "executor"):
+        raise ModelError(
+            f"{name} is optimized already; optimize its original again: kvcompile.optimize(fast.model, recipe)"
+        )
+    missing: Any = getattr(model, "missing", None)
+    if hasattr(model, "saved_as") and missing is not None:
+        raise ModelError(missing("optimize or export it"))
+    empty = [n for n, tensor in chain(model.named_parameters(), model.named_buffers()) if tensor.is_meta]
+    if empty:
+        raise ModelError(
+            f"{name} has no weights yet: {empty[0]} and {len(empty) - 1} others are on the meta device; load or "
+            "initialise them first (from_pretrained does, and model.to_empty() gives them memory)"
+        )
+    if type(model).__module__.startswith("transformers.") and name.endswith(_HEADS):
+        raise ModelError(
+            f"{name} gives no logits of a next token; expected a causal language model, such as "
+            "AutoModelForCausalLM makes"
+        )
+
+
+def hooks_of(model: nn.Module) -> list[str]:
+    """Forward hooks that a user has put on modules: "path (function)"; not those that transformers puts itself."""
+    found = []
+    for path, module in model.named_modules():
+        for hook in chain(module._forward_pre_hooks.values(), module._forward_hooks.values()):
+            if not str(getattr(hook, "__module__", "")).startswith(("transformers.", "torch.")):
+                name = getattr(hook, "__qualname__", type(hook).__name__)
+                found.append(f"{path or type(module).__name__} ({name.rsplit('.', 1)[-1]})")
+    return found
+
+
+def not_finite(model: nn.Module) -> str | None:
+    """The name of a weight with NaN or infinite values, or None; reads all weights."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if _is_number(tensor) and bool(tensor.isnan().any()):
+            return f"{name} has {int(tensor.isnan().sum())} values that are NaN"
+    for name, tensor in model.named_parameters():
+        if _is_number(tensor) and bool(tensor.isinf().any()):
+            return f"{name} has {int(tensor.isinf().sum())} infinite values"
+    return None
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return type(tensor.data) is Tensor and tensor.is_floating_point() and tensor.element_size() > 1

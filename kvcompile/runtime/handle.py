@@ -1,0 +1,154 @@
+"""CacheHandle: a text in a cache, as `generate` takes it for `past_key_values`; stepped back, forked, saved."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from kvcompile.errors import InputError
+from kvcompile.runtime import saved
+from kvcompile.runtime.cache import KVCache
+
+if TYPE_CHECKING:
+    from kvcompile.runtime.module import CachedModel
+
+log = logging.getLogger(__name__)
+
+
+class CacheHandle:
+    """What a module's cache holds: its tokens, and how they are gone on with.
+
+    A module's own is `fast.handle`; `fork()` makes others, each with memory of its own, which are passed to `forward`
+    and `generate` as `past_key_values`. All of them know their text: `generate` keeps what a new text has in common
+    with it.
+    """
+
+    is_compileable = False
+
+    def __init__(self, module: CachedModel, cache: KVCache):
+        self._module = ref(module)  # which has this
+        self.cache = cache
+
+    @property
+    def module(self) -> CachedModel:
+        """The optimized module whose cache this is."""
+        found = self._module()
+        if found is None:
+            raise InputError("the optimized module of this cache is gone")
+        return found
+
+    def __len__(self) -> int:
+        """Columns in the cache, padding included."""
+        return self.cache.columns
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        cache = self.cache
+        return f"CacheHandle({cache.batch} sequences, {cache.columns} tokens, {cache.nbytes} bytes)"
+
+    @property
+    def input_ids(self) -> Tensor:
+        """The text that the cache holds, int64 [B, columns], padding included."""
+        return self.cache.text.ids.clone()
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens can be forgotten again, however many there are."""
+        return self.cache.shape.back.always
+
+    def crop(self, tokens: int) -> None:
+        """Keep the first `tokens` columns, or without the last `-tokens` where that is negative; 0 keeps all, as
+        transformers calls it (`fast.reset()` forgets all).
+
+        Raises:
+            InputError: the layout cannot step back (see `kvcompile.layouts.stepping`), or has fewer columns; the cache
+                is as it was.
+        """
+        if isinstance(tokens, bool) or not isinstance(tokens, int):
+            raise InputError(f"crop: expected a whole number of tokens, got {tokens!r}")
+        with self.module.turns.alone():
+            columns = self.cache.columns
+            keep = tokens if tokens > 0 else columns + tokens
+            if not 0 <= keep <= columns:
+                raise InputError(f"crop({tokens}): the cache holds {columns} tokens")
+            self.cache.crop(keep)
+
+    def fork(self) -> CacheHandle:
+        """Another handle with a copy of everything, which goes its own way."""
+        with self.module.turns.alone():
+            return CacheHandle(self.module, self.cache.copy())
+
+    def save(self, path: str | Path) -> None:
+        """Write the text and its cache as one safetensors file, for `load` of the same plan and weights.
+
+        Raises:
+            InputError: there is no text, or the file cannot be written; what was there is as it was.
+        """
+        with self.module.turns.alone():
+            saved.write(self.cache, Path(path), self.module.plan.digest(), self.module.weights_digest())
+
+    def load(self, path: str | Path) -> None:
+        """Hold what `save` has written, in the place of what is held now.
+
+        Raises:
+            InputError: no such file, another plan, other weights, or damage; the cache is as it was.
+        """
+        with self.module.turns.alone():
+            saved.read(self.cache, Path(path), self.module.plan.digest(), self.module.weights_digest())
+
+    # ---- what transformers asks of a cache
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns in the cache, padding included."""
+        return self.cache.columns
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        limit = self.cache.shape.limits.max_tokens
+        return -1 if limit is None else limit
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Follow the beams that were kept."""
+        with self.module.turns.alone():
+            self.cache.reorder(beam_idx)
+
+    def activate_past_recording(self) -> None:
+        """Nothing is to be recorded: a cache that can step back can do so at any time."""
+
+    # ---- a text that comes
+
+    def common(self, ids: Tensor, mask: Any) -> int:
+        """How many leading columns of a whole text [B, S] are in the cache already, so that one is left to compute.
+
+        mask: [B, S], 0 for padding on the left; None: none
+        """
+        cache = self.cache
+        if not cache.columns or len(ids) != cache.batch:
+            return 0
+        hidden = cache.hidden
+        size = min(ids.shape[1], cache.columns)
+        if isinstance(mask, Tensor):
+            padding = ~mask[:, :size].to(cache.device).bool()
+        else:
+            padding = torch.zeros_like(hidden[:, :size])
+        if not torch.equal(padding, hidden[:, :size]):
+            return 0
+        return min(cache.text.common(ids, hidden), ids.shape[1] - 1)
+
+    def keep(self, columns: int) -> None:
+        """Step back to the first `columns`, or, where the layout cannot, to nothing: the text is then computed anew."""
+        cache = self.cache
+        cache.writers.take_over()
+        if columns == cache.columns:
+            return
+        problem = cache.shape.back.problem(cache.columns) if columns else None
+        if problem is not None:
+            log.info("%d tokens in common are computed again: %s", columns, problem)
+            columns = 0
+        cache.crop(columns)

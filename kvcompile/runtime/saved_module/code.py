@@ -1,0 +1,161 @@
+"""What Inductor compiled, as files: each distinct program once, and the libraries that its C++ was compiled to.
+
+Inductor looks for a library at a place that follows from the code and from the compiler's command line. Where those
+are the same as when the module was saved (the same versions at the same places), nothing is compiled; elsewhere the C++
+is compiled again, which takes some seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import types
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch._inductor import cpu_vec_isa
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.standalone_compile import CompiledArtifact
+
+from kvcompile.emit.inductor import Compiled, ShapeClass
+
+log = logging.getLogger(__name__)
+
+_LIBRARIES = "libraries"
+_DEEPEST = 12  # of how far the compiled graph is looked for within what Inductor returns
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The compiled code of a class of shapes: the file of each call of a region, in order."""
+
+    shapes: ShapeClass
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A program from a file, whose bytes are kept so that it can be saved again; vectors: as `read` has them."""
+
+    run: Compiled
+    data: bytes
+    vectors: tuple[str, ...]
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        return self.run(*args)
+
+    def save(self, *, path: str) -> None:
+        Path(path).write_bytes(self.data)
+
+
+def write(programs: Mapping[ShapeClass, Sequence[Compiled]], folder: Path) -> tuple[Programs, ...]:
+    """The programs as files in `folder`; of those that Inductor cannot save, nothing."""
+    names: dict[int, str] = {}
+    written: list[Programs] = []
+    libraries: set[Path] = set()
+    for shapes, calls in programs.items():
+        try:
+            for program in calls:
+                if id(program) not in names:
+                    names[id(program)] = f"{len(names)}.bin"
+                    program.save(path=str(folder / names[id(program)]))  # type: ignore[attr-defined]
+                    libraries |= set(_libraries(getattr(program, "run", program)))
+        except (RuntimeError, AttributeError, AssertionError) as error:
+            log.warning("compiled code (%s) cannot be saved: %s", shapes, error)
+            continue
+        written.append(Programs(shapes, tuple(names[id(program)] for program in calls)))
+    for path in libraries:
+        place = folder / _LIBRARIES / path.relative_to(cache_dir())
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, place)
+    return tuple(written)
+
+
+def read(
+    written: Sequence[Programs], folder: Path, vectors: Collection[str]
+) -> dict[ShapeClass, list[Compiled]]:
+    """The inverse of `write`; vectors: the instruction sets that it was compiled for.
+
+    Raises RuntimeError, AssertionError or OSError where torch cannot read a file.
+    """
+    _install(folder / _LIBRARIES)
+    loaded: dict[str, Compiled] = {}
+    with _instruction_sets(vectors):
+        for programs in written:
+            for name in programs.files:
+                if name not in loaded:
+                    run = CompiledArtifact.load(path=str(folder / name))
+                    loaded[name] = Loaded(run, (folder / name).read_bytes(), tuple(vectors))
+    return {programs.shapes: [loaded[name] for name in programs.files] for programs in written}
+
+
+def instruction_sets(programs: Mapping[ShapeClass, Sequence[Compiled]]) -> list[str]:
+    """Those that Inductor compiled their C++ for."""
+    known = {getattr(program, "vectors", None) for calls in programs.values() for program in calls}
+    if len(known) <= 1 and None not in known:
+        return [name for names in known for name in names or ()]
+    # It looks, by compiling, for what the compiler knows; once in a process, so that it has done so already.
+    return [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()]
+
+
+@contextmanager
+def _instruction_sets(names: Collection[str]) -> Iterator[None]:
+    """Inductor takes these without looking: nothing shall be compiled, and the machine was seen to have them."""
+    wanted = [isa for isa in cpu_vec_isa.supported_vec_isa_list if str(isa) in names]
+    if {str(isa) for isa in wanted} != set(names):  # no x86: there it does not look
+        yield
+        return
+    with mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", lambda: wanted):
+        yield
+
+
+def _install(folder: Path) -> None:
+    """Put libraries where Inductor looks for them."""
+    for path in sorted(folder.rglob("*.so")):
+        place = Path(cache_dir()) / path.relative_to(folder)
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            beside = place.with_name(f".{place.name}.{os.getpid()}")
+            shutil.copyfile(path, beside)
+            beside.replace(place)  # another process may look for it just now
+
+
+def _libraries(program: Any) -> Iterator[Path]:
+    """The libraries that a compiled program has loaded."""
+    runner = _runner(program, _DEEPEST, set())
+    for function in getattr(runner, "__globals__", {}).values():
+        path = getattr(getattr(function, "__self__", None), "__file__", None)
+        if (
+            isinstance(function, types.BuiltinFunctionType)
+            and path
+            and Path(path).is_relative_to(cache_dir())
+        ):
+            yield Path(path)
+
+
+def _runner(value: Any, deep: int, seen: set[int]) -> Any:
+    """The function of the generated module, wherever it is wrapped; None: not found, as in another torch."""
+    if deep == 0 or id(value) in seen:
+        return None
+    seen.add(id(value))
+    found = getattr(value, "current_callable", None)
+    if found is not None:
+        call = getattr(getattr(found, "__self__", None), "call", found)
+        return getattr(call, "__func__", call)
+    inside: list[Any] = []
+    if isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            try:
+                inside.append(cell.cell_contents)
+            except ValueError:
+                continue
+    elif isinstance(value, types.MethodType):
+        inside = [value.__self__, value.__func__]
+    elif type(value).__module__.startswith(("torch._inductor", "torch._functorch", "torch._dynamo")):
+        inside = list(getattr(value, "__dict__", {}).values())
+    return next((f for item in inside if (f := _runner(item, deep - 1, seen)) is not None), None)

@@ -1,0 +1,90 @@
+"""manifest.json of a saved module: which module it is, and what its files hold.
+
+| file | what |
+|---|---|
+| graph.json | the regions of the rewritten graph, and the order in which they are called |
+| weights.safetensors | the original's parameters and saved buffers; not there where they are given when it is loaded |
+| constants.safetensors | what else the graph reads: tables of positions, weights in another form |
+| code/ | what Inductor compiled, of the classes of shapes that had come |
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from kvcompile.artifact.manifest import FILE, FORMAT_VERSION, FileInfo
+from kvcompile.console import shown
+from kvcompile.errors import ArtifactError
+
+GRAPH, WEIGHTS, CONSTANTS, CODE = "graph.json", "weights.safetensors", "constants.safetensors", "code"
+
+
+class Record(BaseModel):
+    """
+    versions: of kvcompile, torch and Python: compiled code is of one of each
+    kind:     whose `generate` it has
+    weights:  a digest of every byte of the weights; model: of the config, too, as saved caches have it
+    inside:   whether weights.safetensors is there
+    recipe:   as `Recipe.load` reads it
+    outputs:  the original's output as a pytree, with its constants
+    plan, program, programs, analysis: as `values.py` writes them; the analysis without its plan
+    machine:  that the code is compiled for (`artifact/machine.py`); vectors: as Inductor calls its instruction sets
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["kvcompile"] = "kvcompile"
+    format_version: Literal[1] = 1
+    target: Literal["module"] = "module"
+    versions: dict[str, str]
+    kind: Literal["plain", "huggingface"]
+    architecture: str
+    weights: str
+    model: str
+    inside: bool
+    recipe: dict[str, Any]
+    plan: dict[str, Any]
+    program: dict[str, Any]
+    outputs: dict[str, Any]
+    programs: list[Any]
+    machine: dict[str, Any]
+    vectors: list[str] = []
+    report: dict[str, Any]
+    analysis: dict[str, Any] | None
+    config: dict[str, Any] | None = None
+    generation: dict[str, Any] | None = None
+    files: dict[str, FileInfo] = {}
+
+    @staticmethod
+    def read(folder: Path) -> Record:
+        """
+        Raises:
+            ArtifactError: no saved module, or one of another format.
+        """
+        path = folder / FILE
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ArtifactError(
+                f"{path} cannot be read: {' '.join(str(error).split())}; save the module again"
+            ) from error
+        if not isinstance(data, dict) or data.get("format_version") != FORMAT_VERSION:
+            raise ArtifactError(f"{path}: expected format version {FORMAT_VERSION}; save the module again")
+        try:
+            record = Record.model_validate(data)
+        except ValidationError as error:
+            places = ", ".join(
+                f"{'.'.join(map(str, e['loc']))} is {shown(e.get('input'))}" for e in error.errors()[:5]
+            )
+            raise ArtifactError(
+                f"{path}: damaged or edited by hand: {places}; save the module again"
+            ) from error
+        if wrong := next(
+            (name for name in record.files if ".." in Path(name).parts or name.startswith("/")), None
+        ):
+            raise ArtifactError(f"{path}: damaged or edited by hand: files: {wrong!r} is not in this folder")
+        return record
