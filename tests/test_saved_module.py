@@ -121,6 +121,7 @@ def test_saved_texts_go_from_one_to_the_other(tmp_path: Path) -> None:
 
 SCRIPT = """
 import sys, torch, kvcompile
+torch.set_num_threads(int(sys.argv[3]))  # with others, products of matrices are summed in another order
 fast = kvcompile.load(sys.argv[1])
 given = torch.load(sys.argv[2])
 def flat(out): return out if isinstance(out, torch.Tensor) else out.logits
@@ -146,6 +147,7 @@ def test_another_process_has_the_compiled_code(model: str, tmp_path: Path) -> No
     torch.save({"parts": parts, "logits": wanted}, tmp_path / "given.pt")
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": ""}
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "m"), str(tmp_path / "given.pt")]
+    command.append(str(torch.get_num_threads()))
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert "compiled code is not used" not in done.stderr
@@ -153,6 +155,19 @@ def test_another_process_has_the_compiled_code(model: str, tmp_path: Path) -> No
     assert (
         libraries and {path.name for path in (tmp_path / "cache").rglob("*.so")} == libraries
     )  # and none were made
+
+
+def test_threads_of_compiled_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fast = kvcompile.optimize(make(NanoGPT), **{**EAGER, "compile": {}})
+    fast(ids(1))
+    fast.save(tmp_path / "m")
+    kvcompile.load(tmp_path / "m")
+    assert "threads" not in caplog.text
+    edited(tmp_path / "m", lambda record: record.update(threads=64))
+    back = kvcompile.load(tmp_path / "m")
+    assert "compiled for 64 threads" in caplog.text and back.executor.programs
+    back.save(tmp_path / "again")
+    assert json.loads((tmp_path / "again/manifest.json").read_text())["threads"] == 64
 
 
 def test_code_of_another_machine_is_made_anew(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from torch._inductor import cpu_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.standalone_compile import CompiledArtifact
@@ -40,11 +41,12 @@ class Programs:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A program from a file, whose bytes are kept so that it can be saved again; vectors: as `read` has them."""
+    """A program from a file, whose bytes are kept so that it can be saved again; vectors, threads: `read` has them."""
 
     run: Compiled
     data: bytes
     vectors: tuple[str, ...]
+    threads: int | None
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         return self.run(*args)
@@ -77,9 +79,9 @@ def write(programs: Mapping[ShapeClass, Sequence[Compiled]], folder: Path) -> tu
 
 
 def read(
-    written: Sequence[Programs], folder: Path, vectors: Collection[str]
+    written: Sequence[Programs], folder: Path, vectors: Collection[str], threads: int | None
 ) -> dict[ShapeClass, list[Compiled]]:
-    """The inverse of `write`; vectors: the instruction sets that it was compiled for.
+    """The inverse of `write`; vectors, threads: that it was compiled for.
 
     Raises RuntimeError, AssertionError or OSError where torch cannot read a file.
     """
@@ -90,7 +92,7 @@ def read(
             for name in programs.files:
                 if name not in loaded:
                     run = CompiledArtifact.load(path=str(folder / name))
-                    loaded[name] = Loaded(run, (folder / name).read_bytes(), tuple(vectors))
+                    loaded[name] = Loaded(run, (folder / name).read_bytes(), tuple(vectors), threads)
     return {programs.shapes: [loaded[name] for name in programs.files] for programs in written}
 
 
@@ -101,6 +103,12 @@ def instruction_sets(programs: Mapping[ShapeClass, Sequence[Compiled]]) -> list[
         return [name for names in known for name in names or ()]
     # It looks, by compiling, for what the compiler knows; once in a process, so that it has done so already.
     return [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()]
+
+
+def threads(programs: Mapping[ShapeClass, Sequence[Compiled]]) -> int:
+    """How many of the CPU they use: as many as torch had when they were compiled, be it in another process."""
+    loaded = (program for calls in programs.values() for program in calls if isinstance(program, Loaded))
+    return next((p.threads for p in loaded if p.threads), torch.get_num_threads())
 
 
 @contextmanager

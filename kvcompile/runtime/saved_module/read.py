@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from importlib import import_module
 from pathlib import Path
@@ -36,6 +37,8 @@ from kvcompile.runtime.saved_module.tensors import View
 from kvcompile.runtime.saved_module.values import of_json
 from kvcompile.runtime.saved_module.weights import SavedWeights, given, tensors_of
 from kvcompile.runtime.saved_module.write import PLAIN, versions
+
+log = logging.getLogger(__name__)
 
 _DAMAGED = (
     ValueError,
@@ -190,13 +193,21 @@ def _take_code(module: CachedModel, path: Path, record: Record, here: dict[str, 
     programs: dict[ShapeClass, list[Compiled]] = {}
     if reason is None and module.executor.compiled:
         try:
-            programs = code.read(of_json(record.programs), path / CODE, record.vectors)
+            programs = code.read(of_json(record.programs), path / CODE, record.vectors, record.threads)
         except (*_DAMAGED, OSError) as error:
             reason = f"{type(error).__name__}: {error}"
     if reason is not None and record.programs:
         warnings.warn(
             f"{path}: its compiled code is not used, and is made anew when it is first needed: {reason}",
             stacklevel=3,
+        )
+    if programs and record.threads not in (None, torch.get_num_threads()):
+        log.warning(
+            "%s: its code was compiled for %s threads, which it uses here, too, where torch has %s; for speed, "
+            "optimize the model in a process with as many threads as this one, and save it from there",
+            path,
+            record.threads,
+            torch.get_num_threads(),
         )
     for shapes, calls in programs.items():
         module.take(shapes, calls)

@@ -32,7 +32,8 @@ class Record(BaseModel):
     recipe:   as `Recipe.load` reads it
     outputs:  the original's output as a pytree, with its constants
     plan, program, programs, analysis: as `values.py` writes them; the analysis without its plan
-    machine:  that the code is compiled for (`artifact/machine.py`); vectors: as Inductor calls its instruction sets
+    machine:  that the code is compiled for (`artifact/machine.py`); vectors: as Inductor calls its instruction sets;
+              threads: of the process that compiled it, which it goes on using wherever it is loaded
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,6 +54,7 @@ class Record(BaseModel):
     programs: list[Any]
     machine: dict[str, Any]
     vectors: list[str] = []
+    threads: int | None = None
     report: dict[str, Any]
     analysis: dict[str, Any] | None
     config: dict[str, Any] | None = None

@@ -80,6 +80,7 @@ def save(module: CachedModel, folder: str | Path, *, weights: bool = True) -> No
         outputs=_outputs(program),
         programs=[],
         machine=machine.needs(module.device, machine.has()),
+        threads=code.threads(module.executor.programs) if module.device.type == "cpu" else None,
         report=json.loads(json.dumps(module.report.to_dict(), default=str)),
         analysis=_analysis(module),
         config=_config(module, "config"),
