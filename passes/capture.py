@@ -49,6 +49,7 @@ from kvcompile.passes.own_positions import counts_from_zero, keeps_all
 from kvcompile.passes.plain import Plain, plain
 from kvcompile.passes.state import StateRefused, attributes_restored, find_states
 from kvcompile.passes.trace import BATCH, SEQ, WAYS, Traced, Way, trace
+from kvcompile.passes.traced_once import Once
 
 log = logging.getLogger(__name__)
 
@@ -186,6 +187,7 @@ class _Route:
         # Until a pass with a cache has shown that there is none. Some models only look at their config.
         self.has_state = takes_use_cache or any(hasattr(config, "use_cache") for config in _configs(model))
         self.has_mixers = self.checked = False
+        self.once = True  # until it is known that equal layers must be traced one by one
         self.written: tuple[Place, ...] = ()
         self.state_problem = ""
         self.asked: list[str] = []  # lines that ask whether they are traced
@@ -203,9 +205,8 @@ class _Route:
             known, self.written = check_changes(self.model, calls, _CHECKED)
             calls.known = dict(zip(_CHECKED, known, strict=True))
             self.checked = True
-        traced, opaques = self.export(inputs, name, way)
         others = _OTHERS if way != "export" else ()
-        found = plain(traced.program, inputs, opaques)
+        traced, opaques, found = self._plain(inputs, name, way)
         limit = _max_seq_len(traced.program, found.graph_module)
         both = None if opaques or found.last else self._both_sides(traced, found, inputs, way)
         if both is not None:
@@ -231,6 +232,21 @@ class _Route:
         self._confirm(captured, calls, sizes)
         return replace(captured, seconds=time.perf_counter() - start)
 
+    def _plain(
+        self, inputs: CapturedInputs, name: str, way: Way
+    ) -> tuple[Traced, tuple[OpaqueModule, ...], Plain]:
+        """The traced program and its graph; layer by layer where equal layers cannot be traced once."""
+        traced, opaques = self.export(inputs, name, way)
+        try:
+            return traced, opaques, plain(traced, inputs, opaques)
+        except Exception as error:
+            if traced.once is None:
+                raise
+            log.debug("equal layers are not traced once: %s", error)
+            self.once = False
+        traced, opaques = self.export(inputs, name, way)
+        return traced, opaques, plain(traced, inputs, opaques)
+
     def _both_sides(
         self, traced: Traced, found: Plain, inputs: CapturedInputs, way: Way
     ) -> tuple[Plain, tuple[tuple[int, int], ...], int | None] | None:
@@ -249,7 +265,7 @@ class _Route:
                     way,
                     (BATCH, length),
                 )
-            other = plain(second.program, inputs, ())
+            other = plain(second, inputs, ())
         except (
             Exception
         ) as error:  # there is no other side: the model refuses such lengths, or needs a third graph
@@ -314,11 +330,16 @@ class _Route:
             try:
                 with attributes_restored(self.model), tracing.patched(), as_eager(self.model) as asked:
                     try:
-                        traced = trace(wrapper, inputs, self.device)
+                        once = Once.of(self.model) if self.once and not modules else None
+                        traced = trace(wrapper, inputs, self.device, once=once)
                     finally:
                         self.asked = self.asked or asked
                 break
             except Exception as error:
+                if once is not None:
+                    log.debug("equal layers are not traced once: %s", error)
+                    self.once = False
+                    continue
                 found = self._culprits(error, modules)
                 if not found:
                     raise
@@ -472,23 +493,12 @@ def _same_without(model: nn.Module, first: str, name: str, proof: Callable[..., 
     """Whether a forward without an argument gives what it gives with 0, 1, 2, .., and in the same way."""
     inputs = CapturedInputs(name == "position_ids", name == "logits_to_keep")
     ids, given = example(inputs, 1, tokens, tokens, _device(model))
-    found = []
     try:
         with eval_mode(model), torch.no_grad():
-            for extra in ({}, {name: given}):
-                with attributes_restored(model):
-                    leaves = pytree.tree_leaves(model(**{first: ids}, **extra))
-                found.append([leaf for leaf in leaves if _real(leaf)])
-            with attributes_restored(model):
-                same = proof(model, first, ids, given)
+            return proof(model, first, ids, given)
     except Exception as error:  # whatever is wrong shows better while it is traced
         log.debug("%s was not compared: %s", name, error, exc_info=True)
         return True
-    return same and all(torch.allclose(a, b, rtol=1e-2, atol=1e-3) for a, b in zip(*found, strict=False))
-
-
-def _real(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
 def _device(model: nn.Module) -> torch.device:

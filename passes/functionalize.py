@@ -219,6 +219,29 @@ def _shared(node: Node, first: Node | None, inputs: tuple[Node, ...]) -> list[No
     return list(inputs) if isinstance(value(node), torch.Tensor) else []
 
 
+def may_write_into(node: Node) -> set[Node]:
+    """The nodes in whose memory an operator may write: its written arguments, and what these may be views of."""
+    if not _writes(node):
+        return set()
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    given = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)) | node.kwargs
+    waiting: list[Node] = []
+    for argument in target._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            map_arg(given.get(argument.name), waiting.append)
+    found: set[Node] = set()
+    while waiting:
+        source = waiting.pop()
+        if source in found:
+            continue
+        found.add(source)
+        if source.op == "call_function":
+            first = source.args[0] if source.args and isinstance(source.args[0], Node) else None
+            waiting += [*_shared(source, first, tuple(source.all_input_nodes)), *may_write_into(source)]
+    return found
+
+
 def _annotated(node: Node) -> bool:
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and any(r.alias_info for r in target._schema.returns)

@@ -12,7 +12,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
@@ -29,7 +28,8 @@ from kvcompile.passes.harmless import check_random, check_writes
 from kvcompile.passes.inline import inline
 from kvcompile.passes.last_token import LastToken, choose_tokens
 from kvcompile.passes.subclasses import open_subclasses
-from kvcompile.passes.trace import shape_env
+from kvcompile.passes.trace import Traced, shape_env
+from kvcompile.passes.traced_once import NotOnce, expand
 
 aten = torch.ops.aten
 
@@ -50,15 +50,17 @@ class Plain:
     reasons: tuple[str, ...]
 
 
-def plain(program: ExportedProgram, inputs: CapturedInputs, opaques: Sequence[OpaqueModule]) -> Plain:
+def plain(traced: Traced, inputs: CapturedInputs, opaques: Sequence[OpaqueModule]) -> Plain:
     """The program as one cleaned graph over the model's own weights.
 
     Raises:
+        NotOnce: layers that were not traced are not those that were; only where some were not.
         ModelError: what the graph would drop silently (control flow, a buffer that changes, random numbers), or no
             logits.
     """
     reasons: list[str] = []
-    module = _functional(program, reasons)
+    program = traced.program
+    module = _functional(traced, reasons)
     graph = module.graph
     graph.set_codegen(CodeGen())
     attributes: dict[str, Any] = {}
@@ -103,14 +105,19 @@ def plain(program: ExportedProgram, inputs: CapturedInputs, opaques: Sequence[Op
     return Plain(graph_module, inputs, last, out_spec, index, constants, tuple(reasons))
 
 
-def _functional(program: ExportedProgram, reasons: list[str]) -> GraphModule:
+def _functional(traced: Traced, reasons: list[str]) -> GraphModule:
     """The program as one module, without in-place operators: a node's value would depend on when it is read."""
+    program = traced.program
     module = program.module(check_guards=False)
     assert isinstance(module, GraphModule)
     inline(module)
+    if traced.once is not None:
+        expand(module, traced.once)
     spell_out(module)
     if mutates(module):
         problem = functionalize(module)
+        if problem and traced.once is not None:
+            raise NotOnce(problem)  # what torch decomposes below are all layers
         if problem:  # slow, but it knows every operator
             reasons.append(f"decomposed by torch, because of an in-place operator: {problem}")
             module = program.run_decompositions({}).module(check_guards=False)

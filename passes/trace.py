@@ -16,18 +16,18 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvcompile.collector import paused
 from kvcompile.errors import CaptureError
-from kvcompile.passes.calls import CapturedInputs, example
+from kvcompile.passes.calls import CapturedInputs, Wrapper, example
+from kvcompile.passes.traced_once import Once
 from kvcompile.quiet import quiet
 
 Way = Literal["export", "strict export"]
@@ -42,21 +42,27 @@ _LOGGERS = ("torch._dynamo", "torch._guards", "torch.export", "torch.fx.experime
 
 @dataclass(frozen=True)
 class Traced:
-    """An exported program, and for the guards that the model's own Python asked for, where (by id of the guard)."""
+    """An exported program, and for the guards that the model's own Python asked for, where (by id of the guard).
+
+    once: set where equal layers were traced once: the program has marks in their places
+    """
 
     program: ExportedProgram
     own: dict[int, str]
+    once: Once | None = None
 
 
 def trace(
-    wrapper: nn.Module,
+    wrapper: Wrapper,
     inputs: CapturedInputs,
     device: torch.device,
     way: Way = "export",
     sizes: tuple[int, int] = (BATCH, SEQ),
+    once: Once | None = None,
 ) -> Traced:
     """Trace with free sizes; an error where a size was specialised.
 
+    once:  with which equal layers are traced once; only for `export`
     sizes: sequences and tokens of the example; Python that depends on them goes the way that it goes for these.
     """
     rank2 = {
@@ -70,7 +76,7 @@ def trace(
     # export prints its half-made graph where it fails
     with paused(), redirect_stderr(io.StringIO()), _asked() as own, _unanswered() as refused:
         if way == "export":
-            with _symbolic_math():
+            with _symbolic_math(), once.patched(wrapper) if once is not None else nullcontext():
                 program = torch.export.export(wrapper, given, dynamic_shapes=shapes, strict=False)
         else:
             with quiet(*_LOGGERS):
@@ -81,7 +87,7 @@ def trace(
             f"the model's Python asks for the value of a tensor ({refused[0]}), which tracing cannot know, and goes on"
             " where it gets none: what it does with the value is not in the graph. Do not catch that error"
         )
-    return Traced(program, own)
+    return Traced(program, own, once)
 
 
 @contextmanager
