@@ -35,7 +35,7 @@ _LIB = torch.library.Library("kvcompile", "FRAGMENT")
 _LIB.define("layer_begin(Tensor[] given, int layer) -> Tensor[]")
 _LIB.define("layer_end(Tensor[] made, int layer) -> Tensor[]")
 _LIB.define("layer_again(Tensor[] given, int layer, int call) -> Tensor[]")
-_BEGIN, _END, _AGAIN = (
+BEGIN, END, AGAIN = (
     getattr(torch.ops.kvcompile, name).default for name in ("layer_begin", "layer_end", "layer_again")
 )
 
@@ -48,15 +48,13 @@ class NotOnce(Exception):
 class _First:
     """A layer that was traced: how it was called, what it read of its modules, and what it gave.
 
-    given:  its distinct tensors; made: the forms of those that it made, with which fake tensors are made again
-    result: how they nest; numbers below `len(given)` are what it was given, the others what it made
+    result: how its tensors nest; numbers below that of the distinct ones it was given are these, the others it made
     """
 
     number: int
     layer: Layer
     called: Called
     read: frozenset[Attribute]
-    made: tuple[tuple[Any, ...], ...]
     result: Template
 
     def serves(self, layer: Layer, called: Called) -> bool:
@@ -82,7 +80,7 @@ class Once:
     copies: list[tuple[Layer, _First]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._firsts: list[_First] = []
+        self.firsts: list[_First] = []  # by their numbers
         self._inside = False
 
     @staticmethod
@@ -101,7 +99,7 @@ class Once:
         call = wrapper.call
 
         def begun(*args: Any, **kwargs: Any) -> Any:
-            self._firsts.clear()
+            self.firsts.clear()
             self.copies.clear()
             self._inside = False
             return call(*args, **kwargs)
@@ -122,10 +120,10 @@ class Once:
             if self._inside or called is None or not every or layer.hooked():
                 return forward(*args, **kwargs)
             given = list({id(tensor): tensor for tensor in every}.values())
-            for first in self._firsts:
+            for first in self.firsts:
                 if first.serves(layer, called):
                     self.copies.append((layer, first))
-                    made = _AGAIN(given, first.number, len(self.copies) - 1)
+                    made = again(given, first.number, len(self.copies) - 1)
                     return first.result.fill([*given, *made])
             self._inside = True
             try:
@@ -144,8 +142,8 @@ class Once:
         given: Sequence[Tensor],
         forward: Callable[..., Any],
     ) -> Any:
-        number = len(self._firsts)
-        inside = _BEGIN(given, number)
+        number = len(self.firsts)
+        inside = begin(given, number)
         places = {id(tensor): index for index, tensor in enumerate(given)}
         args, kwargs = arguments.fill([inside[places[id(tensor)]] for tensor in every])
         with reads(layer.module) as read:
@@ -162,15 +160,34 @@ class Once:
             for leaf in result.leaves
         )
         result = Template(result.spec, leaves)
-        forms = tuple((t.shape, t.stride(), t.dtype, t.device) for t in own)
         if not own or Called.of(result, []) is None or any(t.storage_offset() != 0 for t in own):
             raise NotOnce(f"{layer.path} gives what cannot be given again")
-        self._firsts.append(_First(number, layer, called, frozenset(read), forms, result))
-        _FORMS[number] = forms
-        return result.fill([*given, *_END(own, number)])
+        self.firsts.append(_First(number, layer, called, frozenset(read), result))
+        return result.fill([*given, *end(own, number)])
 
 
 _FORMS: dict[int, tuple[tuple[Any, ...], ...]] = {}  # of what the layers of the present trace make
+
+
+def begin(given: Sequence[Tensor], number: int) -> list[Tensor]:
+    """What a layer is given, as it is known inside of it."""
+    return BEGIN(list(given), number)  # type: ignore[no-any-return]
+
+
+def end(made: Sequence[Tensor], number: int) -> list[Tensor]:
+    """What a layer makes, as it is known outside of it."""
+    _FORMS[number] = tuple((t.shape, t.stride(), t.dtype, t.device) for t in made)
+    return END(list(made), number)  # type: ignore[no-any-return]
+
+
+def again(given: Sequence[Tensor], number: int, call: int = 0) -> list[Tensor]:
+    """What the layer that was traced under a number makes of something else."""
+    return AGAIN(list(given), number, call)  # type: ignore[no-any-return]
+
+
+def makes(number: int) -> int:
+    """How many tensors the layer makes that was traced under a number."""
+    return len(_FORMS[number])
 
 
 def _as_they_are(given: list[Tensor], layer: int) -> list[Tensor]:
@@ -256,11 +273,14 @@ def expand(graph_module: GraphModule, once: Once) -> int:
     """
     graph = graph_module.graph
     bodies = _bodies(graph)
-    calls = [node for node in graph.nodes if node.target is _AGAIN]
+    calls = [node for node in graph.nodes if node.target is AGAIN]
     if [node.args[2] for node in calls] != list(range(len(once.copies))):
         raise NotOnce("calls of layers were lost or moved while the model was traced")
-    for body in bodies.values():
+    for number, body in bodies.items():
         body.check()
+        path = f"{WRAPPED}.{once.firsts[number].layer.path}"
+        for node in body.nodes:
+            node.meta["nn_module_stack"] = _settled(node.meta.get("nn_module_stack"), path)
     weights = Weights(once.model, graph_module)
     for node, (layer, first) in zip(calls, once.copies, strict=True):
         paths = (f"{WRAPPED}.{first.layer.path}", f"{WRAPPED}.{layer.path}")
@@ -280,11 +300,11 @@ def _bodies(graph: Graph) -> dict[int, _Body]:
     begin: Node | None = None
     inside: list[Node] = []
     for node in graph.nodes:
-        if node.target is _BEGIN:
+        if node.target is BEGIN:
             if begin is not None:
                 raise NotOnce("layers are not traced one after the other")
             begin, inside = node, []
-        elif node.target is _END:
+        elif node.target is END:
             if begin is None or begin.args[1] != node.args[1] or node.args[1] in found:
                 raise NotOnce("layers are not traced one after the other")
             found[node.args[1]] = _Body(begin, node, tuple(inside))
@@ -345,15 +365,27 @@ def _is_given(node: Node, begin: Node) -> bool:
     return node.target is operator.getitem and node.args[0] is begin
 
 
+def _settled(stack: Any, layer: str) -> Any:
+    """Where in the model a node of a layer stands: export may name parts from the layer on, which it did not call."""
+    found: dict[str, Any] = {}
+    inside = False
+    for key, (path, kind) in (stack or {}).items():
+        if inside and not f"{path}.".startswith(f"{layer}."):
+            key, path = f"{key}@{layer}", f"{layer}.{path}"
+        inside = inside or path == layer
+        found[key] = (path, kind)
+    return found or stack
+
+
 def _moved(stack: Any, old: str, new: str) -> Any:
-    """Where in the model a copy stands, from where the original does."""
+    """Where in the model a copy stands, from where the original does: one layer's path for another's."""
     if not stack:
         return stack
     found = {}
     for key, (path, kind) in stack.items():
-        head, inside = path.partition(old)[0], f"{path}.".partition(f"{old}.")[1]
+        inside = f"{path}.".startswith(f"{old}.")
         found[f"{key}@{new}" if inside else key] = (
-            path.replace(f"{head}{old}", f"{head}{new}", 1) if inside else path,
+            f"{new}{path.removeprefix(old)}" if inside else path,
             kind,
         )
     return found

@@ -23,6 +23,7 @@ from kvcompile.artifact.manifest import Role
 from kvcompile.cache_shape import CacheShape
 from kvcompile.collector import paused
 from kvcompile.emit import experts
+from kvcompile.emit.region_calls import RegionCalls
 from kvcompile.errors import ExportError
 from kvcompile.kernels import ops, running_sum
 from kvcompile.kernels.dialect import Dialect, speaking
@@ -57,11 +58,14 @@ class Functional(nn.Module):
     def __init__(self, front: Front, plan: Plan, dialect: Dialect, *, in_place: bool = False):
         """
         in_place: whether caches are updated where they stand, and logits are all that is returned
+
+        `once`, the arguments, is set by who translates equal regions once.
         """
         super().__init__()
         front = absorbed(front, plan)
         rewritten, constants = rewrite(front, plan)
-        self.decoder = _spelled_out(rewritten.graph_module)
+        self.once: tuple[Argument, ...] = ()
+        self.decoder = rewritten.graph_module
         self.dialect, self.in_place, self.device = dialect, in_place, front.device
         self.shape = CacheShape.of(plan, rewritten.caches, front.device, rewritten.states)
         self.plan = plan
@@ -72,6 +76,9 @@ class Functional(nn.Module):
         for name, value in constants.items():
             self.register_buffer(name, value)
         self.caches = tuple(name for name in self._takes if name in self.shape.buffers)
+        self.regions = RegionCalls(self.decoder, self.caches)
+        for graph_module in (self.decoder, *self.regions.modules):
+            _spell_out(graph_module)
         self.tables = tuple(pool.group.name for pool in self.shape.pools)
         self.has_slots = self.shape.span > 0
 
@@ -107,6 +114,7 @@ class Functional(nn.Module):
         return tuple(found)
 
     def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        _say_equal(self.once, given)
         input_ids, positions, seq_lens, keep, *rest = given
         slots = rest.pop(0) if self.has_slots else None
         tables, caches = rest[: len(self.tables)], rest[len(self.tables) :]
@@ -125,21 +133,34 @@ class Functional(nn.Module):
             **dict(zip(self.caches, caches, strict=True)),
             **{name: getattr(self, name) for name in self._constants},
         }
-        logits = self.decoder(*[values[name] for name in self._takes])[self.logits_index]
+        if self.once:
+            outputs, left = self.regions.run(values)
+            caches = [left[name] for name in self.caches]
+        else:
+            outputs = self.decoder(*[values[name] for name in self._takes])
+        logits = outputs[self.logits_index]
         if not self._keeps:
             logits = logits.index_select(1, keep)
         return (logits,) if self.in_place else (logits, *caches)
 
 
-def _spelled_out(graph_module: GraphModule) -> GraphModule:
-    """The graph with functions in place of ops that targets do not know, so that tracing sees into them.
+def _say_equal(arguments: tuple[Argument, ...], given: tuple[Tensor, ...]) -> None:
+    """Sizes of one name are equal: known before the first region, or each would have symbols of its own."""
+    known: dict[str, Any] = {}
+    for argument, tensor in zip(arguments, given, strict=False):
+        for name, size in zip(argument.shape, tensor.shape, strict=True):
+            if isinstance(name, str):
+                torch._check(known.setdefault(name, size) == size)
+
+
+def _spell_out(graph_module: GraphModule) -> None:
+    """Put functions in place of ops that targets do not know, so that tracing sees into them.
 
     The project's own ops would else be taken apart when the traced program is translated, outside of the dialect.
     """
     for node in graph_module.graph.nodes:
         node.target = _FUNCTIONS.get(str(node.target), node.target)
     graph_module.recompile()
-    return graph_module
 
 
 _FUNCTIONS = {

@@ -6,6 +6,7 @@ are names, dynamic sizes, metadata, and the weights' file.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,12 +17,16 @@ from torch.export import ExportedProgram
 from kvcompile.artifact.manifest import Graph, TensorInfo, dtype_name
 from kvcompile.collector import paused
 from kvcompile.emit.functional import Functional, Phase, traced
+from kvcompile.emit.onnx import copies
 from kvcompile.emit.onnx.aliases import aliases
+from kvcompile.emit.onnx.copies import expand
 from kvcompile.emit.onnx.translate import translations
 from kvcompile.emit.onnx.weights import WeightFile
 from kvcompile.errors import ExportError
+from kvcompile.passes.traced_once import NotOnce
 from kvcompile.quiet import quiet
 
+log = logging.getLogger(__name__)
 OPSET = 24
 OPSETS = (23, 24)
 
@@ -44,8 +49,7 @@ def emit(
         ExportError: the graph cannot be traced, or has an operator without a translation.
     """
     one = phase == "decode"
-    program = traced(function, one)
-    model = _translated(program, opset, function.plan.digest())
+    model = _model(function, one, opset)
     arguments = function.arguments(one)
     outputs = ("logits", *(f"{name}_out" for name in function.caches))
     sizes = _named_sizes(model, [argument.shape for argument in arguments])
@@ -90,6 +94,21 @@ def emit(
     )
 
 
+def _model(function: Functional, one: bool, opset: int) -> ir.Model:
+    """The function in ONNX, of which equal regions are translated once where that can be."""
+    digest = function.plan.digest()
+    function.once = function.arguments(one)
+    try:
+        model = _translated(traced(function, one), opset, digest)
+        expand(model)
+        return model
+    except (ExportError, NotOnce) as error:
+        log.info("equal regions are not translated once: %s", error)
+    finally:
+        function.once = ()
+    return _translated(traced(function, one), opset, digest)
+
+
 def _translated(program: ExportedProgram, opset: int, digest: str) -> ir.Model:
     try:
         with paused(), quiet("torch.onnx", "onnxscript", "onnx_ir"):
@@ -99,7 +118,7 @@ def _translated(program: ExportedProgram, opset: int, digest: str) -> ir.Model:
                 opset_version=opset,
                 dynamo=True,
                 verbose=False,
-                custom_translation_table=translations(opset),
+                custom_translation_table={**translations(opset), **copies.translations()},
             )
     except Exception as error:  # the exporter raises many kinds, with a report of several pages
         cause = error.__cause__ or error
