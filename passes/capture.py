@@ -202,7 +202,8 @@ class _Route:
         """One attempt: the graph, if it is right for all sizes."""
         calls = Calls(self, inputs)
         if not self.checked:  # before tracing: what writes behind torch's back can crash it
-            known, self.written = check_changes(self.model, calls, _CHECKED)
+            known, self.written, changes = check_changes(self.model, calls, _CHECKED)
+            self.once = not changes  # the model's Python may read what a layer leaves behind
             calls.known = dict(zip(_CHECKED, known, strict=True))
             self.checked = True
         others = _OTHERS if way != "export" else ()

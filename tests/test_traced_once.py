@@ -254,6 +254,21 @@ class WritesLater(Deep):
         return self.head(x)
 
 
+class Leaves(Block):
+    def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
+        y = self.attend(x)
+        self.last = y.abs().amax()
+        return y
+
+
+class ReadsWhatIsLeft(Deep):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x, [])
+        return self.head(x + self.layers[2].last * 2)
+
+
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in (Block, *Block.__subclasses__()):
@@ -284,6 +299,14 @@ def test_what_layers_do(
 @pytest.mark.usefixtures("known")
 def test_what_is_written_to_later(copies: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     once, every = both(make(WritesLater, Block), monkeypatch)
+    assert copies == [] and structure(once.graph_module) == structure(every.graph_module)
+
+
+@pytest.mark.usefixtures("known")
+def test_what_layers_leave_behind(copies: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(ReadsWhatIsLeft, Leaves)
+    model(torch.zeros(3, 11, dtype=torch.int64))  # as large as what is traced, and there before
+    once, every = both(model, monkeypatch)
     assert copies == [] and structure(once.graph_module) == structure(every.graph_module)
 
 
