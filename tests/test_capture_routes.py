@@ -164,9 +164,9 @@ def test_plain_models_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ways: list[str] = []
     original = passes.trace
 
-    def noting(*args: Any) -> Any:
+    def noting(*args: Any, **kwargs: Any) -> Any:
         ways.append(args[3] if len(args) > 3 else "export")
-        return original(*args)
+        return original(*args, **kwargs)
 
     monkeypatch.setattr(passes, "trace", noting)
     capture(make(NanoGPT))
