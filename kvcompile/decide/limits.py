@@ -10,7 +10,7 @@ from kvcompile.plan import Decision, Limits
 from kvcompile.recipe import Recipe
 
 # Tokens that a sequence may have where neither recipe nor model says how many. A cache that keeps every token has
-# addresses for that many from the start; a CPU's takes memory as they come (`runtime/growing.py`).
+# addresses for that many from the start, and takes memory as they come (`runtime/growing.py`).
 ASSUMED = 32_768
 
 

@@ -13,7 +13,7 @@ from kvcompile.cache_shape import CacheShape
 from kvcompile.errors import InputError, LimitError
 from kvcompile.kernels.page_copy import page_copy
 from kvcompile.layouts.pages import SPARE_PAGES
-from kvcompile.runtime.growing import can_grow, growing_zeros, held
+from kvcompile.runtime.growing import Growing, make_growing
 from kvcompile.runtime.pages import PagePool
 from kvcompile.runtime.text import Text
 from kvcompile.runtime.turns import Writers
@@ -31,15 +31,21 @@ class KVCache:
     A batch is a rectangle of columns, padded on the left; each row (sequence) has its own length.
     """
 
-    def __init__(self, shape: CacheShape, device: torch.device):
+    def __init__(self, shape: CacheShape, device: torch.device, grows: bool = True):
+        """
+        Args:
+            grows: whether who runs on the cache calls `hold` first; else a GPU's buffers are allocated for the limit.
+        """
         self.shape = shape
         self.device = device
+        self.grows = grows or device.type == "cpu"
         self.batch = 0
         self.columns = 0
         self.seq_lens = torch.zeros(0, dtype=torch.int64, device=device)
         self.buffers: dict[str, Tensor] = {}
-        self._growing: set[str] = set()  # buffers of which only what was written takes memory
+        self._growing: dict[str, Growing] = {}  # buffers of which only what was held takes memory
         self._written = 0  # columns that they have had, at most
+        self._in_memory = 0  # slots that they may be read and written up to
         self.version = next(_VERSIONS)  # of the buffers: another whenever some stand elsewhere in memory
         self._seen: list[int] = []  # tokens of each row, known without asking the device
         self.text = Text(device)
@@ -61,11 +67,17 @@ class KVCache:
     def _held(self, name: str, buffer: Tensor) -> int:
         if name not in self._growing:
             return buffer.nbytes
-        return held(buffer, -(-self._written * buffer.shape[2] // self.shape.span))
+        return self._growing[name].held(self._rows_for(self._written, buffer))
+
+    def _rows_for(self, slots: int, buffer: Tensor) -> int:
+        """Rows of a head that so many slots take: fewer where one is shared by a group of tokens."""
+        return -(-slots * buffer.shape[2] // self.shape.span)
 
     def _used(self, name: str, buffer: Tensor) -> Tensor:
         """What holds something of the text: of a layer whose slots stand in the order of tokens, the first ones."""
-        return buffer[:, :, : self.columns] if self.shape.buffers[name].in_order else buffer
+        if not self.shape.buffers[name].in_order:
+            return buffer
+        return buffer[:, :, : self._rows_for(self.columns, buffer)]
 
     @property
     def span(self) -> int:
@@ -268,7 +280,7 @@ class KVCache:
         self.batch = 0  # until there is memory for so many
         # The old buffers go first: two caches never stand in memory together. Pools serve any sequences.
         self.buffers = {name: pool for name, pool in self.buffers.items() if name in self._paged}
-        self._growing, self._written = set(), 0
+        self._growing, self._written, self._in_memory = {}, 0, 0
         try:
             self.buffers |= {
                 name: self._zeros(name, (batch, *shape), dtype)
@@ -292,20 +304,32 @@ class KVCache:
 
     def _zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         of = self.shape.buffers.get(name)  # none: a table of pages
-        if (
-            of is None
-            or not of.in_order
-            or of.spec.fill is not None
-            or not can_grow(shape, dtype, self.device)
-        ):
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-        self._growing.add(name)
-        return growing_zeros(shape, dtype)
+        if self.grows and of is not None and of.in_order and of.spec.fill is None:
+            made = make_growing(shape, dtype, self.device)
+            if made is not None:
+                buffer, self._growing[name] = made
+                return buffer
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def hold(self, slots: int, pads: Tensor | None = None) -> None:
+        """Let the first `slots` of the contiguous layers have memory: nothing may read or write beyond them, but
+        padding, of which each sequence has `pads`, and which is written to the last slots.
+
+        Raises:
+            LimitError: the device has no more; the cache holds what it held.
+        """
+        if slots <= self._in_memory and pads is None:
+            return
+        last = int(pads.max()) if pads is not None and self._growing else 0
+        for name, memory in self._growing.items():
+            buffer = self.buffers[name]
+            memory.hold(self._rows_for(slots, buffer), self._rows_for(last, buffer))
+        self._in_memory = max(slots, self._in_memory)
 
     def swap(self, name: str, buffer: Tensor) -> Tensor:
         """Hold `buffer`, all of which was written, in the place of another one, which is given back."""
         old, self.buffers[name] = self.buffers[name], buffer
-        self._growing.discard(name)
+        self._growing.pop(name, None)
         return old
 
     def advance(self, ids: Tensor, new_lens: Tensor, rows: list[list[int]] | None = None) -> None:
@@ -336,7 +360,7 @@ class KVCache:
         self.version = next(_VERSIONS)
         self.text = Text(self.device)
         self.buffers = {}
-        self._growing, self._written = set(), 0
+        self._growing, self._written, self._in_memory = {}, 0, 0
         for pool in self.pools:
             pool.release()
         self.batch = self.columns = 0
@@ -398,12 +422,13 @@ class KVCache:
             LimitError: pools of a fixed size lack pages. In both cases the cache is as it was.
         """
         batch, columns = ids.shape
-        made = KVCache(self.shape, self.device)
+        made = KVCache(self.shape, self.device, self.grows)
         made._seen = [0] * batch
         made.allocate(
             batch, columns, torch.tensor([columns - count for count in seen]) if made.pools else None
         )
         made.columns = made._written = columns  # so that `state` says what there must be
+        made.hold(columns)
         wanted = made.state()
         if wanted.keys() != state.keys():
             raise ValueError(f"it has {', '.join(sorted(wanted.keys() ^ state.keys()))} on one side only")
@@ -430,16 +455,18 @@ class KVCache:
         self.version = next(_VERSIONS)
         self.buffers, self.pools, self.text = other.buffers, other.pools, other.text
         self._growing, self._written = other._growing, other._written
+        self._in_memory = other._in_memory
         self.batch, self.columns = other.batch, other.columns
         self.seq_lens, self._seen = other.seq_lens, other._seen
 
     def copy(self) -> KVCache:
         """Another cache that holds the same."""
-        made = KVCache(self.shape, self.device)
+        made = KVCache(self.shape, self.device, self.grows)
         made.batch, made.columns = self.batch, self.columns
         for name, buffer in self.buffers.items():
             if name in self._growing:  # a copy of all of it would take memory for all of it
                 made.buffers[name] = made._zeros(name, tuple(buffer.shape), buffer.dtype)
+                made._growing[name].hold(made._rows_for(self.columns, buffer), 0)
                 made._used(name, made.buffers[name]).copy_(self._used(name, buffer))
             else:
                 made.buffers[name] = buffer.clone()

@@ -185,6 +185,8 @@ class CachedModel(nn.Module):
             pads = pads_of(self.cache, input_ids, attention_mask, self.program.ragged)
             self.cache.allocate(batch, tokens, pads)
             try:
+                captured = self.executor.graphs is not None
+                self.cache.hold(self._span(self.cache.columns + tokens, captured), pads)
                 most = None if self.plan.whole_prompts else self.plan.limits.prefill_chunk
                 return in_passes(input_ids, pads, keep, most, self._step)
             except BaseException:

@@ -58,7 +58,9 @@ class Session(ABC):
             )
         files.check(self.path, self.manifest, contents=check)
         self.device = torch.device(device)
-        self.cache = KVCache(cache_shape(self.manifest), self.device)
+        self.cache = KVCache(
+            cache_shape(self.manifest), self.device, grows=False
+        )  # engines take whole buffers
         self.turns = Turns()
         self._tokenizer: Any = None
         self._spare: dict[str, Tensor] = {}  # where new values go of caches that are not updated in place
