@@ -36,7 +36,7 @@ from tests.exports import SHIPPED, small, tiny, written
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = 96  # not in whole blocks of 64 slots: the last span is the whole cache
-FAST = ("int8", "long_context")
+FAST = ("int8",)
 MORE = (("baseline", "bfloat16"), ("int8", "bfloat16"), ("paged", "float16"), ("h2o_int8", "float16"))
 
 
@@ -290,7 +290,9 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
-@pytest.mark.parametrize("recipe", [*FAST, pytest.param("kivi2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "recipe", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in ("kivi2", "long_context"))]
+)
 def test_the_cpp_sample_generates_the_same(made: Callable[..., Made], sample: Path, recipe: str) -> None:
     of = made(recipe)
     prompt = ids_of(1, 40)

@@ -58,7 +58,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str, int]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == "int8" else pytest.mark.slow) for case in CASES]
+)
 def test_the_graphs_are_the_same(
     case: str, copies: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +83,7 @@ def test_the_graphs_are_the_same(
         assert sum(each.values()) - sum(once.values()) <= 16
 
 
+@pytest.mark.slow
 def test_half_precision(copies: list[int], tmp_path: Path) -> None:
     source = written(tiny(torch.float16, layers=4), tmp_path / "out", "onnx", small("int8"))
     assert copies == [2, 2]

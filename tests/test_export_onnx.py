@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,16 @@ from tests.exports import SHIPPED, small, tiny, written
 EVERY_STEP = {"baseline", "int8", "fp8", "int4", "paged", "paged_int8", "chat"}
 
 
-@pytest.mark.parametrize("recipe", SHIPPED)
+def some(names: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """All of them; those that are not among the quick ones have nothing that a quick one has not, and are slow."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+
+
+# Slots in order, groups of tokens, bits, pages, a ring with sinks, scores with fp8 and rows in full.
+QUICK = ("baseline", "kivi2", "int4", "paged_int8", "streaming_int8", "sinks_h2o_fp8")
+
+
+@pytest.mark.parametrize("recipe", some(SHIPPED, QUICK))
 def test_shipped_recipes(recipe: str, tmp_path: Path) -> None:
     source = written(tiny(layers=1), tmp_path / "out", "onnx", small(recipe))
     for name in ("prefill", "decode"):
@@ -36,13 +46,7 @@ def test_shipped_recipes(recipe: str, tmp_path: Path) -> None:
     assert all(kept)
 
 
-# Other combinations of what the rest has already.
-COMBINED = ("chat", "h2o_int8", "kivi4")
-
-
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=pytest.mark.slow if name in COMBINED else ()) for name in SHIPPED]
-)
+@pytest.mark.parametrize("recipe", some(SHIPPED, ("int4", "streaming_int8", "h2o")))
 def test_shipped_recipes_in_half_precision(recipe: str, tmp_path: Path) -> None:
     source = written(tiny(torch.float16, layers=1), tmp_path / "out", "onnx", small(recipe))
     session = Session(tmp_path / "out", threads=1)
@@ -53,7 +57,7 @@ def test_shipped_recipes_in_half_precision(recipe: str, tmp_path: Path) -> None:
 KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "gemma2": ({}, "baseline"),  # softcap, sliding windows in rings
     "gemma3": ({}, "int8"),
-    "gpt_oss": ({}, "streaming"),  # sink logits, experts
+    "gpt_oss": ({"layers": 1}, "baseline"),  # sink logits, experts
     "bloom": ({"n_head": 4, "layers": 1}, "int8"),  # ALiBi
     "gpt2": ({"n_embd": 128, "n_head": 4, "layers": 1}, "h2o"),  # learned positions
     "gpt_neox": ({"layers": 1}, "kivi2"),
@@ -62,7 +66,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, ("gemma2", "gpt_oss", "bloom")))
 def test_kinds_of_attention(kind: str, tmp_path: Path) -> None:
     changes, recipe = KINDS[kind]
     source = written(tiny(kind=kind, **changes), tmp_path / "out", "onnx", small(recipe))
@@ -94,7 +98,10 @@ def test_rounded_values_of_many_forms(tmp_path: Path) -> None:
     check_session(Session(tmp_path / "out", threads=1), source)
 
 
-@pytest.mark.parametrize(("group", "tokens"), ((64, 256), (128, 256), (128, 512), (32, 40)))
+@pytest.mark.parametrize(
+    ("group", "tokens"),
+    [(64, 256), (32, 40), *(pytest.param(128, tokens, marks=pytest.mark.slow) for tokens in (256, 512))],
+)
 def test_groups_of_tokens_of_any_size(group: int, tokens: int, tmp_path: Path) -> None:
     """Also where one group holds all that was there when the graph was traced, or the cache has two groups."""
     part = {"dtype": "int4", "axis": "channel", "group": group, "residual": group}
@@ -123,7 +130,7 @@ def test_a_cache_of_two_tokens_is_refused(tmp_path: Path) -> None:
 
 
 def test_opset_for_older_parsers(tmp_path: Path) -> None:
-    source = written(tiny(), tmp_path / "out", "onnx", small("int8"), opset=23)
+    source = written(tiny(layers=1), tmp_path / "out", "onnx", small("int8"), opset=23)
     model = onnx.load(tmp_path / "out" / "decode.onnx", load_external_data=False)
     assert {o.domain: o.version for o in model.opset_import}[""] == 23
     check_session(Session(tmp_path / "out", threads=1), source)

@@ -213,12 +213,14 @@ def ratios(report: QualityReport) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow  # tests/quality has the fast ones
 def test_quality(measure: Callable[..., QualityReport]) -> None:
     """full ~ int8 < sinks 4 + window 124 << window 128: a window alone loses the sinks."""
     ratio = ratios(measure(recipes(128)[:3], metrics=("perplexity",), prompt=160, tokens=352))
     assert ratio["int8"] == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.slow
 def test_needles(measure: Callable[..., QualityReport]) -> None:
     """A full cache finds them all. Behind a window, none is found that has left it, and all that have not."""
     report = measure(recipes(128)[:1], metrics=("needle",), needle_tokens=(256,), depths=(0, 1), needles=1)

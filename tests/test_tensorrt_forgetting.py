@@ -22,7 +22,7 @@ LAYOUTS = (
     "snapkv",
     "long_context",
 )
-FAST = ("window", "streaming", "streaming_int8", "h2o", "sinks_h2o_fp8", "tova", "snapkv", "long_context")
+FAST = ("streaming_int8", "h2o", "sinks_h2o_fp8", "long_context")
 
 
 @pytest.mark.parametrize("layout", cases(LAYOUTS, FAST))

@@ -62,13 +62,14 @@ def check(model: Any, recipe: Any, **more: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "recipe"),
     [
-        ("llama", "int8"),
+        pytest.param("llama", "int8", marks=pytest.mark.slow),
         ("llama", H2O),
         ("llama", STREAM),
         ("gemma2", PAGES),  # sliding layers, softcap
-        ("gpt_oss", "baseline"),  # sink logits
-        ("bloom", RECENT),  # ALiBi
-        ("deepseek_v3", "int8"),  # values in the keys
+        # What these have is tested kernel by kernel, too.
+        pytest.param("gpt_oss", "baseline", marks=pytest.mark.slow),  # sink logits
+        pytest.param("bloom", RECENT, marks=pytest.mark.slow),  # ALiBi
+        pytest.param("deepseek_v3", "int8", marks=pytest.mark.slow),  # values in the keys
     ],
     ids=["llama-int8", "llama-H2O", "llama-stream", "gemma2-pages", "gpt_oss", "bloom-recent", "deepseek"],
 )

@@ -172,7 +172,16 @@ def test_a_token_that_cannot_come_has_no_part_in_kl() -> None:
     assert float(same) == 0
 
 
-@pytest.mark.parametrize("recipe", sorted(set(shipped_recipes()) - {"auto"}))  # which is one of the others
+QUICK = ("chat", "kivi2", "streaming_int8", "sinks_h2o_fp8")
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in sorted(set(shipped_recipes()) - {"auto"})  # which is one of the others
+    ],
+)
 def test_memory_is_what_estimate_says(model: Any, tokenizer: Any, recipe: str) -> None:
     report = kvcompile.quality(
         model, tokenizer, [recipe], TEXT, metrics=("perplexity",), prompt=100, tokens=156
