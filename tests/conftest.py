@@ -5,6 +5,9 @@ make of shapes, which pays where layers repeat, and collecting garbage among the
 time: together a quarter of what tests of tracing take. Triton decides at its first import whether kernels are
 interpreted, and torch._dynamo imports it, so the variable is set before either; what needs the compiler runs in a
 process of its own (`kernels/triton/assemble.py`).
+
+Equal models of transformers are understood once in a session (`tests/understood_once.py`), but in tests of what
+understands them.
 """
 
 from __future__ import annotations
@@ -29,3 +32,57 @@ def _quick() -> None:
     torch.set_num_threads(1)
     torch._dynamo.config.fake_tensor_cache_enabled = False
     gc.set_threshold(100_000, 50, 100)
+
+
+# What looks at how models are understood, or makes that go wrong on purpose.
+ANEW = [
+    "capture",
+    "coverage",
+    "coverage_sizes",
+    "detect",
+    "dump",
+    "dynamic_mask",
+    "first_day",
+    "forms",
+    "functionalize",
+    "latent",
+    "modes",
+    "opaque",
+    "positions",
+    "progress",
+    "rope",
+    "scores",
+    "shared_kv",
+    "state",
+    "threads",
+    "traced_once",
+]
+
+
+@pytest.fixture(autouse=True)
+def _understood_once(request: pytest.FixtureRequest) -> None:
+    from tests.understood_once import known
+
+    name = request.path.stem.removeprefix("test_")
+    known.begin()
+    known.on = name not in ANEW and not name.startswith("capture_")
+
+
+# The longest files come first, so that no worker is left alone with one of them.
+LONGEST = [
+    "coverage",
+    "export_onnx",
+    "compile",
+    "smollm2",
+    "triton_models",
+    "aoti",
+    "traced_once",
+    "export_once",
+    "examples",
+    "quanto",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
