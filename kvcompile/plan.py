@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
 import sympy
@@ -27,6 +27,10 @@ from kvcompile.layouts.pages import TABLE_BYTES
 from kvcompile.types import MaskSpec, RecurrentState, RotaryForm, ScoreSpec, StateSlot
 
 
+# Of fields that people read: a reworded reason, or a model whose source moved by a line, is the same plan.
+_PROSE = {"prose": True}
+
+
 @dataclass(frozen=True)
 class Limits:
     """What one cache may hold. `max_tokens` None: no limit, every layer is bounded by itself."""
@@ -42,8 +46,8 @@ class Decision:
 
     layer: int
     module_path: str
-    source: str
-    idiom: str
+    source: str = field(metadata=_PROSE)
+    idiom: str = field(metadata=_PROSE)
     num_qo_heads: int
     num_kv_heads: int
     head_dim: int
@@ -52,7 +56,7 @@ class Decision:
     mask: MaskSpec
     layout: CacheLayout
     lossless: bool
-    because: tuple[str, ...]
+    because: tuple[str, ...] = field(metadata=_PROSE)
     kv_source: int  # the layer whose cache this one reads (its own unless shared)
     rope: RotaryForm | None = None  # the site's rotary embedding, where one was recognised
     score: ScoreSpec = ScoreSpec()  # what happens to the scores besides scale and mask
@@ -63,7 +67,7 @@ class Decision:
     mask_rows: tuple[StateSlot, ...] = ()  # what that mask reads of every token, kept beside K and V
     scales: tuple[tuple[str, tuple[float, ...]], ...] = ()  # calibrated, per KV head: ("keys.scale", (...))
     kernels: Kernels = "reference"  # what runs it
-    kernels_because: str = ""
+    kernels_because: str = field(default="", metadata=_PROSE)
     rope_on_append: bool = False  # the op turns new queries and keys, not the graph before it
 
     @property
@@ -147,16 +151,17 @@ class Decision:
 class Plan:
     """All decisions, the limits and the dtype they hold for; `states` is what recurrent modules carry, as it is."""
 
-    recipe: str
-    recipe_digest: str
+    recipe: str = field(metadata=_PROSE)
+    recipe_digest: str = field(metadata=_PROSE)
     dtype: str
     limits: Limits
     decisions: tuple[Decision, ...]
     states: tuple[RecurrentState, ...] = ()
     scales: str | None = None  # digest of the calibrated scales that it uses
-    notes: tuple[str, ...] = ()  # what nobody has set, and why it was chosen, where `auto` chose it
+    # What nobody has set, and why it was chosen, where `auto` chose it.
+    notes: tuple[str, ...] = field(default=(), metadata=_PROSE)
     step: Literal["regions", "cudagraph"] = "regions"  # how a decode step runs
-    step_because: str = ""  # where the recipe's mode asks for the latter
+    step_because: str = field(default="", metadata=_PROSE)  # where the recipe's mode asks for the latter
     backend: Literal["inductor", "torch_tensorrt"] = "inductor"  # what compiles the graph
 
     @property
@@ -245,9 +250,9 @@ class Plan:
         return any(isinstance(r, Scored) and r.prefill == "full" for r in retentions)
 
     def digest(self) -> str:
-        """A short stable hash of everything that decides what is generated."""
-        decisive = {key: value for key, value in self.to_dict().items() if key != "notes"}
-        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+        """A short stable hash of everything that decides what is generated, and of no prose: not of reasons, source
+        lines, the recipe's name, or what in it led to the same."""
+        return hashlib.sha256(json.dumps(_decisive(self), sort_keys=True).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         head = f"plan {self.digest()} of recipe {self.recipe} ({self.dtype}, {self.limits})"
@@ -261,3 +266,15 @@ class Plan:
             for s in self.states
         )
         return "\n".join((head, *(f"  {note}" for note in self.notes), *rows, *states))
+
+
+def _decisive(value: Any) -> Any:
+    """A record as plain values, without what is prose."""
+    if is_dataclass(value):
+        kept = (of.name for of in fields(value) if "prose" not in of.metadata)
+        return {"": type(value).__name__} | {name: _decisive(getattr(value, name)) for name in kept}
+    if isinstance(value, (tuple, list)):
+        return [_decisive(each) for each in value]
+    if isinstance(value, dict):
+        return {str(key): _decisive(each) for key, each in value.items()}
+    return value

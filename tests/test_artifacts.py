@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 import kvcompile
 import kvcompile.export.onnx
+from kvcompile import pipeline
 from kvcompile.artifact import Manifest, folder
 from kvcompile.emit.onnx.weights import WeightFile
 from kvcompile.errors import (
@@ -334,6 +336,23 @@ class TestVerify:
         other = manifest.model_copy(update={"plan": manifest.plan.model_copy(update={"digest": "0" * 16})})
         with pytest.raises(ArtifactError, match="was made of plan 0000000000000000"):
             source_for(other, model)
+
+    def test_another_wording(self, made: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Reasons and source lines that are told otherwise leave an artifact what it is."""
+        plan_for = pipeline.plan_for
+
+        def reworded(front: Any, recipe: Any) -> Any:
+            plan = plan_for(front, recipe)
+            decisions = (
+                replace(of, because=("the user says so",), source="other.py:1", kernels_because="it is quick")
+                for of in plan.decisions
+            )
+            return replace(plan, decisions=tuple(decisions), notes=("noted",), step_because="asked for")
+
+        monkeypatch.setattr(sys.modules["kvcompile.export.source"], "plan_for", reworded)
+        assert source_for(Manifest.read(made), model).plan.notes == ("noted",)
+        (outcome,) = verify_artifact(made, model)
+        assert outcome.check is not None
 
     def test_other_weights(self, made: Path) -> None:
         """The same shapes, other numbers; where the manifest does not tell, running does."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -32,7 +31,7 @@ def of_tokens(ids: Tensor) -> str:
 
 def of_plan(plan: Plan) -> str:
     """Of what the plan does, whatever the recipe is called."""
-    return replace(plan, recipe="", recipe_digest="").digest()
+    return plan.digest()
 
 
 def versions() -> dict[str, str]:

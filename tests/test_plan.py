@@ -1,0 +1,108 @@
+"""A plan's digest: it is another one where anything that decides is, and the same where only words are others."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.layouts import CacheLayout, Fp8, Int8, Paged
+from kvcompile.plan import Decision, Limits, Plan
+from kvcompile.types import MaskSpec, RecurrentState, ScoreSpec, StateSlot
+
+PROSE = {
+    Plan: {"recipe": "mine", "recipe_digest": "other", "notes": ("noted",), "step_because": "asked for"},
+    Decision: {"source": "other.py:7", "idiom": "softmax", "because": ("so",), "kernels_because": "quick"},
+}
+OTHERS: dict[type, dict[str, Any]] = {
+    Plan: {
+        "dtype": "float16",
+        "limits": Limits(8, 99, 512),
+        "decisions": (),
+        "states": (RecurrentState("mixer", (StateSlot("s", (3,), "float32"),), "alone"),),
+        "scales": "digest",
+        "step": "cudagraph",
+        "backend": "torch_tensorrt",
+    },
+    Decision: {
+        "layer": 7,
+        "module_path": "layers.7",
+        "num_qo_heads": 16,
+        "num_kv_heads": 1,
+        "head_dim": 32,
+        "v_head_dim": 32,
+        "sm_scale": 0.5,
+        "mask": MaskSpec("sliding", 9),
+        "layout": CacheLayout(Int8()),
+        "lossless": False,
+        "kv_source": 3,
+        "rope": None,
+        "score": ScoreSpec(softcap=30.0),
+        "latent": True,
+        "rerun": True,
+        "mask_rows": (StateSlot("m", (3,), "int64"),),
+        "scales": (("keys.scale", (0.5,)),),
+        "kernels": "triton",
+        "rope_on_append": True,
+    },
+}
+
+
+def plan() -> Plan:
+    decision = Decision(
+        0,
+        "layers.0",
+        "model.py:3",
+        "sdpa",
+        4,
+        2,
+        64,
+        64,
+        0.125,
+        MaskSpec("causal"),
+        CacheLayout(),
+        True,
+        ("all",),
+        0,
+    )
+    return Plan("baseline", "digest", "float32", Limits(8, 64, 512), (decision,))
+
+
+def changed(kind: type, name: str, value: Any) -> Plan:
+    made = plan()
+    if kind is Plan:
+        return replace(made, **{name: value})
+    return replace(made, decisions=(replace(made.decisions[0], **{name: value}),))
+
+
+def test_every_field_is_looked_at() -> None:
+    for kind in PROSE:
+        skipped = {"rope"} if kind is Decision else set()  # None is what it is
+        assert {of.name for of in fields(kind)} - skipped == {*PROSE[kind], *OTHERS[kind]} - skipped
+
+
+@pytest.mark.parametrize("kind,name", [(kind, name) for kind in PROSE for name in PROSE[kind]])
+def test_words_decide_nothing(kind: type, name: str) -> None:
+    assert changed(kind, name, PROSE[kind][name]).digest() == plan().digest()
+
+
+@pytest.mark.parametrize(
+    "kind,name", [(kind, name) for kind in OTHERS for name in OTHERS[kind] if name != "rope"]
+)
+def test_everything_else_does(kind: type, name: str) -> None:
+    made = changed(kind, name, OTHERS[kind][name])
+    assert made != plan() and made.digest() != plan().digest()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [CacheLayout(Fp8("e5m2")), CacheLayout(placement=Paged(page_size=16)), CacheLayout(values=Int8())],
+)
+def test_layouts_are_told_apart(layout: CacheLayout) -> None:
+    digests = {
+        changed(Decision, "layout", own).digest() for own in (layout, CacheLayout(), CacheLayout(Fp8()))
+    }
+    assert len(digests) == 3
+    assert SiteSpec(layout, 1.0, MaskSpec("causal")) != SiteSpec(CacheLayout(), 1.0, MaskSpec("causal"))
