@@ -6,7 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -27,7 +27,7 @@ from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import available
 from kvcompile.kernels.triton import device as devices
 from kvcompile.kernels.triton.supports import refusal
-from kvcompile.layouts import CacheLayout, Int8, Paged, Rotated
+from kvcompile.layouts import CacheLayout, Contiguous, Full, Int8, Paged, Recent, Rotated
 from kvcompile.pipeline import plan_for, understand
 from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe
@@ -60,6 +60,40 @@ def runs_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- what a layout says
+
+
+@dataclass(frozen=True)
+class Rounded(Int8):
+    """A storage that no kernel knows: Int8 is one that they do."""
+
+
+@dataclass(frozen=True)
+class Halves(Full):
+    """A retention that no kernel knows."""
+
+
+@dataclass(frozen=True)
+class Elsewhere(Contiguous):
+    """A placement that no kernel knows."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "told"),
+    [
+        (CacheLayout(Rounded()), "for keys in 'int8'"),
+        (CacheLayout(values=Rounded()), "for values in 'int8'"),
+        (CacheLayout(Recent(Rounded(), 8)), "for keys in 'int8'"),
+        (CacheLayout(Rotated(Rounded())), "for keys in 'int8'"),
+        (CacheLayout(Rotated(Recent(Rounded(), 8))), "for keys in 'int8'"),
+        (CacheLayout(retention=Halves()), f"for retention '{Halves()}'"),
+        (CacheLayout(placement=Elsewhere()), f"for placement '{Elsewhere()}'"),
+    ],
+    ids=str,
+)
+def test_what_no_kernel_was_written_for_is_refused_by_the_plan(layout: CacheLayout, told: str) -> None:
+    """Whatever is added to an axis runs on the reference until kernels are written for it, and raises at no launch."""
+    site = replace(SITE, layout=layout)
+    assert refusal(site, (8, 2), (64, 64), torch.float32) == f"no kernels are written {told}"
 
 
 def test_what_kernels_cannot_do_has_a_reason() -> None:

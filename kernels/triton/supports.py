@@ -8,10 +8,34 @@ from __future__ import annotations
 import torch
 
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.layouts import Affine, CacheLayout, InKeys, Recent, Rotated, Storage
+from kvcompile.layouts import (
+    Affine,
+    CacheLayout,
+    Contiguous,
+    Float,
+    Fp8,
+    Full,
+    InKeys,
+    Int8,
+    ModelDtype,
+    Paged,
+    PerChannel,
+    Recent,
+    Ring,
+    Rotated,
+    Scored,
+    SinkWindow,
+    Slots,
+    Storage,
+    Window,
+)
 from kvcompile.layouts.storage import as_kept
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# What kernels have been written for. Whatever is added elsewhere is refused here until it is written here, too.
+_STORAGES = (ModelDtype, Float, Fp8, Int8, Affine, PerChannel)
+_PLACEMENTS = (Contiguous, Ring, Slots, Paged)
+_RETENTIONS = (Full, Window, SinkWindow, Scored)
 SMALLEST_DIM, LARGEST_DIM = 4, 576  # of keys: what a Hadamard rotation turns; MLA's latent and rotary rows
 
 
@@ -51,10 +75,18 @@ def unsupported(layout: CacheLayout, dtype: torch.dtype) -> str | None:
     """Why no kernel writes or reads vectors of a model in `dtype` in this layout, or None."""
     if dtype not in _DTYPES:
         return f"the generated kernels take models in float32, float16 or bfloat16, not in {dtype}"
+    for axis, chosen, written in (
+        ("placement", layout.placement, _PLACEMENTS),
+        ("retention", layout.retention, _RETENTIONS),
+    ):
+        if type(chosen) not in written:
+            return f"no kernels are written for {axis} '{chosen}'"
     sides = {"keys": layout.keys} if isinstance(layout.values, InKeys) else _sides(layout)
     for name, storage in sides.items():
         kept = as_kept(storage)
         kept = kept.inner if isinstance(kept, Recent) else kept
+        if type(kept) not in _STORAGES:
+            return f"no kernels are written for {name} in '{kept}'"
         group = kept.group if isinstance(kept, Affine) else 0
         if group & (group - 1):
             return (
