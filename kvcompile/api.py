@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,7 @@ from kvcompile.errors import ModelError, VerificationError
 from kvcompile.inference_tensors import as_normal
 from kvcompile.kernels import opaque, ops
 from kvcompile.model_checks import hooks_of, not_finite
+from kvcompile.passes.table import PassRun, totals, watched
 from kvcompile.pipeline import Front, absorbed, analysis_of, plan_for, rewrite, understand
 from kvcompile.plan import Plan
 from kvcompile.progress import Progress, told
@@ -52,7 +54,7 @@ def optimize(
     """
     checked = Recipe.load(recipe, **overrides)
     started = time.perf_counter()
-    with told(progress) as tell:
+    with told(progress) as tell, watched(code=Dump.asked()):
         tell("capture and detect", 0, 1)
         model = base_of(model)
         front = understand(model)
@@ -74,14 +76,19 @@ def build(
     Raises:
         PlanError, VerificationError: as `optimize`.
     """
-    with as_normal(model):
-        fast = _built(model, front, checked, tell or (lambda stage, done, total: None), started)
+    with as_normal(model), watched(code=Dump.asked()) as runs:
+        fast = _built(model, front, checked, tell or (lambda stage, done, total: None), started, runs)
     fast.watch_weights()
     return fast
 
 
 def _built(
-    model: nn.Module, front: Front, checked: Recipe, tell: Progress, started: float | None
+    model: nn.Module,
+    front: Front,
+    checked: Recipe,
+    tell: Progress,
+    started: float | None,
+    runs: Sequence[PassRun],
 ) -> CachedModel:
     started = time.perf_counter() if started is None else started
     plan = plan_for(front, checked)
@@ -102,6 +109,7 @@ def _built(
     verified = time.perf_counter()
     fast = _emit(model, front, plan, checked, dump)
     emitted = time.perf_counter()
+    dump.passes(runs)
     if checked.verify == "thorough":
         checks = (*checks, _check_emitted(fast, front, plan))
     fast.report = Report(
@@ -111,6 +119,7 @@ def _built(
         verify_seconds=verified - understood,
         emit_seconds=emitted - verified,
         checks=checks,
+        passes=totals(runs),
     )
     return fast
 

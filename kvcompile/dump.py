@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 
 from kvcompile.emit.regions import Regions
 from kvcompile.passes.insert_cache import Rewritten
+from kvcompile.passes.table import PassRun, totals
 from kvcompile.pipeline import Front
 from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe
@@ -40,6 +41,23 @@ class Dump:
     def from_environment(cls, plan: Plan) -> Dump:
         root = os.environ.get(VARIABLE)
         return cls(Path(root) / plan.digest() if root else None, plan)
+
+    @staticmethod
+    def asked() -> bool:
+        """Whether the variable is set."""
+        return bool(os.environ.get(VARIABLE))
+
+    def passes(self, runs: Sequence[PassRun]) -> None:
+        """What each pass left, in the order in which they ran, and how long they took."""
+        if self.folder is None:
+            return
+        lines = []
+        for number, run in enumerate(runs):
+            nodes = "" if run.nodes is None else f"{run.nodes:,} nodes"
+            lines.append(f"{number:3} {run.name:16} {run.seconds:8.3f} s  {nodes}".rstrip())
+            if run.code is not None:
+                self._text(f"passes/{number:03}_{run.name}.py", f"{run.code}\n")
+        self._text("passes.txt", "\n".join((*lines, "", *map(str, totals(runs)), "")))
 
     def front(self, front: Front) -> None:
         """The captured and the canonical graph, and the plan."""
@@ -86,8 +104,9 @@ class Dump:
 
     def _text(self, name: str, text: str) -> None:
         assert self.folder is not None
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / name).write_text(text, "utf-8")
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
 
 
 def _code(module: GraphModule) -> str:

@@ -19,7 +19,6 @@ from kvcompile.errors import PlanError
 from kvcompile.inference_tensors import as_normal
 from kvcompile.model_checks import check_model
 from kvcompile.passes.absorb import absorb
-from kvcompile.passes.base import PassReport
 from kvcompile.passes.canonicalize import canonicalize
 from kvcompile.passes.capture import Captured, capture
 from kvcompile.passes.detect import Detection, detect
@@ -48,7 +47,6 @@ class Front:
     sites: tuple[AttentionSite, ...]
     takes_past_length: bool
     sums: tuple[RecurrentState, ...]  # counts along the sequence
-    reports: tuple[PassReport, ...]
     max_tokens: int | None  # what the model was made for, where that is known
     device: torch.device
     model: ModelId
@@ -98,7 +96,6 @@ def _understood(model: nn.Module) -> Front:
         moved.sites,
         moved.past_length,
         moved.states,
-        (canonical.report, moved.report),
         made_for if limit is None else min(made_for or limit.tokens, limit.tokens),
         tensors[0].device if tensors else torch.device("cpu"),
         identity(model),
@@ -165,8 +162,8 @@ def absorbed(front: Front, plan: Plan) -> Front:
     if not any(site.latent for site in front.sites):
         return front
     layers = [decision.layer for decision in plan.decisions if decision.latent]
-    canonical, sites, report = absorb(front.canonical, front.sites, layers)
-    return replace(front, canonical=canonical, sites=sites, reports=(*front.reports, report))
+    canonical, sites = absorb(front.canonical, front.sites, layers)
+    return replace(front, canonical=canonical, sites=sites)
 
 
 def rewrite(front: Front, plan: Plan) -> tuple[Rewritten, dict[str, Tensor]]:

@@ -9,28 +9,27 @@ check of detection, which compares it with the model, proves the absorbed form, 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection
 from dataclasses import replace
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from kvcompile.passes.base import PassReport, call
+from kvcompile.passes.base import call
 from kvcompile.passes.clean import eliminate_dead_code
 from kvcompile.passes.rules.latent import per_head
+from kvcompile.passes.table import graph_pass
 from kvcompile.types import AttentionSite, LatentForm
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
-NAME = "absorb"
 
 
+@graph_pass("absorb")
 def absorb(
     canonical: GraphModule, sites: tuple[AttentionSite, ...], layers: Collection[int]
-) -> tuple[GraphModule, tuple[AttentionSite, ...], PassReport]:
+) -> tuple[GraphModule, tuple[AttentionSite, ...]]:
     """A copy of the canonical graph in which the sites of `layers` have their latent form, and all its sites."""
-    started = time.perf_counter()
     graph = Graph()
     mapping: dict[Node, Node] = {}
     output = graph.graph_copy(canonical.graph, mapping)
@@ -44,9 +43,8 @@ def absorb(
         moved.append(replace(site, latent=None))
     module = GraphModule(canonical, graph, "Canonical")
     eliminate_dead_code(module, {node for site in moved for node in site.kept})
-    report = PassReport(NAME, len(layers), (), time.perf_counter() - started)
-    log.info("%s", report)
-    return module, tuple(moved), report
+    log.info("absorb: %d sites", len(layers))
+    return module, tuple(moved)
 
 
 def _absorbed(old: Node, form: LatentForm) -> AttentionSite:

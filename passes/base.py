@@ -1,36 +1,15 @@
-"""What every pass shares: its protocol, its report, and how a node says where it comes from."""
+"""What every pass shares: how a node says what it is and where it comes from."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 import sympy
 import torch
 from torch.fx import Graph, Node
-
-
-@dataclass(frozen=True)
-class PassReport:
-    """What one pass did: how many places it rewrote, which it declined and why, how long it took."""
-
-    name: str
-    matches: int
-    no_matches: tuple[object, ...]
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.matches} matches, {len(self.no_matches)} misses, {self.seconds:.2f} s"
-
-
-def disabled(name: str) -> bool:
-    """Whether KVCOMPILE_DISABLE (names, with commas between) switches a pass off, to bisect."""
-    return name in os.environ.get("KVCOMPILE_DISABLE", "").split(",")
-
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 # Frames of libraries and of transformers' plumbing; the model's own line is the innermost of the others.

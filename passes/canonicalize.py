@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +11,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.kernels import attention_op
-from kvcompile.passes.base import PassReport, call, expr, shape
+from kvcompile.passes.base import call, expr, shape
 from kvcompile.passes.capture import Captured
 from kvcompile.passes.clean import eliminate_dead_code
 from kvcompile.passes.detect import Detection
+from kvcompile.passes.table import graph_pass
 from kvcompile.types import AttentionSite, Leaf
 
 log = logging.getLogger(__name__)
@@ -29,12 +29,11 @@ class Canonical:
 
     graph_module: GraphModule
     sites: tuple[AttentionSite, ...]
-    report: PassReport
 
 
+@graph_pass("canonicalize")
 def canonicalize(captured: Captured, detection: Detection) -> Canonical:
     """A copy of the captured graph with one kvcompile::attention node per site; equal to it on all inputs."""
-    start = time.perf_counter()
     graph, mapping = _copy(captured.graph_module)
     placeholders = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
     batch, seq = (expr(dim) for dim in shape(placeholders["input_ids"]))
@@ -54,9 +53,8 @@ def canonicalize(captured: Captured, detection: Detection) -> Canonical:
     keep = {node for site in sites for node in site.kept}
     graph_module = GraphModule(captured.graph_module, graph, "Canonical")
     eliminate_dead_code(graph_module, keep)
-    report = PassReport("canonicalize", len(sites), (), time.perf_counter() - start)
-    log.info("%s", report)
-    return Canonical(graph_module, tuple(sites), report)
+    log.info("canonicalize: %d sites", len(sites))
+    return Canonical(graph_module, tuple(sites))
 
 
 def score_arguments(site: AttentionSite) -> dict[str, Any]:

@@ -48,6 +48,7 @@ from kvcompile.passes.opaque import CannotBeOpaque, Run, Tracing, innermost, obs
 from kvcompile.passes.own_positions import counts_from_zero, keeps_all
 from kvcompile.passes.plain import Plain, plain
 from kvcompile.passes.state import StateRefused, attributes_restored, find_states
+from kvcompile.passes.table import disabled, graph_pass
 from kvcompile.passes.trace import BATCH, SEQ, WAYS, Traced, Way, trace
 from kvcompile.passes.traced_once import Once
 
@@ -104,6 +105,7 @@ class Captured:
         return Outputs(self.out_spec, self.constants, self.logits_index if flat else None)
 
 
+@graph_pass("capture")
 @torch.random.fork_rng(devices=[])  # tracing runs the model, which may draw numbers
 def capture(model: nn.Module) -> Captured:
     """Trace `model` into one graph. The model is left exactly as it was.
@@ -187,7 +189,9 @@ class _Route:
         # Until a pass with a cache has shown that there is none. Some models only look at their config.
         self.has_state = takes_use_cache or any(hasattr(config, "use_cache") for config in _configs(model))
         self.has_mixers = self.checked = False
-        self.once = True  # until it is known that equal layers must be traced one by one
+        self.once = not disabled(
+            "traced_once"
+        )  # until it is known that equal layers must be traced one by one
         self.written: tuple[Place, ...] = ()
         self.state_problem = ""
         self.asked: list[str] = []  # lines that ask whether they are traced
@@ -203,7 +207,7 @@ class _Route:
         calls = Calls(self, inputs)
         if not self.checked:  # before tracing: what writes behind torch's back can crash it
             known, self.written, changes = check_changes(self.model, calls, _CHECKED)
-            self.once = not changes  # the model's Python may read what a layer leaves behind
+            self.once = self.once and not changes  # the model's Python may read what a layer leaves behind
             calls.known = dict(zip(_CHECKED, known, strict=True))
             self.checked = True
         others = _OTHERS if way != "export" else ()

@@ -8,19 +8,17 @@ spelling; `view` becomes `reshape`, so that no node depends on another's strides
 
 from __future__ import annotations
 
-import logging
 import operator
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from kvcompile.passes.base import PassReport, call, expr, shape, target_name, value
+from kvcompile.passes.base import call, expr, shape, target_name, value
 from kvcompile.passes.real import to_real
+from kvcompile.passes.table import graph_pass
 
-log = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 _ASSERTS = (
@@ -38,9 +36,9 @@ _ASSERTS = (
 _IDENTITY = ("detach", "detach_", "alias", "lift_fresh_copy", "lift_fresh")
 
 
-def clean(graph_module: GraphModule) -> PassReport:
-    """Clean `graph_module` in place."""
-    start = time.perf_counter()
+@graph_pass("clean")
+def clean(graph_module: GraphModule) -> int:
+    """Clean `graph_module` in place; returns how many nodes became others."""
     graph = graph_module.graph
     changed = 0
     for node in list(graph.nodes):
@@ -67,9 +65,7 @@ def clean(graph_module: GraphModule) -> PassReport:
             changed += _count(node)
     changed += to_real(graph_module) + _merge_equal(graph_module)
     eliminate_dead_code(graph_module)
-    report = PassReport("clean", changed, (), time.perf_counter() - start)
-    log.info("%s", report)
-    return report
+    return changed
 
 
 def eliminate_dead_code(graph_module: GraphModule, keep: Iterable[Node] = ()) -> None:

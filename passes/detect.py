@@ -21,6 +21,7 @@ from kvcompile.passes.lengths import PositionLimit, position_limit
 from kvcompile.passes.probe import Prober
 from kvcompile.passes.rules import exp_sum, latent, repeat_kv, rope, sdpa, softmax, token_local
 from kvcompile.passes.rules.block import Block, no_match
+from kvcompile.passes.table import graph_pass
 from kvcompile.types import AttentionSite, BiasSpec, NoMatch, RopeSpec, ScoreSpec
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Detection:
     limit: PositionLimit | None = None  # of what is computed from positions
 
 
+@graph_pass("detect")
 def detect(captured: Captured, made_for: int | None = None) -> Detection:
     """Find the attention blocks of `captured`; raises DetectionError unless every block is found.
 

@@ -15,10 +15,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.passes.base import ancestors, call, expr, shape, target_name, value
 from kvcompile.passes.evaluate import fetch_attr
+from kvcompile.passes.table import graph_pass
 
 aten = torch.ops.aten
 
 
+@graph_pass("flex")
 def spell_out(graph_module: GraphModule) -> int:
     """Rewrite every flex_attention of `graph_module` in place, where only its output is used; returns how many."""
     count = 0

@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from kvcompile.passes.base import call, expr, shape, value
+from kvcompile.passes.table import graph_pass
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -42,6 +43,7 @@ def mutates(graph_module: GraphModule) -> bool:
     return any(_writes(node) for node in graph_module.graph.nodes)
 
 
+@graph_pass("functionalize")
 def functionalize(graph_module: GraphModule) -> str:
     """Replace all in-place operators of `graph_module`, in place.
 

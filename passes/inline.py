@@ -17,6 +17,7 @@ from kvcompile.errors import ModelError
 from kvcompile.passes.autocast import Cast, cast_call
 from kvcompile.passes.base import source_line, target_name
 from kvcompile.passes.evaluate import fetch_attr
+from kvcompile.passes.table import graph_pass
 
 # Operators whose value is their body's, by the number of arguments before the body.
 _GRAD = ("wrap_with_set_grad_enabled", 1)  # (enabled, body, *operands)
@@ -25,6 +26,7 @@ _BODY_FIRST = ("tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint"
 _BODY_AND_NAME = ("invoke_subgraph", "invoke_quant")  # (body, name, *operands)
 
 
+@graph_pass("inline")
 def inline(graph_module: GraphModule) -> int:
     """Put the bodies of transparent higher-order operators into the graph, in place; returns how many.
 

@@ -16,7 +16,6 @@ The result is a pure function of its placeholders but for the cache tensors, whi
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +28,9 @@ from kvcompile.kernels.running_sum import cached_running_sum, running_sum
 from kvcompile.kernels.spec import Share
 from kvcompile.layouts import InKeys, PageGroup
 from kvcompile.passes import dynamic_mask
-from kvcompile.passes.base import PassReport
 from kvcompile.passes.clean import eliminate_dead_code
 from kvcompile.passes.opaque import is_mixer
+from kvcompile.passes.table import graph_pass
 from kvcompile.plan import Decision, Plan
 from kvcompile.types import AttentionSite, RopeSpec
 
@@ -57,12 +56,11 @@ class Rewritten:
     caches: tuple[tuple[str, ...], ...]
     states: tuple[tuple[str, ...], ...]
     ropes: tuple[RopeTable, ...]
-    report: PassReport
 
 
+@graph_pass("insert_cache")
 def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan: Plan) -> Rewritten:
     """Rewrite a copy of `canonical` (weights shared) as `plan` says; the sites' nodes are canonical's."""
-    started = time.perf_counter()
     graph = torch.fx.Graph()
     copied: dict[Node, Node] = {}
     output = graph.graph_copy(canonical.graph, copied)
@@ -155,8 +153,7 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
     eliminate_dead_code(module)
     module.graph.lint()
     module.recompile()
-    report = PassReport("insert_cache", len(sites), (), time.perf_counter() - started)
-    return Rewritten(module, tuple(caches), tuple(states), tuple(ropes.values()), report)
+    return Rewritten(module, tuple(caches), tuple(states), tuple(ropes.values()))
 
 
 def _table(group: PageGroup, placeholder: Callable[[str], Node]) -> list[tuple[int, Node]]:

@@ -27,6 +27,7 @@ from torch.fx.node import map_arg
 from kvcompile.errors import ModelError
 from kvcompile.passes.base import expr, shape, source_line, value
 from kvcompile.passes.evaluate import fetch_attr
+from kvcompile.passes.table import graph_pass
 
 aten = torch.ops.aten
 KEEP = "logits_to_keep"
@@ -40,6 +41,7 @@ class LastToken:
     flat: bool
 
 
+@graph_pass("last_token")
 def choose_tokens(module: GraphModule) -> LastToken | None:
     """Let the graph take `logits_to_keep` [K] and give [B, K, V] where it gave the last token's; None: it does not.
 

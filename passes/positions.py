@@ -15,7 +15,6 @@ become a state (`passes/running_sum.py`).
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +22,12 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.errors import DetectionError
-from kvcompile.passes.base import PassReport, call, source_line, target_name, value
+from kvcompile.passes.base import call, source_line, target_name, value
 from kvcompile.passes.canonicalize import Canonical
 from kvcompile.passes.clean import eliminate_dead_code
 from kvcompile.passes.dependence import Dependence, Level
 from kvcompile.passes.running_sum import replace_running_sums
+from kvcompile.passes.table import graph_pass
 from kvcompile.types import AttentionSite, NoMatch, RecurrentState
 
 log = logging.getLogger(__name__)
@@ -54,12 +54,11 @@ class Positions:
     past_length: bool
     offsets: tuple[str, ...]
     states: tuple[RecurrentState, ...]
-    report: PassReport
 
 
+@graph_pass("positions")
 def offset_positions(canonical: Canonical) -> Positions:
     """Offset the positions of `canonical` in place; raises DetectionError naming what else depends on the length."""
-    start = time.perf_counter()
     graph = canonical.graph_module.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     keep = {node for site in canonical.sites for node in site.kept}
@@ -88,9 +87,8 @@ def offset_positions(canonical: Canonical) -> Positions:
             moved[node] = _select(node, past, placeholders[0])
     sites = tuple(site.moved(moved) for site in canonical.sites)
     eliminate_dead_code(canonical.graph_module, {moved.get(node, node) for node in keep})
-    report = PassReport(NAME, len(offsets), (), time.perf_counter() - start)
-    log.info("%s", report)
-    return Positions(canonical.graph_module, sites, bool(offsets), tuple(offsets), states, report)
+    log.info("positions: %d offset", len(offsets))
+    return Positions(canonical.graph_module, sites, bool(offsets), tuple(offsets), states)
 
 
 def _require_local(graph: Graph, sites: tuple[AttentionSite, ...], analysis: Dependence) -> None:

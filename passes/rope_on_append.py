@@ -22,13 +22,14 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from kvcompile.passes.base import disabled
+from kvcompile.passes.table import disabled, graph_pass
 from kvcompile.plan import Decision, Plan
 
 log = logging.getLogger(__name__)
 NAME = "rope_on_append"
 
 
+@graph_pass("rope_on_append")
 def rope_on_append(plan: Plan) -> Plan:
     """The plan with RoPE in the op of every site that takes it."""
     if disabled(NAME):

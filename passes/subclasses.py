@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from kvcompile.passes.table import graph_pass
+
 _ACCESS = torch.ops.export.access_subclass_inner_tensor.default
 
 
+@graph_pass("subclasses")
 def open_subclasses(graph: Graph, attributes: dict[str, Any]) -> None:
     """Read tensors inside of weights as weights of their own; `attributes` by path gets them."""
     for node in graph.nodes:

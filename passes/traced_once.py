@@ -30,6 +30,7 @@ from kvcompile.passes.calls import WRAPPED, Wrapper
 from kvcompile.passes.equal_layers import Attribute, Called, Layer, reads, tensors
 from kvcompile.passes.functionalize import may_write_into
 from kvcompile.passes.opaque import instead
+from kvcompile.passes.table import graph_pass
 
 _LIB = torch.library.Library("kvcompile", "FRAGMENT")
 _LIB.define("layer_begin(Tensor[] given, int layer) -> Tensor[]")
@@ -265,6 +266,7 @@ class _Body:
         return [taken(node) for node in self.made]
 
 
+@graph_pass("traced_once")
 def expand(graph_module: GraphModule, once: Once) -> int:
     """Put copies of the layers that were traced for those that were not, in place; returns how many.
 

@@ -48,6 +48,7 @@ ANEW = [
     "latent",
     "modes",
     "opaque",
+    "pass_table",
     "positions",
     "progress",
     "rope",

@@ -29,6 +29,12 @@ def test_dump_has_every_stage_and_a_script_that_runs(kind, tmp_path, monkeypatch
     fast, folder = dump_of(model, tmp_path, monkeypatch)
     names = {path.name for path in folder.iterdir()}
     assert {"1_captured.py", "2_canonical.py", "3_cached.py", "plan.txt", "recipe.yaml", "repro.py"} <= names
+    ran = sorted(path.name for path in (folder / "passes").iterdir())
+    assert "000_capture.py" in ran and any(name.endswith("_insert_cache.py") for name in ran)
+    cached = next(name for name in reversed(ran) if name.endswith("_insert_cache.py"))
+    assert "kvcompile.cached_attention" in (folder / "passes" / cached).read_text()
+    told = (folder / "passes.txt").read_text()
+    assert "  0 capture " in told and "detect: 1 runs, " in told
     assert sum(name.startswith("4_region_") for name in names) == len(fast.executor.regions.modules)
     assert "kvcompile.cached_attention" in (folder / "3_cached.py").read_text()
     assert "kvcompile.attention" in (folder / "2_canonical.py").read_text()

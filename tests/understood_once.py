@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_state_dic
 def key_of(model: nn.Module) -> tuple[Any, ...] | None:
     """All that a model's graph can depend on; None: more than can be told."""
     if not type(model).__module__.startswith("transformers.") or torch.is_inference_mode_enabled():
+        return None
+    if os.environ.get("KVCOMPILE_DISABLE"):
         return None
     if sum(tensor.numel() for tensor in model.parameters()) > _LARGEST:
         return None
@@ -57,7 +60,7 @@ def key_of(model: nn.Module) -> tuple[Any, ...] | None:
 
 def moved(front: Front, before: nn.Module, after: nn.Module) -> Front:
     """A copy of what was understood of `before`, of the equal model `after`."""
-    kept = (front.captured.out_spec, front.captured.constants, front.reports)  # nothing of the model's
+    kept = (front.captured.out_spec, front.captured.constants)  # nothing of the model's
     memo: dict[Any, Any] = {id(value): value for value in kept}
     for pairs in (
         zip(before.modules(), after.modules(), strict=True),

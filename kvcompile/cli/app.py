@@ -23,6 +23,7 @@ app = typer.Typer(
 app.command()(generate.generate)
 app.command()(inspect.explain)
 app.command()(inspect.estimate)
+app.command()(inspect.passes)
 app.command()(quality.quality)
 app.command()(recipes.validate)
 app.command()(calibrate.calibrate)

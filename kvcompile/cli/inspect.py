@@ -1,4 +1,4 @@
-"""`kvcompile explain` and `kvcompile estimate`: what a recipe does to a model, and what it costs."""
+"""`kvcompile explain`, `estimate` and `passes`: what a recipe does to a model, what it costs, and what does it."""
 
 from __future__ import annotations
 
@@ -101,3 +101,25 @@ def estimate(
         typer.echo(jsonlib.dumps(cost.to_dict(), indent=2))
     else:
         show(cost)
+
+
+@command
+def passes(json: Json = False, debug: Debug = False) -> None:
+    """List the passes in the order in which a model goes through them, and which of them may be left out.
+
+    KVCOMPILE_DISABLE=name,name leaves out those that may be, to bisect; KVCOMPILE_DUMP=dir writes what each leaves.
+
+    Example: kvcompile passes
+    """
+    from dataclasses import asdict
+
+    from kvcompile.console import table
+    from kvcompile.passes.table import PASSES
+
+    if json:
+        typer.echo(jsonlib.dumps([asdict(each) for each in PASSES], indent=2))
+        return
+    rows = table("pass", "what it does", "file", "may be left out", grow=("what it does",))
+    for each in PASSES:
+        rows.add_row(each.name, each.does, each.file, "yes" if each.optional else "")
+    show(rows)

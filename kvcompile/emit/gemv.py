@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule
 
-from kvcompile.passes.base import disabled
+from kvcompile.passes.table import disabled, graph_pass
 
 _LIB = torch.library.Library("kvcompile", "FRAGMENT")
 _LIB.define("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
@@ -45,6 +45,7 @@ def with_gemv(module: GraphModule) -> GraphModule:
     return module if disabled(NAME) else give_gemv(copy.deepcopy(module))
 
 
+@graph_pass("cpu_gemv")
 def give_gemv(module: GraphModule) -> GraphModule:
     """The same in place."""
     if disabled(NAME):

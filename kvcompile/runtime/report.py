@@ -7,7 +7,8 @@ from typing import Any
 
 
 class Report(dict[str, Any]):
-    """Seconds of each stage, and `checks`: one record for each comparison with the original."""
+    """Seconds of each stage; `checks`: one record for each comparison with the original; `passes`: one for each pass
+    that ran (none of those that a `Front` was made with before)."""
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON: each check as a dict."""
