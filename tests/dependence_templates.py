@@ -369,6 +369,8 @@ def _norm(name: str) -> Callable[[Builder], Call]:
             return _overload(name), (x, [last], *([b.vector] if last == 4 else [])), {}
         if name == "group_norm":
             return aten.group_norm.default, (x, b.one_of(1, 2)), {}
+        if len(shape(x)) < 2:  # which PyTorch does not check: it reads beyond the sizes
+            raise NotHere
         return aten.batch_norm.default, (x, None, None, b.vector, b.vector, False, 0.1, 1e-5, False), {}
 
     return make
