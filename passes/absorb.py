@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.passes.base import call
-from kvcompile.passes.clean import eliminate_dead_code
+from kvcompile.passes.clean import drop_dead
 from kvcompile.passes.rules.latent import per_head
 from kvcompile.passes.table import graph_pass
 from kvcompile.types import AttentionSite, LatentForm
@@ -41,8 +41,9 @@ def absorb(
             assert site.latent is not None, "the plan absorbs only what detection found a latent form of"
             site = _absorbed(site.out, site.latent)
         moved.append(replace(site, latent=None))
+    drop_dead(graph, {node for site in moved for node in site.kept})
     module = GraphModule(canonical, graph, "Canonical")
-    eliminate_dead_code(module, {node for site in moved for node in site.kept})
+    module.graph.lint()
     log.info("absorb: %d sites", len(layers))
     return module, tuple(moved)
 

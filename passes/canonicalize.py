@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from kvcompile.kernels import attention_op
 from kvcompile.passes.base import call, expr, shape
 from kvcompile.passes.capture import Captured
-from kvcompile.passes.clean import eliminate_dead_code
+from kvcompile.passes.clean import drop_dead
 from kvcompile.passes.detect import Detection
 from kvcompile.passes.table import graph_pass
 from kvcompile.types import AttentionSite, Leaf
@@ -51,8 +51,9 @@ def canonicalize(captured: Captured, detection: Detection) -> Canonical:
         sites.append(replace(moved, out=new))
     # The rope tables and the layouts that detection added have no users yet: a later pass reads them.
     keep = {node for site in sites for node in site.kept}
+    drop_dead(graph, keep)
     graph_module = GraphModule(captured.graph_module, graph, "Canonical")
-    eliminate_dead_code(graph_module, keep)
+    graph_module.graph.lint()
     log.info("canonicalize: %d sites", len(sites))
     return Canonical(graph_module, tuple(sites))
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.passes.base import call, expr, shape, target_name, value
 from kvcompile.passes.real import to_real
@@ -70,14 +70,18 @@ def clean(graph_module: GraphModule) -> int:
 
 def eliminate_dead_code(graph_module: GraphModule, keep: Iterable[Node] = ()) -> None:
     """Drop every node that neither the outputs nor `keep` need; placeholders stay."""
-    graph = graph_module.graph
+    drop_dead(graph_module.graph, keep)
+    graph_module.graph.lint()
+    graph_module.recompile()
+
+
+def drop_dead(graph: Graph, keep: Iterable[Node] = ()) -> None:
+    """The same for a graph that is no module's yet, so that its code is made once."""
     output = next(node for node in graph.nodes if node.op == "output")
     results = output.args[0]
     output.args = ((results, tuple(keep)),)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     output.args = (results,)
-    graph.lint()
-    graph_module.recompile()
 
 
 def _merge_equal(graph_module: GraphModule) -> int:

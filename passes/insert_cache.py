@@ -28,7 +28,7 @@ from kvcompile.kernels.running_sum import cached_running_sum, running_sum
 from kvcompile.kernels.spec import Share
 from kvcompile.layouts import InKeys, PageGroup
 from kvcompile.passes import dynamic_mask
-from kvcompile.passes.clean import eliminate_dead_code
+from kvcompile.passes.clean import drop_dead
 from kvcompile.passes.opaque import is_mixer
 from kvcompile.passes.table import graph_pass
 from kvcompile.plan import Decision, Plan
@@ -149,10 +149,9 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
             new.meta = dict(old.meta)
             old.replace_all_uses_with(new)
             graph.erase_node(old)
+    drop_dead(graph)
     module = GraphModule(canonical, graph, "CachedDecoder")
-    eliminate_dead_code(module)
     module.graph.lint()
-    module.recompile()
     return Rewritten(module, tuple(caches), tuple(states), tuple(ropes.values()))
 
 
