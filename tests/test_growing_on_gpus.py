@@ -21,7 +21,7 @@ import kvcompile
 from kvcompile.errors import LimitError
 from kvcompile.recipe import shipped_recipes
 from kvcompile.runtime import cuda_memory
-from kvcompile.runtime.cuda_memory import CudaDriver, DriverError, MappedRange, driver_of
+from kvcompile.runtime.cuda_memory import CudaDriver, DriverError, MappedRange, driver_of, trial
 from kvcompile.runtime.growing import make_asked_for
 from tests.fake_cuda_memory import RUBBISH, FakeDriver, use
 from tests.models import tiny_hf
@@ -134,6 +134,23 @@ def test_no_memory_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_device_without_the_calls_allocates_at_once() -> None:
     assert driver_of(torch.device("cpu")) is None and driver_of(torch.device("meta")) is None
+
+
+def test_a_driver_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    driver = FakeDriver()
+    assert trial(driver) is None
+    gc.collect()
+    assert not driver.mapped and not driver.ranges
+
+    class Other(FakeDriver):
+        def tensor(self, address: int, size: int, owner: object) -> torch.Tensor:
+            raise ValueError("of another kind")
+
+    assert trial(Other()) == "ValueError: of another kind"
+    assert trial(FakeDriver(most=1)) is not None and "out of memory" in str(trial(FakeDriver(most=1)))
+    monkeypatch.setattr(CudaDriver, "of", lambda device: Other())
+    assert driver_of(torch.device("cuda", 7)) is None
+    assert "allocated for all of max_tokens at once: ValueError: of another kind" in caplog.text
 
 
 class Library:

@@ -309,4 +309,25 @@ def driver_of(device: torch.device) -> Driver | None:
     """The driver of a device whose caches can grow; None: they are allocated at once."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
-    return CudaDriver.of(device)
+    driver = CudaDriver.of(device)
+    problem = None if driver is None else trial(driver)
+    if problem is None:
+        return driver
+    log.warning("caches on %s are allocated for all of max_tokens at once: %s", device, problem)
+    return None
+
+
+def trial(driver: Driver) -> str | None:
+    """What goes wrong where a driver's memory is used as a cache uses it, or None."""
+    piece = driver.granularity
+    try:
+        memory = MappedRange(driver, 3 * piece)
+        found = memory.bytes()
+        memory.hold(piece - 1, 2 * piece)
+        used = found[: 2 * piece]
+        fresh = bool(used.any())
+        used.fill_(7)
+        wrong = fresh or not bool((used == 7).all()) or memory.nbytes != 2 * piece
+    except Exception as error:  # whatever a driver or PyTorch raises: the usual way is there
+        return f"{type(error).__name__}: {error}"
+    return "its memory does not hold what is written" if wrong else None
