@@ -24,6 +24,7 @@ _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _LIBC.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+_NO_ACCESS = 0  # PROT_NONE
 RUBBISH = 0x7F  # a float32, bfloat16 or float16 of these bytes is huge or not a number
 
 
@@ -46,7 +47,7 @@ class FakeDriver:
         return sum(self.maps.values())
 
     def reserve(self, size: int) -> int:
-        address = _LIBC.mmap(None, size, mmap.PROT_READ & 0, _ANONYMOUS, -1, 0)
+        address = _LIBC.mmap(None, size, _NO_ACCESS, _ANONYMOUS, -1, 0)
         assert address not in (None, ctypes.c_void_p(-1).value)
         self.ranges[address] = size
         return int(address)
@@ -63,7 +64,7 @@ class FakeDriver:
 
     def unmap(self, address: int, size: int) -> None:
         assert self.maps.pop(address) == size  # a mapping goes as a whole
-        assert _LIBC.mprotect(address, size, 0) == 0
+        assert _LIBC.mprotect(address, size, _NO_ACCESS) == 0
 
     def free(self, address: int, size: int) -> None:
         assert self.ranges.pop(address) == size

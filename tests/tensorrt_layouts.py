@@ -7,11 +7,9 @@ built from run on ONNX Runtime, called through `Engine` by execution contexts th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from kvcompile.artifact.manifest import Manifest
@@ -54,11 +52,6 @@ def recipe_of(layout: str) -> Recipe:
     if layout in SHIPPED:
         return small(layout, **LIMITS)
     return Recipe.load({"name": layout, "cache": OWN[layout], "verify": "off"}, **LIMITS)
-
-
-def cases(layouts: Sequence[str], fast: Sequence[str]) -> list[Any]:
-    """Parameters of a test: those that are not `fast` are slow."""
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in layouts]
 
 
 def check_layout(layout: str, folder: Path) -> None:

@@ -33,6 +33,7 @@ from kvcompile.runtime.aoti import Package
 from kvcompile.verify.artifact import CHUNKS, check_session
 from kvcompile.verify.compare import Check
 from tests.exports import SHIPPED, small, tiny, written
+from tests.marks import cases
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = 96  # not in whole blocks of 64 slots: the last span is the whole cache
@@ -110,9 +111,7 @@ def compare(of: Made) -> None:
         session.prefill(ids_of(4, 2))
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in SHIPPED]
-)
+@pytest.mark.parametrize("recipe", cases(SHIPPED, FAST))
 def test_a_package_is_the_module(made: Callable[..., Made], recipe: str) -> None:
     compare(made(recipe))
 
@@ -290,9 +289,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
-@pytest.mark.parametrize(
-    "recipe", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in ("kivi2", "long_context"))]
-)
+@pytest.mark.parametrize("recipe", cases((*FAST, "kivi2", "long_context"), FAST))
 def test_the_cpp_sample_generates_the_same(made: Callable[..., Made], sample: Path, recipe: str) -> None:
     of = made(recipe)
     prompt = ids_of(1, 40)

@@ -16,6 +16,7 @@ from kvcompile.passes.traced_once import NotOnce
 from kvcompile.runtime.onnx import Session
 from kvcompile.verify.artifact import check_session
 from tests.exports import small, tiny, written
+from tests.marks import cases
 
 PHASES = ("prefill", "decode")
 
@@ -58,9 +59,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, int]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case == "int8" else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("case", cases(CASES, ("int8",)))
 def test_the_graphs_are_the_same(
     case: str, copies: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,17 @@ from kvcompile.recipe import Recipe
 from kvcompile.runtime.onnx import Session
 from kvcompile.verify.artifact import check_session
 from tests.exports import SHIPPED, small, tiny, written
+from tests.marks import cases
 
 # What is in place in prefill and decode: nothing but writing reads the old values.
 EVERY_STEP = {"baseline", "int8", "fp8", "int4", "paged", "paged_int8", "chat"}
-
-
-def some(names: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """All of them; those that are not among the quick ones have nothing that a quick one has not, and are slow."""
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
 # Slots in order, groups of tokens, bits, pages, a ring with sinks, scores with fp8 and rows in full.
 QUICK = ("baseline", "kivi2", "int4", "paged_int8", "streaming_int8", "sinks_h2o_fp8")
 
 
-@pytest.mark.parametrize("recipe", some(SHIPPED, QUICK))
+@pytest.mark.parametrize("recipe", cases(SHIPPED, QUICK))
 def test_shipped_recipes(recipe: str, tmp_path: Path) -> None:
     source = written(tiny(layers=1), tmp_path / "out", "onnx", small(recipe))
     for name in ("prefill", "decode"):
@@ -46,7 +41,7 @@ def test_shipped_recipes(recipe: str, tmp_path: Path) -> None:
     assert all(kept)
 
 
-@pytest.mark.parametrize("recipe", some(SHIPPED, ("int4", "streaming_int8", "h2o")))
+@pytest.mark.parametrize("recipe", cases(SHIPPED, ("int4", "streaming_int8", "h2o")))
 def test_shipped_recipes_in_half_precision(recipe: str, tmp_path: Path) -> None:
     source = written(tiny(torch.float16, layers=1), tmp_path / "out", "onnx", small(recipe))
     session = Session(tmp_path / "out", threads=1)
@@ -66,7 +61,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", some(KINDS, ("gemma2", "gpt_oss", "bloom")))
+@pytest.mark.parametrize("kind", cases(KINDS, ("gemma2", "gpt_oss", "bloom")))
 def test_kinds_of_attention(kind: str, tmp_path: Path) -> None:
     changes, recipe = KINDS[kind]
     source = written(tiny(kind=kind, **changes), tmp_path / "out", "onnx", small(recipe))

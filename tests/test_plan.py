@@ -10,7 +10,7 @@ import pytest
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import CacheLayout, Fp8, Int8, Paged
 from kvcompile.plan import Decision, Limits, Plan
-from kvcompile.types import MaskSpec, RecurrentState, ScoreSpec, StateSlot
+from kvcompile.types import MaskSpec, RecurrentState, RotaryForm, ScoreSpec, StateSlot
 
 PROSE = {
     Plan: {"recipe": "mine", "recipe_digest": "other", "notes": ("noted",), "step_because": "asked for"},
@@ -38,7 +38,7 @@ OTHERS: dict[type, dict[str, Any]] = {
         "layout": CacheLayout(Int8()),
         "lossless": False,
         "kv_source": 3,
-        "rope": None,
+        "rope": RotaryForm("half", 0, 64),
         "score": ScoreSpec(softcap=30.0),
         "latent": True,
         "rerun": True,
@@ -79,8 +79,7 @@ def changed(kind: type, name: str, value: Any) -> Plan:
 
 def test_every_field_is_looked_at() -> None:
     for kind in PROSE:
-        skipped = {"rope"} if kind is Decision else set()  # None is what it is
-        assert {of.name for of in fields(kind)} - skipped == {*PROSE[kind], *OTHERS[kind]} - skipped
+        assert {of.name for of in fields(kind)} == {*PROSE[kind], *OTHERS[kind]}
 
 
 @pytest.mark.parametrize("kind,name", [(kind, name) for kind in PROSE for name in PROSE[kind]])
@@ -88,9 +87,7 @@ def test_words_decide_nothing(kind: type, name: str) -> None:
     assert changed(kind, name, PROSE[kind][name]).digest() == plan().digest()
 
 
-@pytest.mark.parametrize(
-    "kind,name", [(kind, name) for kind in OTHERS for name in OTHERS[kind] if name != "rope"]
-)
+@pytest.mark.parametrize("kind,name", [(kind, name) for kind in OTHERS for name in OTHERS[kind]])
 def test_everything_else_does(kind: type, name: str) -> None:
     made = changed(kind, name, OTHERS[kind][name])
     assert made != plan() and made.digest() != plan().digest()

@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("tensorrt_rtx_bindings")
 pytest.importorskip("onnxruntime")
-from tests.tensorrt_layouts import cases, check_bf16, check_layout
+from tests.marks import cases
+from tests.tensorrt_layouts import check_bf16, check_layout
 
 LAYOUTS = (
     "window",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import os
 from typing import Any
 
 import torch
@@ -28,8 +27,6 @@ def key_of(model: nn.Module) -> tuple[Any, ...] | None:
     """All that a model's graph can depend on; None: more than can be told."""
     if not type(model).__module__.startswith("transformers.") or torch.is_inference_mode_enabled():
         return None
-    if os.environ.get("KVCOMPILE_DISABLE"):
-        return None
     if sum(tensor.numel() for tensor in model.parameters()) > _LARGEST:
         return None
     found: list[Any] = [torch.get_default_dtype(), torch.is_autocast_enabled("cpu")]
@@ -39,8 +36,8 @@ def key_of(model: nn.Module) -> tuple[Any, ...] | None:
             return None
         plain = []
         for attribute, value in vars(module).items():
-            if isinstance(value, (bool, int, float, str, type(None))):
-                plain.append((attribute, value))
+            if isinstance(value, (bool, int, float, str, tuple, list, type(None))):
+                plain.append((attribute, repr(value)))
             elif callable(value) and not isinstance(value, (nn.Module, type)) and attribute == "forward":
                 return None
         found.append((name, kind.__qualname__, kind.__module__, tuple(sorted(plain, key=str))))
@@ -83,7 +80,6 @@ class Known:
     def __init__(self) -> None:
         self.fronts: dict[tuple[Any, ...], tuple[nn.Module, Front]] = {}
         self.on = True
-        self.taken = 0
         self._understood = pipeline._understood
 
     def begin(self) -> None:
@@ -95,7 +91,6 @@ class Known:
         if key is None:
             return self._understood(model)
         if key in self.fronts:
-            self.taken += 1
             own, front = self.fronts[key]
             return moved(front, own, model)
         front = self._understood(model)

@@ -12,9 +12,8 @@ from torch import Tensor
 
 import kvcompile
 from kvcompile.model_digest import of_model
-from kvcompile.plan import Plan
 
-__all__ = ["of_model", "of_plan", "of_tokens", "short", "versions"]
+__all__ = ["of_model", "of_tokens", "short", "versions"]
 
 _SHOWN_ONLY = ("cli", "quality/table.py", "quality/plot.py", "quality/files.py")  # decide no figure
 
@@ -27,11 +26,6 @@ def short(data: object) -> str:
 def of_tokens(ids: Tensor) -> str:
     """Of token ids: text and tokenizer in one."""
     return hashlib.sha256(ids.to("cpu", torch.int64).contiguous().numpy().tobytes()).hexdigest()[:16]
-
-
-def of_plan(plan: Plan) -> str:
-    """Of what the plan does, whatever the recipe is called."""
-    return plan.digest()
 
 
 def versions() -> dict[str, str]:

@@ -144,5 +144,5 @@ def _job(
     if mode == "auto":  # compiling takes longer than the few steps of a text in pieces, or of an answer
         mode = "default" if metric == "perplexity" and step == 1 else "none"
     sized = Recipe.load(sized, compile={"mode": mode})
-    key = digests.short([metric, digests.of_plan(plan), mode, step, *depends])
+    key = digests.short([metric, plan.digest(), mode, step, *depends])
     return Job(sized, recipe.verify, plan, metric, step, length, asked, key)

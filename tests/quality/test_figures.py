@@ -30,6 +30,7 @@ from kvcompile.quality.settings import Settings
 from kvcompile.quality.text import tokens_of
 from kvcompile.recipe import shipped_recipes
 from kvcompile.runtime.module import CachedModel
+from tests.marks import cases
 from tests.quality.models import HIDDEN, SCORED, SINKS, TEXT, WINDOW, byte_tokenizer
 
 
@@ -177,10 +178,8 @@ QUICK = ("chat", "kivi2", "streaming_int8", "sinks_h2o_fp8")
 
 @pytest.mark.parametrize(
     "recipe",
-    [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name in sorted(set(shipped_recipes()) - {"auto"})  # which is one of the others
-    ],
+    # "auto" is one of the others.
+    cases(sorted(set(shipped_recipes()) - {"auto"}), QUICK),
 )
 def test_memory_is_what_estimate_says(model: Any, tokenizer: Any, recipe: str) -> None:
     report = kvcompile.quality(
