@@ -1,12 +1,12 @@
 """Encoding and decoding of K and V vectors, by storage. Shapes: x [..., dim]; parts as `Storage.parts` has them.
 
-int8: q = round(x / s), s = absmax / 127, kept in the scale's dtype (the rounded scale is what divides).
-affine: q = round((x - m) / s), m = min, s = (max - min) / (2^bits - 1) per group of channels.
-fp8: q = x / s rounded, s = absmax / 448, or 1, or what calibration has put into the part "scale" [batch, kv_head, 1].
-A row of one value has s = 0 (or is all minimum): the divisor is then 1, and decoding gives the value back. What a
-dtype cannot hold becomes the largest number that it can.
+    x ~ q * scale + minimum       q as its code writes it (`kernels/codes`), per vector, or per group of its channels
 
-What keeps the newest tokens in full is in `kernels/recent.py`.
+without a minimum: scale = absmax / largest, with one: scale = (max - min) / (2^bits - 1). The scale as it is kept is
+what divides; of a row of one value it is 0 (or the row is all minimum): the divisor is then 1, and decoding gives the
+value back. A calibrated scale is what calibration has put into the part "scale" [batch, kv_head, 1].
+
+What keeps the newest tokens unquantized is in `kernels/recent.py`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.bits import pack, unpack
+from kvcompile.kernels import codes
+from kvcompile.kernels.codes import floats, scales
 from kvcompile.kernels.dialect import current
-from kvcompile.kernels.fp8_codes import from_code, to_code
 from kvcompile.kernels.hadamard import hadamard
-from kvcompile.layouts import (
-    Affine,
-    Float,
-    Fp8,
-    InKeys,
-    Int8,
-    ModelDtype,
-    PerChannel,
-    Recent,
-    Rotated,
-    Storage,
-)
-from kvcompile.layouts.storage import as_kept as as_kept
-from kvcompile.layouts.storages.part import scale_dtype
+from kvcompile.layouts import InKeys, Storage, model_dtype
+
+MODEL = model_dtype()
 
 
 def encode(storage: Storage, x: Tensor, parts: Sequence[Tensor] = ()) -> list[Tensor]:
@@ -42,56 +31,47 @@ def encode(storage: Storage, x: Tensor, parts: Sequence[Tensor] = ()) -> list[Te
     parts: the parts that x will be written to; needed only where a calibrated scale is among them, and then x is
         [batch, kv_head, tokens, dim]
     """
-    match storage:
-        case ModelDtype():
-            return [x]
-        case InKeys():
-            return []
-        case Float():
-            return [clamped(x, storage.torch_dtype)]
-        case Fp8(scale="none"):
-            return [_fp8(x.float(), storage)]
-        case Fp8(scale="tensor" | "head"):
-            return [_fp8(x.float() / parts[1][..., None], storage)]
-        case Fp8():
-            scale = clamped(x.float().abs().amax(-1) / storage.largest, scale_dtype(storage.scale_dtype))
-            return [_fp8(x.float() / _divisor(scale)[..., None], storage), scale]
-        case Int8():
-            scale = clamped(x.float().abs().amax(-1) / 127, scale_dtype(storage.scale_dtype))
-            q = torch.round(x.float() / _divisor(scale)[..., None]).clamp(-127, 127)
-            return [q.to(torch.int8), scale]
-        case Affine():
+    if storage.unquantized:
+        raise ValueError(f"{storage}: what the newest tokens are encoded as depends on the others")
+    code, scale = storage.element, storage.scale
+    if storage.hadamard:
+        x = hadamard(x).to(x.dtype) if code.name == "model" else hadamard(x)
+    match scale.per:
+        case "none":
+            x = x if code.kind == "float" else x.float()
+            return [codes.packed(code, codes.codes_of(code, x, storage.largest))]
+        case "tensor" | "head":
+            scaled = x.float() / parts[1][..., None]
+            return [codes.packed(code, codes.codes_of(code, scaled, storage.largest))]
+        case "vector":
+            found, numbers = quantized(storage, x.float(), -1)
+            return [codes.packed(code, found), *numbers]
+        case "group":
             grouped = x.float().unflatten(-1, (storage.groups(x.shape[-1]), -1))
-            q, scale, minimum = quantized(grouped, -1, storage.bits, scale_dtype(storage.scale_dtype))
-            return [pack(q.flatten(-2), storage.bits), scale, minimum]
-        case Rotated(inner=inner):
-            turned = hadamard(x).to(x.dtype) if isinstance(inner, ModelDtype) else hadamard(x)
-            return encode(inner, turned, parts)
-        case Recent() | PerChannel():
-            raise ValueError(f"{storage}: what the newest tokens are encoded as depends on the others")
+            found, numbers = quantized(storage, grouped, -1)
+            return [codes.packed(code, found.flatten(-2)), *numbers]
+        case "channel":
+            raise ValueError(f"{storage}: what a token is encoded as depends on the others of its group")
 
 
 def decode(storage: Storage, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
     """The storage's parts -> x [..., dim] in `dtype`."""
-    match storage:
-        case ModelDtype() | Float():
-            return parts[0].to(dtype)
-        case Fp8(scale="none"):
-            return _numbers(storage, parts[0]).to(dtype)
-        case Int8() | Fp8():
-            data, scale = parts
-            return (_numbers(storage, data).float() * scale.float()[..., None]).to(dtype)
-        case Affine():
-            data, scale, minimum = parts
-            q = unpack(data, storage.bits)
-            grouped = q.unflatten(-1, (storage.groups(q.shape[-1]), -1))
-            return dequantized(grouped, scale, minimum, -1).flatten(-2).to(dtype)
-        case Rotated(inner=inner):
-            return hadamard(decode(inner, parts, torch.float32)).to(dtype)
-        case InKeys():
-            raise ValueError("values that are kept in the keys have no parts of their own: see `leading`")
-        case Recent() | PerChannel():
-            raise ValueError(f"{storage}: how the newest tokens are read depends on who reads them")
+    if storage.unquantized:
+        raise ValueError(f"{storage}: how the newest tokens are read depends on who reads them")
+    if storage.hadamard:
+        return hadamard(decode(storage.without_hadamard, parts, torch.float32)).to(dtype)
+    data, *numbers = parts
+    found = codes.numbers(storage.element, data)
+    match storage.scale.per:
+        case "none":
+            return found.to(dtype)
+        case "group":
+            grouped = found.unflatten(-1, (storage.groups(found.shape[-1]), -1))
+            return dequantized(storage, grouped, numbers, -1).flatten(-2).to(dtype)
+        case "channel":
+            raise ValueError(f"{storage}: what a token is read as depends on the others of its group")
+        case _:
+            return dequantized(storage, found, numbers, -1).to(dtype)
 
 
 def as_stored(storage: Storage, read: Storage, x: Tensor, parts: Sequence[Tensor]) -> Tensor:
@@ -100,31 +80,37 @@ def as_stored(storage: Storage, read: Storage, x: Tensor, parts: Sequence[Tensor
     return decode(read, [*encode(storage, x, parts), *fixed], x.dtype)
 
 
-def quantized(x: Tensor, dim: int, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x fp32 -> codes of its shape, as `unpack` gives them, and scale and minimum in `dtype` without `dim`."""
-    low, high, levels = x.amin(dim), x.amax(dim), 2**bits - 1
-    minimum = clamped(low, dtype)
-    scale = clamped((high - low) / levels, dtype)
+def quantized(storage: Storage, x: Tensor, dim: int) -> tuple[Tensor, list[Tensor]]:
+    """x fp32 -> codes of its shape, before they are packed, and what shares `dim` in it: scale, and minimum if any."""
+    code, scale = storage.element, storage.scale
+    if not scale.minimum:
+        kept = scales.kept(scale, x.abs().amax(dim), code.largest)
+        scaled = x / scales.divisor(scales.numbers(scale, kept)).unsqueeze(dim)
+        return codes.codes_of(code, scaled, code.largest), [kept]
+    low, high = x.amin(dim), x.amax(dim)
+    minimum = floats.clamped(low, scale.torch_dtype)
+    kept = scales.kept(scale, high - low, code.largest)
     shifted = x - minimum.float().unsqueeze(dim)
-    q = torch.round(shifted / _divisor(scale).unsqueeze(dim)).clamp(0, levels)
-    return q if current().portable else q.to(torch.uint8), scale, minimum
+    scaled = shifted / scales.divisor(scales.numbers(scale, kept)).unsqueeze(dim)
+    return codes.codes_of(code, scaled, code.largest), [kept, minimum]
 
 
-def dequantized(codes: Tensor, scale: Tensor, minimum: Tensor, dim: int) -> Tensor:
-    """The inverse of `quantized`, fp32."""
-    x: Tensor = codes.float() * scale.float().unsqueeze(dim) + minimum.float().unsqueeze(dim)
-    return x
+def dequantized(storage: Storage, found: Tensor, numbers: Sequence[Tensor], dim: int) -> Tensor:
+    """The inverse of `quantized`, fp32; found: numbers of the codes' shape, before their scale."""
+    x: Tensor = found.float() * scales.numbers(storage.scale, numbers[0]).unsqueeze(dim)
+    return x + numbers[1].float().unsqueeze(dim) if storage.scale.minimum else x
 
 
-def turned(storage: Storage, x: Tensor) -> Tensor:
+def turned(storage: Storage | InKeys, x: Tensor) -> Tensor:
     """x [..., dim] in the basis that the storage keeps vectors in; fp32 where that is another."""
-    return hadamard(x) if isinstance(storage, Rotated) else x
+    return hadamard(x) if storage.hadamard else x
 
 
 def leading(storage: Storage, parts: list[Tensor], channels: int) -> tuple[Storage, list[Tensor]]:
     """The first channels of vectors that are stored as `parts`: values that are kept in the keys."""
-    if isinstance(storage, (Affine, Rotated)):  # channels far apart share a byte, or all of a block
-        return ModelDtype(), [decode(storage, parts, torch.float32)[..., :channels]]
+    # Channels far apart share a byte, a scale, or all of a block.
+    if storage.element.packed or storage.scale.per == "group" or storage.hadamard:
+        return MODEL, [decode(storage, parts, torch.float32)[..., :channels]]
     return storage, [parts[0][..., :channels], *parts[1:]]
 
 
@@ -135,7 +121,7 @@ def dot_keys(storage: Storage, q: Tensor, parts: list[Tensor]) -> Tensor:
     """
     if _scaled(storage):
         data, scale = parts
-        return _dot(q, _numbers(storage, data)) * scale.float()[:, :, None]
+        return _dot(q, codes.numbers(storage.element, data)) * _of_vectors(storage, scale)
     return _dot(q, decode(storage, parts, q.dtype))
 
 
@@ -143,35 +129,18 @@ def weigh_values(storage: Storage, p: Tensor, parts: list[Tensor]) -> Tensor:
     """Probabilities times stored values: p fp32 [B, Hkv, G, T], parts [B, Hkv, T, ...] -> fp32 [B, Hkv, G, Dv]."""
     if _scaled(storage):
         data, scale = parts
-        return _weigh(p * scale.float()[:, :, None], _numbers(storage, data))
+        return _weigh(p * _of_vectors(storage, scale), codes.numbers(storage.element, data))
     return _weigh(p, decode(storage, parts, torch.float32))
-
-
-def clamped(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in `dtype`, at most its largest finite number."""
-    largest = torch.finfo(dtype).max
-    if torch.finfo(x.dtype).max <= largest:
-        return x.to(dtype)
-    # bfloat16 has no 65504: there the bound itself would be rounded up, to what float16 cannot hold.
-    return x.to(torch.promote_types(x.dtype, torch.float32)).clamp(-largest, largest).to(dtype)
 
 
 def _scaled(storage: Storage) -> bool:
     """Whether a vector is its elements times one scale."""
-    return isinstance(storage, Int8) or (isinstance(storage, Fp8) and storage.scale != "none")
+    return storage.scale.per in ("vector", "tensor", "head") and not storage.hadamard
 
 
-def _fp8(x: Tensor, storage: Fp8) -> Tensor:
-    """x fp32 as the dialect stores it."""
-    x = x.clamp(-storage.largest, storage.largest)
-    return to_code(x, storage.torch_dtype) if current().portable else x.to(storage.torch_dtype)
-
-
-def _numbers(storage: Storage, data: Tensor) -> Tensor:
-    """Stored numbers as numbers: what the dialect keeps as codes is decoded."""
-    if isinstance(storage, Fp8) and data.dtype != storage.torch_dtype:
-        return from_code(data, storage.torch_dtype)
-    return data
+def _of_vectors(storage: Storage, scale: Tensor) -> Tensor:
+    """A scale per vector, or per head, as it multiplies [B, Hkv, G, T]."""
+    return scales.numbers(storage.scale, scale)[:, :, None]
 
 
 def _dot(q: Tensor, k: Tensor) -> Tensor:
@@ -187,8 +156,3 @@ def _weigh(p: Tensor, v: Tensor) -> Tensor:
     if current().portable:
         return torch.matmul(p, v.float())
     return (p[..., None] * v.float()[:, :, None]).sum(-2)
-
-
-def _divisor(scale: Tensor) -> Tensor:
-    scale = scale.float()
-    return torch.where(scale == 0, 1.0, scale)

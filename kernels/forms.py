@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels import codec, recent
-from kvcompile.layouts import CacheLayout, InKeys, PerChannel, Recent, Storage
+from kvcompile.layouts import CacheLayout, InKeys, Storage
 
 # Whether keys, and whether values, are in full.
 Pair = tuple[bool, bool]
@@ -122,7 +122,9 @@ def of_slots(
         return older, older, codec.turned(read, newest).to(dtype)
 
     k = forms(stored.keys, layout.keys, keys, new[0])
-    v = None if isinstance(layout.values, InKeys) else forms(stored.values, layout.values, values, new[1])
+    v = None
+    if not (isinstance(stored.values, InKeys) or isinstance(layout.values, InKeys)):
+        v = forms(stored.values, layout.values, values, new[1])
     v = _values_of(layout, k, v)
     found = [(k[0], v[0], (False, False))]
     for k_full, v_full in _later_forms(layout):
@@ -137,7 +139,7 @@ def of_slots(
 
 def may_see(layout: CacheLayout, form: Pair, place: Tensor, length: Tensor) -> Tensor:
     """Whether sequences of `length` read the tokens at `place` in this form; both broadcast against each other."""
-    owner = layout.keys if isinstance(layout.values, InKeys) else layout.values
+    owner = _owner(layout)
     k_full, v_full = form
     k_now = place >= recent.in_full_from(layout.keys, length)
     v_now = place >= recent.in_full_from(owner, length)
@@ -173,7 +175,7 @@ def _values_of(layout: CacheLayout, k: Forms, v: Forms | None) -> Forms:
 
 def _later_forms(layout: CacheLayout) -> list[Pair]:
     """The forms besides all settled in which any token may be seen."""
-    owner = layout.keys if isinstance(layout.values, InKeys) else layout.values
+    owner = _owner(layout)
     pairs = [(True, True)]
     if not _never_later(owner, layout.keys):
         pairs.append((True, False))
@@ -186,7 +188,13 @@ def _never_later(one: Storage, other: Storage) -> bool:
     """Whether every token that `other` gives in full is in full in `one` as well, at any length."""
     if one == other:
         return True
-    a, b = codec.as_kept(one), codec.as_kept(other)
-    if isinstance(a, PerChannel) and isinstance(b, PerChannel):
-        return a.residual == b.residual
-    return isinstance(a, Recent) and isinstance(b, (Recent, PerChannel)) and b.residual <= a.residual
+    if not (one.unquantized and other.unquantized):
+        return False
+    if one.channelwise:
+        return other.channelwise and one.residual == other.residual
+    return other.residual <= one.residual
+
+
+def _owner(layout: CacheLayout) -> Storage:
+    """The storage of the values: the keys' where they hold them."""
+    return layout.keys if isinstance(layout.values, InKeys) else layout.values

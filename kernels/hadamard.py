@@ -1,11 +1,11 @@
-"""The Hadamard rotation of `layouts/storages/rotated.py`: y = H x / sqrt(n), by blocks of n channels."""
+"""The Hadamard rotation of `layouts/storage/hadamard.py`: y = H x / sqrt(n), by blocks of n channels."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kvcompile.layouts.storages.rotated import block
+from kvcompile.layouts.storage.hadamard import block
 
 
 def hadamard(x: Tensor) -> Tensor:

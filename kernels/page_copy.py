@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.spec import Kernels
-from kvcompile.layouts.storages.floats import is_fp8
+from kvcompile.layouts.storage import is_fp8
 
 PageCopy = Callable[[Tensor, Tensor, Tensor], None]
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kvcompile.kernels import recent
 from kvcompile.kernels.symbolic import evaluate
-from kvcompile.layouts import Storage
+from kvcompile.layouts import InKeys, Storage
 from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.pages import offset, page_index
-from kvcompile.layouts.storages.floats import is_fp8
+from kvcompile.layouts.storage import is_fp8
 
 
 def located(table: Tensor, rows: Tensor, rows_per_page: int) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ def overwrite(pool: Tensor, table: Tensor, part: Tensor, index: Tensor, which: T
     write(pool, table, rows, found)
 
 
-def stored(storage: Storage, parts: list[Tensor], table: Tensor, slots: int) -> list[Tensor]:
+def stored(storage: Storage | InKeys, parts: list[Tensor], table: Tensor, slots: int) -> list[Tensor]:
     """The parts of the first `slots` slots at least: [B, Hkv, rows, ...], or as they are where their rows are fixed."""
     # Which parts a storage has, and how many tokens share a row, does not depend on the dim.
     own = storage.parts(128, torch.float32)

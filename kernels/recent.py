@@ -1,16 +1,16 @@
-"""Storages that keep their newest or their first tokens in full (`layouts/storages/residual.py`): append and read.
+"""Storages that keep their newest or their first tokens in full (`layouts/storage/storage.py`): append and read.
 
 Such a storage's parts are those of its settled tokens, and last the rows in full [B, Hkv, sinks + residual, D]: those
 of the first tokens, and a ring of the newest. A settled form may stand in its slot before it is read from there:
-every token of a `Recent` is encoded at once, a group of a `PerChannel` each time that one of its tokens comes, until
-it is whole.
+a token with a scale of its own is encoded at once, a group of tokens each time that one of them comes, until it is
+whole.
 
 One token goes into the rows in full first. Many tokens attend to the ring as it was and to themselves
 (`kernels/forms.py`), and go into it after: early queries still see in full what late tokens push out. Storages that
 keep nothing in full pass through.
 
 Tokens may stand in any order: positions of keys are [B, T], or [B, Hkv, T] where heads keep other tokens, and -1
-where there is none. Only groups of tokens (`PerChannel`) need them in order from 0.
+where there is none. Only groups of tokens (a scale per channel) need them in order from 0.
 """
 
 from __future__ import annotations
@@ -20,20 +20,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvcompile.kernels import codec
-from kvcompile.kernels.bits import pack, unpack
+from kvcompile.kernels import codec, codes
 from kvcompile.kernels.dialect import current
 from kvcompile.kernels.symbolic import evaluate
-from kvcompile.layouts import ModelDtype, PerChannel, Recent, Storage
+from kvcompile.layouts import InKeys, Storage
 from kvcompile.layouts import symbols as sy
-from kvcompile.layouts.storages.floats import is_fp8
-from kvcompile.layouts.storages.part import scale_dtype
+from kvcompile.layouts.storage import is_fp8
 
 
 def in_full_from(storage: Storage, length: Tensor) -> Tensor:
     """The first position that a sequence of `length` (any shape) reads in full as a new one; `length` itself: none."""
-    kept = codec.as_kept(storage)
-    return evaluate(kept.settled, {sy.length: length}) if isinstance(kept, (Recent, PerChannel)) else length
+    return evaluate(storage.quantized_tokens, {sy.length: length}) if storage.unquantized else length
 
 
 def settled(
@@ -45,25 +42,23 @@ def settled(
     Rows of padding are negative, or hold what is written again before it is read. The ring of one token is that
     after it, that of many tokens the one before them.
     """
-    kept = codec.as_kept(storage)
-    match kept:
-        case Recent(inner=inner):
-            return positions, codec.encode(inner, in_basis(storage, x), parts)
-        case PerChannel():
-            # The groups that the tokens touch, the last of them again where fewer than the most that S can touch.
-            count = (x.shape[2] + kept.group - 2) // kept.group + 1
-            start, end = positions[:, :1] // kept.group, positions[:, -1:] // kept.group
-            groups = torch.minimum(start + torch.arange(count, device=x.device), end).clamp(min=0)
-            tokens = groups[:, :, None] * kept.group + torch.arange(kept.group, device=x.device)
-            if x.shape[2] == 1:
-                found = take(parts[-1], row_of(storage, tokens.flatten(1)))
-            else:
-                found = in_full(storage, x, parts[-1], positions, tokens.flatten(1))
-            grouped = found.unflatten(2, (-1, kept.group)).float()
-            codes, scale, minimum = codec.quantized(grouped, 3, kept.bits, scale_dtype(kept.scale_dtype))
-            return groups, [pack(codes, kept.bits), scale, minimum]
-        case _:
-            return positions, codec.encode(storage, x, parts)
+    if not storage.channelwise:
+        if storage.unquantized:
+            return positions, codec.encode(storage.of_slots, in_basis(storage, x), parts)
+        return positions, codec.encode(storage, x, parts)
+    # The groups that the tokens touch, the last of them again where fewer than the most that S can touch.
+    group = storage.group
+    count = (x.shape[2] + group - 2) // group + 1
+    start, end = positions[:, :1] // group, positions[:, -1:] // group
+    groups = torch.minimum(start + torch.arange(count, device=x.device), end).clamp(min=0)
+    tokens = groups[:, :, None] * group + torch.arange(group, device=x.device)
+    if x.shape[2] == 1:
+        found = take(parts[-1], row_of(storage, tokens.flatten(1)))
+    else:
+        found = in_full(storage, x, parts[-1], positions, tokens.flatten(1))
+    grouped = found.unflatten(2, (-1, group)).float()
+    q, numbers = codec.quantized(storage, grouped, 3)
+    return groups, [codes.packed(storage.element, q), *numbers]
 
 
 def append(
@@ -99,13 +94,13 @@ def overwrite(buffer: Tensor, part: Tensor, index: Tensor, which: Tensor) -> Non
     buffer.copy_(torch.where(which.view(shape), take(part, index), buffer))
 
 
-def up_to(storage: Storage, parts: list[Tensor], span: int) -> list[Tensor]:
+def up_to(storage: Storage | InKeys, parts: list[Tensor], span: int) -> list[Tensor]:
     """The parts of the first `span` tokens at least, in whole groups; what has rows of its own as it is."""
     own = sum(not part.fixed for part in storage.parts(128, torch.float32))
     return [*(part[:, :, : rows_of(storage, span, part.shape[2])] for part in parts[:own]), *parts[own:]]
 
 
-def rows_of(storage: Storage, span: int, rows: int) -> int:
+def rows_of(storage: Storage | InKeys, span: int, rows: int) -> int:
     """How many of a part's `rows` hold the first `span` tokens, where a row may be a group of tokens.
 
     Of groups some more are read: a number of them that can be one, or pass the last, would be taken for one, or for
@@ -113,12 +108,11 @@ def rows_of(storage: Storage, span: int, rows: int) -> int:
     goes from none to all, and is at least span / group:  rows - floor((rows - 2) e)  >=  rows - floor(rows e),
     where e is the part of all tokens that is beyond the span.
     """
-    kept = codec.as_kept(storage)
-    if not isinstance(kept, PerChannel):
+    if isinstance(storage, InKeys) or not storage.channelwise:
         return span
     if rows <= 2:
         return rows
-    return 2 + (span * (rows - 2) + rows * kept.group - 1) // (rows * kept.group)
+    return 2 + (span * (rows - 2) + rows * storage.group - 1) // (rows * storage.group)
 
 
 def dot_keys(
@@ -129,7 +123,7 @@ def dot_keys(
         return codec.dot_keys(storage, q, parts)
     q = codec.turned(storage, q)
     older = _apply_settled(storage, parts, lambda inner, own: codec.dot_keys(inner, q, own), key_positions)
-    newest = codec.dot_keys(ModelDtype(), q, parts[-1:])
+    newest = codec.dot_keys(codec.MODEL, q, parts[-1:])
     row = _heads(row_of(storage, key_positions))[:, :, None]
     newest = newest.gather(-1, row.expand(older.shape))
     return torch.where(_heads(_in_full(storage, key_positions, length))[:, :, None], newest, older)
@@ -163,7 +157,7 @@ def weigh_values(
         unread, place = place < 0, place.clamp(min=0)
     index = _heads(place)[:, :, None].expand(*p.shape[:-1], place.shape[-1])
     of_newest = p.gather(-1, index).masked_fill(_heads(unread)[:, :, None], 0.0)
-    return codec.turned(storage, older + codec.weigh_values(ModelDtype(), of_newest, parts[-1:]))
+    return codec.turned(storage, older + codec.weigh_values(codec.MODEL, of_newest, parts[-1:]))
 
 
 def decode(
@@ -188,27 +182,25 @@ def decode_old(storage: Storage, parts: list[Tensor], key_positions: Tensor, dty
 
 def as_old(storage: Storage, read: Storage, x: Tensor, parts: list[Tensor], positions: Tensor) -> Tensor:
     """New tokens x [B, Hkv, S, D] at `positions` [B, S] as `decode_old` will give them, in the basis of `read`."""
-    kept = codec.as_kept(storage)
-    if not isinstance(kept, Recent):
+    if not storage.unquantized:
         return codec.as_stored(storage, read, x, parts)
-    own = in_basis(storage, x).float()
-    older = codec.as_stored(kept.inner, kept.inner, own, parts)
-    if kept.sinks:
+    own, kept = in_basis(storage, x).float(), storage.of_slots
+    older = codec.as_stored(kept, kept, own, parts)
+    if storage.sinks:
         older = torch.where(_is_sink(storage, positions)[:, None, :, None], own, older)
     return codec.turned(read, older).to(x.dtype)
 
 
 def decode_settled(storage: Storage, parts: list[Tensor], tokens: int, dtype: torch.dtype) -> Tensor:
     """The settled form of the first `tokens` slots; where there is none yet, anything: [B, Hkv, tokens, D]."""
-    kept = codec.as_kept(storage)
-    match kept:
-        case Recent(inner=inner):
-            x = codec.decode(inner, parts[:-1], torch.float32)
-        case PerChannel():
-            data, scale, minimum, _ = parts
-            x = codec.dequantized(unpack(data, kept.bits), scale, minimum, 3).flatten(2, 3)[:, :, :tokens]
-        case _:
-            return codec.decode(storage, parts, dtype)
+    if not storage.unquantized:
+        return codec.decode(storage, parts, dtype)
+    if storage.channelwise:
+        data, *numbers, _ = parts
+        found = codes.numbers(storage.element, data)
+        x = codec.dequantized(storage, found, numbers, 3).flatten(2, 3)[:, :, :tokens]
+    else:
+        x = codec.decode(storage.of_slots, parts[:-1], torch.float32)
     return codec.turned(storage, x).to(dtype)
 
 
@@ -280,10 +272,10 @@ def _apply_settled(
     key_positions: Tensor,
 ) -> Tensor:
     """`function` of the settled tokens, as a storage and parts that the codec knows."""
-    kept = codec.as_kept(storage)
-    if isinstance(kept, Recent):
-        return function(kept.inner, parts[:-1])
-    return function(ModelDtype(), [decode_settled(kept, parts, key_positions.shape[-1], torch.float32)])
+    if not storage.channelwise:
+        return function(storage.of_slots, parts[:-1])
+    kept = storage.without_hadamard
+    return function(codec.MODEL, [decode_settled(kept, parts, key_positions.shape[-1], torch.float32)])
 
 
 def _heads(x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from kvcompile.kernels.scores import bias_at, grouped, probabilities, soft_cappe
 from kvcompile.kernels.sides import as_read, sides, turned_back, weighed
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.symbolic import evaluate
-from kvcompile.layouts import CacheLayout, InKeys, ModelDtype
+from kvcompile.layouts import CacheLayout, InKeys
 from kvcompile.layouts import symbols as sy
 
 
@@ -253,7 +253,7 @@ def _decode(
         q = rotate(q, query_place, *rope, form=spec.rotary)
         k = recent.decode(layout.keys, keys, key_positions, new_lens, q.dtype)
         rotated = rotate(k, place, *rope, form=spec.rotary)
-        scores = codec.dot_keys(ModelDtype(), q.squeeze(2).unflatten(1, heads), [rotated])
+        scores = codec.dot_keys(codec.MODEL, q.squeeze(2).unflatten(1, heads), [rotated])
     else:
         of_heads = q.squeeze(2).unflatten(1, heads)
         scores = recent.dot_keys(layout.keys, of_heads, keys, key_positions, new_lens)

@@ -24,9 +24,9 @@ from kvcompile.kernels.scores import bias_by_heads, soft_capped
 from kvcompile.kernels.sides import as_read, sides, turned_back, weighed
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.symbolic import evaluate
-from kvcompile.layouts import CacheLayout, ModelDtype, Scored
+from kvcompile.layouts import CacheLayout, Scored
 from kvcompile.layouts import symbols as sy
-from kvcompile.layouts.storages.floats import is_fp8
+from kvcompile.layouts.storage import is_fp8
 
 
 def cached_attention(
@@ -100,7 +100,7 @@ def _one(
         rotated = rotate(
             recent.decode(read.keys, keys, held, length, q.dtype), place, *rope, form=spec.rotary
         )
-        scores = codec.dot_keys(ModelDtype(), q.squeeze(2).unflatten(1, heads), [rotated])
+        scores = codec.dot_keys(codec.MODEL, q.squeeze(2).unflatten(1, heads), [rotated])
     else:
         scores = recent.dot_keys(read.keys, q.squeeze(2).unflatten(1, heads), keys, held, length)
     scores = soft_capped(scores * spec.sm_scale, spec.score.softcap)

@@ -12,16 +12,18 @@ from torch import Tensor
 
 from kvcompile.kernels import codec, recent
 from kvcompile.kernels.hadamard import hadamard
-from kvcompile.layouts import CacheLayout, InKeys, Rotated, Storage
+from kvcompile.layouts import CacheLayout, InKeys, Storage
 
 
 def as_read(layout: CacheLayout, rope: bool, head_dim: int) -> CacheLayout:
     """The layout whose vectors are those that attention uses: turned ones stay so, but for keys before RoPE."""
-    if rope or not isinstance(layout.keys, Rotated):
-        return replace(layout, values=codec.as_kept(layout.values))
+    values = layout.values.without_hadamard
+    if rope or not layout.keys.hadamard:
+        return replace(layout, values=values)
     # The first channels of turned keys are not those of the keys: all are weighed, and then turned back.
-    values = InKeys(head_dim) if isinstance(layout.values, InKeys) else codec.as_kept(layout.values)
-    return replace(layout, keys=codec.as_kept(layout.keys), values=values)
+    return replace(
+        layout, keys=layout.keys.without_hadamard, values=InKeys(head_dim) if layout.in_keys else values
+    )
 
 
 def turned_back(out: Tensor, layout: CacheLayout, read: CacheLayout) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from kvcompile.kernels.triton.available import fp8_form
 from kvcompile.layouts import BufferSpec, PageGroup
 from kvcompile.layouts.stepping import StepsBack, steps_back
-from kvcompile.layouts.storages.floats import is_fp8
+from kvcompile.layouts.storage import is_fp8
 from kvcompile.plan import Limits, Plan
 
 

@@ -157,9 +157,9 @@ def _measure(front: Front, ids: Tensor) -> dict[Node, Tensor]:
 
 
 def _turns(dim: int) -> bool:
-    from kvcompile.layouts import Int8, Rotated
+    from kvcompile.layouts.storage import hadamard
 
-    return Rotated(Int8()).check(dim) is None
+    return hadamard.check(dim) is None
 
 
 def _layer(site: AttentionSite, largest: dict[Node, Tensor]) -> LayerExtents:

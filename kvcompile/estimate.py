@@ -406,10 +406,10 @@ def _total(plan: Plan, shape: ModelShape, full: bool = False, tables: bool = Tru
 
 def _full(decision: Decision) -> CacheLayout:
     """The layout that keeps everything as the model computes it."""
-    from kvcompile.layouts import CacheLayout, InKeys
+    from kvcompile.layouts import CacheLayout
 
-    values = decision.layout.values
-    return CacheLayout(values=values) if isinstance(values, InKeys) else CacheLayout()
+    layout = decision.layout
+    return CacheLayout(values=layout.values) if layout.in_keys else CacheLayout()
 
 
 def _at(total: sympy.Expr, batch: int, tokens: int) -> int:

@@ -26,7 +26,7 @@ from torch.fx import GraphModule, Node
 from kvcompile.kernels import opaque, ops
 from kvcompile.kernels.running_sum import cached_running_sum, running_sum
 from kvcompile.kernels.spec import Share
-from kvcompile.layouts import InKeys, PageGroup
+from kvcompile.layouts import PageGroup
 from kvcompile.passes import dynamic_mask
 from kvcompile.passes.clean import drop_dead
 from kvcompile.passes.opaque import is_mixer
@@ -109,7 +109,7 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
             if decision.kv_source in page_tables:
                 extra["page_table"] = page_tables[decision.kv_source]
             v = copied[site.v]
-            if decision.rotary_in_op is not None and isinstance(decision.layout.values, InKeys):
+            if decision.rotary_in_op is not None and decision.layout.in_keys:
                 # Its values are channels of the keys that it keeps; these, after RoPE, would keep RoPE in the graph.
                 v = graph.call_function(torch.ops.aten.slice.Tensor, (copied[k], 3, 0, decision.v_head_dim))
             new = graph.call_function(

@@ -17,19 +17,19 @@ from kvcompile.emit.inductor import ShapeClass, Tracer
 from kvcompile.kernels import ops
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
-    Affine,
     CacheLayout,
     Contiguous,
     Full,
-    Int8,
-    ModelDtype,
     Paged,
-    PerChannel,
-    Recent,
     Ring,
     Scored,
     SinkWindow,
     Slots,
+    int8,
+    model_dtype,
+    per_channel,
+    uint,
+    with_residual,
 )
 from kvcompile.types import RotaryForm
 from tests.inductor_sm90 import act_as_sm90, program_of
@@ -37,11 +37,11 @@ from tests.inductor_sm90 import act_as_sm90, program_of
 HEADS, KV_HEADS, DIM, SLOTS, PAGES = 8, 2, 64, 1088, 70
 LAYOUTS = {
     "model": CacheLayout(),
-    "int8": CacheLayout(Int8(), Int8()),
-    "int4 in pages": CacheLayout(Affine(4, 32), Affine(4, 32), Paged(64), Full()),
-    "KIVI": CacheLayout(PerChannel(2, 32, 32), Recent(Affine(2, 32), 32), Contiguous(), Full()),
-    "streaming": CacheLayout(Int8(), Int8(), Ring(), SinkWindow(4, 508)),
-    "H2O": CacheLayout(ModelDtype(), ModelDtype(), Slots(), Scored(4, 252, 256)),
+    "int8": CacheLayout(int8(), int8()),
+    "int4 in pages": CacheLayout(uint(4, 32), uint(4, 32), Paged(64), Full()),
+    "KIVI": CacheLayout(per_channel(2, 32, 32), with_residual(uint(2, 32), 32), Contiguous(), Full()),
+    "streaming": CacheLayout(int8(), int8(), Ring(), SinkWindow(4, 508)),
+    "H2O": CacheLayout(model_dtype(), model_dtype(), Slots(), Scored(4, 252, 256)),
 }
 
 

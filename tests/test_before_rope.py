@@ -18,20 +18,20 @@ from kvcompile.kernels.policy import policy_attention
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
-    Affine,
     CacheLayout,
     Contiguous,
-    Fp8,
     Full,
     InKeys,
-    Int8,
-    ModelDtype,
-    PerChannel,
-    Recent,
     Ring,
-    Rotated,
     SinkWindow,
     Window,
+    fp8,
+    int8,
+    model_dtype,
+    per_channel,
+    uint,
+    with_hadamard,
+    with_residual,
 )
 from kvcompile.pipeline import plan_for, understand
 from kvcompile.recipe import Recipe
@@ -44,13 +44,13 @@ from tests.test_storage import CHUNKS, D, T, close, inputs
 from tests.test_verify import fronts
 
 STORAGES: list[Any] = [
-    ModelDtype(),
-    Fp8(),
-    Rotated(Affine(4)),
-    Recent(Int8(), 5, 2),
-    Rotated(Recent(Affine(2, 32), 6)),
-    PerChannel(2, 4, 8),
-    Rotated(PerChannel(3, 3, 9, sinks=2)),
+    model_dtype(),
+    fp8(),
+    with_hadamard(uint(4)),
+    with_residual(int8(), 5, 2),
+    with_hadamard(with_residual(uint(2, 32), 6)),
+    per_channel(2, 4, 8),
+    with_hadamard(per_channel(3, 3, 9, sinks=2)),
 ]
 PLACED = [
     (Contiguous(), Full()),
@@ -68,15 +68,15 @@ def test_unrounded_keys_are_those_after_rope(placed: Any) -> None:
     positions = torch.arange(T).expand(2, -1)
     turned = [rotate(x, positions, *ROPE) for x in (q, k)]
     pads = torch.tensor([0, 0])
-    late = SiteSpec(CacheLayout(ModelDtype(), ModelDtype(), *placed, before_rope=True), 0.125)
-    plain = SiteSpec(CacheLayout(ModelDtype(), ModelDtype(), *placed), 0.125)
+    late = SiteSpec(CacheLayout(model_dtype(), model_dtype(), *placed, before_rope=True), 0.125)
+    plain = SiteSpec(CacheLayout(model_dtype(), model_dtype(), *placed), 0.125)
     close(policy_attention(q, k, v, late, ROPE, pads), policy_attention(*turned, v, plain, [], pads), pads)
 
 
 @pytest.mark.parametrize("placed", PLACED, ids=lambda p: f"{p[0]}-{p[1]}")
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
 def test_any_chunks_equal_the_policy(storage: Any, placed: Any) -> None:
-    layout = CacheLayout(storage, Recent(Int8(), 4), *placed, before_rope=True)
+    layout = CacheLayout(storage, with_residual(int8(), 4), *placed, before_rope=True)
     if layout.check() is not None:
         assert isinstance(placed[0], Ring)  # groups of tokens
         return
@@ -92,7 +92,7 @@ def test_any_chunks_equal_the_policy(storage: Any, placed: Any) -> None:
             close(run(spec, args, chunks, pads, ROPE, **bias).out, wanted, pads)
 
 
-@pytest.mark.parametrize("storage", [Fp8(), *STORAGES[3:]], ids=str)
+@pytest.mark.parametrize("storage", [fp8(), *STORAGES[3:]], ids=str)
 def test_latent_rows_with_a_rotary_part(storage: Any) -> None:
     args, pads = inputs(2, k_dim=D, v_dim=40, heads=1), torch.tensor([0, 3])
     rope, form = rope_tables(T, 8), RotaryForm("half", 48, 8)
@@ -108,7 +108,7 @@ def test_channels_that_stand_out_stay_apart_before_rope() -> None:
     x = torch.randn(1, T, D, generator=g)
     x[..., [3, 40]] += 20
     after = rotate(x[None], torch.arange(T)[None], *ROPE)[0]
-    errors = [rounding.older_and_newest(PerChannel(2, 20, 20), y)[0] - y for y in (x, after)]
+    errors = [rounding.older_and_newest(per_channel(2, 20, 20), y)[0] - y for y in (x, after)]
     assert errors[0].norm() < 0.5 * errors[1].norm()
 
 

@@ -28,14 +28,15 @@ from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
     BufferSpec,
     CacheLayout,
-    Fp8,
-    ModelDtype,
-    PerChannel,
-    Recent,
     Ring,
-    Rotated,
     SinkWindow,
+    Storage,
     Window,
+    fp8,
+    model_dtype,
+    per_channel,
+    with_hadamard,
+    with_residual,
 )
 from kvcompile.layouts import symbols as sy
 from kvcompile.models import LoadedModel
@@ -50,7 +51,7 @@ from tests.test_shared_kv import CrossLayer
 
 EAGER: dict[str, Any] = {"compile": {"mode": "none"}, "verify": "off"}
 HEAD = {"keys": {"dtype": "fp8_e4m3", "scale": "head"}, "values": {"dtype": "fp8_e5m2", "scale": "tensor"}}
-CALIBRATED = [Fp8("e4m3", "tensor"), Fp8("e4m3", "head"), Fp8("e5m2", "head")]
+CALIBRATED = [fp8("e4m3", "tensor"), fp8("e4m3", "head"), fp8("e5m2", "head")]
 
 
 @lru_cache
@@ -224,7 +225,7 @@ def test_a_recipe_names_its_file(tmp_path: Path, file: str, monkeypatch: pytest.
     own.write_text("cache: {keys: {dtype: fp8_e4m3, scale: head}}\nscales: scales.json\n")
     monkeypatch.chdir(tmp_path.parent)  # relative to the recipe's file, not to here
     recipe = Recipe.load(own)
-    assert recipe.scales == file and recipe.cache.keys.build() == Fp8("e4m3", "head")
+    assert recipe.scales == file and recipe.cache.keys.build() == fp8("e4m3", "head")
     assert Recipe.load(own, scales=Path(file)) == recipe
     with pytest.raises(RecipeError, match="no such file; `kvcompile calibrate MODEL"):
         Recipe.load(own, scales="scales.json")
@@ -296,14 +297,14 @@ def test_a_form_that_was_not_measured_is_refused(tmp_path: Path, file: str) -> N
 
 
 @pytest.mark.parametrize("storage", CALIBRATED, ids=str)
-def test_a_calibrated_scale_decides_the_step_and_the_range(storage: Fp8) -> None:
+def test_a_calibrated_scale_decides_the_step_and_the_range(storage: Storage) -> None:
     g = torch.Generator().manual_seed(0)
     scale = torch.tensor([0.01, 0.5, 1e-6])
     reach = scale * 448
     x = (torch.rand(2, 3, 50, 16, generator=g) * 2 - 1) * reach[:, None, None]
     parts = [torch.empty(0), scale.expand(2, 3)[..., None]]
     back = codec.as_stored(storage, storage, x, parts)
-    info = torch.finfo(storage.torch_dtype)
+    info = torch.finfo(storage.element.dtype)
     lost = x.abs() * info.eps / 2 + scale[:, None, None] * info.smallest_normal * info.eps / 2
     assert ((back - x).abs() <= lost * (1 + 1e-5)).all() and not torch.equal(back, x)
     beyond = codec.as_stored(storage, storage, x.sign() * 1e30, parts)
@@ -313,7 +314,9 @@ def test_a_calibrated_scale_decides_the_step_and_the_range(storage: Fp8) -> None
 
 
 @given(
-    storage=st.sampled_from([*CALIBRATED, Recent(Fp8("e4m3", "head"), 5), Rotated(Fp8("e4m3", "tensor"))]),
+    storage=st.sampled_from(
+        [*CALIBRATED, with_residual(fp8("e4m3", "head"), 5), with_hadamard(fp8("e4m3", "tensor"))]
+    ),
     slots=st.integers(1, 90),
     batch=st.integers(1, 4),
 )
@@ -330,13 +333,13 @@ def test_bytes_are_those_of_the_tensors(storage: Any, slots: int, batch: int) ->
 # ---- the cached reference
 
 HQ, HKV, D, T = 4, 2, 64, 40
-STORED: list[Any] = [*CALIBRATED, Rotated(Fp8("e4m3", "head")), Recent(Fp8("e5m2", "tensor"), 6)]
+STORED: list[Any] = [*CALIBRATED, with_hadamard(fp8("e4m3", "head")), with_residual(fp8("e5m2", "tensor"), 6)]
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     keys=st.sampled_from(STORED),
-    values=st.sampled_from([*STORED, ModelDtype(), PerChannel(4, 4, 8)]),
+    values=st.sampled_from([*STORED, model_dtype(), per_channel(4, 4, 8)]),
     retention=st.sampled_from([None, Window(7), SinkWindow(2, 6)]),
     cuts=st.lists(st.integers(1, T - 1), max_size=7),
     padding=st.lists(st.integers(0, 9), min_size=1, max_size=2),

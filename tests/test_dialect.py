@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kvcompile.kernels import bits, codec
+from kvcompile.kernels.codes.fp8 import from_code, to_code
 from kvcompile.kernels.dialect import ONNX, PYTORCH, TENSORRT, Dialect, current, speaking
-from kvcompile.kernels.fp8_codes import from_code, to_code
-from kvcompile.layouts import Affine, Fp8, Int8, Rotated, Storage
+from kvcompile.layouts import Storage, fp8, int8, mxfp4, nf4, uint, with_hadamard
 
 PORTABLE = (ONNX, TENSORRT)
 
@@ -51,13 +51,16 @@ def test_fp8_by_arithmetic(dtype: torch.dtype, dialect: Dialect) -> None:
 
 
 STORAGES: tuple[Storage, ...] = (
-    Int8(),
-    Fp8("e4m3"),
-    Fp8("e5m2", scale="none"),
-    Affine(4, 16),
-    Affine(3, 16),
-    Affine(2, 32),
-    Rotated(Affine(4, 32)),
+    int8(),
+    fp8("e4m3"),
+    fp8("e5m2", scale="none"),
+    uint(4, 16),
+    uint(3, 16),
+    uint(2, 32),
+    with_hadamard(uint(4, 32)),
+    nf4(),
+    nf4(16),
+    mxfp4(),
 )
 
 

@@ -302,7 +302,7 @@ def test_to_dict_is_json() -> None:
     cost = estimate(LLAMA_8B, "int8", memory="1GiB")
     data = json.loads(json.dumps(cost.to_dict()))
     assert data["bytes_per_token"] == cost.bytes_per_token
-    assert data["fit"]["memory"] == GiB and data["layers"][0]["layout"]["keys"]["kind"] == "int8"
+    assert data["fit"]["memory"] == GiB and data["layers"][0]["layout"]["keys"]["code"] == "int8"
     assert data["ratio"] == pytest.approx(cost.ratio)
 
 

@@ -27,7 +27,7 @@ from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import available
 from kvcompile.kernels.triton import device as devices
 from kvcompile.kernels.triton.supports import refusal
-from kvcompile.layouts import CacheLayout, Contiguous, Full, Int8, Paged, Recent, Rotated
+from kvcompile.layouts import CODES, CacheLayout, Contiguous, Full, Paged, Scale, Storage, int8, with_hadamard
 from kvcompile.pipeline import plan_for, understand
 from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe
@@ -62,9 +62,19 @@ def runs_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- what a layout says
 
 
-@dataclass(frozen=True)
-class Rounded(Int8):
-    """A storage that no kernel knows: Int8 is one that they do."""
+# A code that no kernel knows: int8 is one that they do.
+ROUNDED = replace(CODES["int8"], name="rounded")
+
+
+@pytest.fixture
+def _known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CODES, "rounded", ROUNDED)
+
+
+def rounded(**more: Any) -> Storage:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CODES, "rounded", ROUNDED)
+        return Storage("rounded", Scale("vector"), **more)
 
 
 @dataclass(frozen=True)
@@ -80,16 +90,25 @@ class Elsewhere(Contiguous):
 @pytest.mark.parametrize(
     ("layout", "told"),
     [
-        (CacheLayout(Rounded()), "for keys in 'int8'"),
-        (CacheLayout(values=Rounded()), "for values in 'int8'"),
-        (CacheLayout(Recent(Rounded(), 8)), "for keys in 'int8'"),
-        (CacheLayout(Rotated(Rounded())), "for keys in 'int8'"),
-        (CacheLayout(Rotated(Recent(Rounded(), 8))), "for keys in 'int8'"),
+        (CacheLayout(rounded()), "for keys in 'int8'"),
+        (CacheLayout(values=rounded()), "for values in 'int8'"),
+        (CacheLayout(rounded(residual=8)), "for keys in 'int8'"),
+        (CacheLayout(rounded(hadamard=True)), "for keys in 'int8'"),
+        (CacheLayout(rounded(residual=8, hadamard=True)), "for keys in 'int8'"),
         (CacheLayout(retention=Halves()), f"for retention '{Halves()}'"),
         (CacheLayout(placement=Elsewhere()), f"for placement '{Elsewhere()}'"),
     ],
-    ids=str,
+    ids=[
+        "keys",
+        "values",
+        "beside a residual",
+        "after hadamard",
+        "after hadamard, beside a residual",
+        "retention",
+        "placement",
+    ],
 )
+@pytest.mark.usefixtures("_known")
 def test_what_no_kernel_was_written_for_is_refused_by_the_plan(layout: CacheLayout, told: str) -> None:
     """Whatever is added to an axis runs on the reference until kernels are written for it, and raises at no launch."""
     site = replace(SITE, layout=layout)
@@ -100,7 +119,7 @@ def test_what_kernels_cannot_do_has_a_reason() -> None:
     def reason(site: SiteSpec = SITE, dims: tuple[int, int] = (64, 64), **more: Any) -> str:
         return refusal(site, (8, 2), dims, more.pop("dtype", torch.bfloat16), **more) or ""
 
-    turned = CacheLayout(Rotated(Int8()), Int8(), before_rope=True)
+    turned = CacheLayout(with_hadamard(int8()), int8(), before_rope=True)
     form = RotaryForm("half", 0, 64)
     assert reason() == ""
     assert "computed from activations" in reason(replace(SITE, score=DYNAMIC))

@@ -12,41 +12,41 @@ from hypothesis import strategies as st
 from kvcompile.kernels.policy import policy_attention
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
-    Affine,
     CacheLayout,
     Contiguous,
-    Float,
-    Fp8,
     Full,
-    Int8,
-    ModelDtype,
-    PerChannel,
-    Recent,
     Ring,
-    Rotated,
     SinkWindow,
     Window,
+    float_dtype,
+    fp8,
+    int8,
+    model_dtype,
+    per_channel,
+    uint,
+    with_hadamard,
+    with_residual,
 )
 from kvcompile.types import BiasSpec, MaskSpec, ScoreSpec
 from tests.runner import run
 
 STORAGES = [
-    ModelDtype(),
-    Float("bfloat16"),
-    Fp8(),
-    Fp8("e5m2", "none"),
-    Int8(),
-    Affine(4),
-    Affine(4, 32),
-    Affine(8),
-    Rotated(Affine(3, 32)),
+    model_dtype(),
+    float_dtype("bfloat16"),
+    fp8(),
+    fp8("e5m2", "none"),
+    int8(),
+    uint(4),
+    uint(4, 32),
+    uint(8),
+    with_hadamard(uint(3, 32)),
 ]
 RESIDUAL = [
-    PerChannel(2, 4, 8),
-    PerChannel(3, 5, 5),
-    Recent(Affine(2, 32), 6),
-    Rotated(Recent(Fp8(), 3)),
-    Rotated(PerChannel(4, 3, 9)),
+    per_channel(2, 4, 8),
+    per_channel(3, 5, 5),
+    with_residual(uint(2, 32), 6),
+    with_hadamard(with_residual(fp8(), 3)),
+    with_hadamard(per_channel(4, 3, 9)),
 ]
 PLACED = [
     (Contiguous(), Full()),
@@ -103,7 +103,7 @@ def budget(
     )
     # The quantized grids differ between dtypes where a value sits on an edge: rounding is compared in-dtype only.
     eps = torch.finfo(oracle.dtype).eps
-    own = (oracle.double() - exact).abs().max() if spec.layout.keys == ModelDtype() else 0.0
+    own = (oracle.double() - exact).abs().max() if spec.layout.keys == model_dtype() else 0.0
     return 2 * own + 64 * eps * args[2].abs().max().double()
 
 
@@ -124,7 +124,7 @@ def check(spec: SiteSpec, chunks: list[int], padding: list[int], seed: int = 0) 
 
 
 @pytest.mark.parametrize(
-    "storage", [ModelDtype(), Fp8(), Int8(), Affine(4, 32), Rotated(Affine(3, 32))], ids=str
+    "storage", [model_dtype(), fp8(), int8(), uint(4, 32), with_hadamard(uint(3, 32))], ids=str
 )
 @pytest.mark.parametrize("placed", PLACED, ids=lambda p: f"{p[0]}-{p[1]}")
 def test_any_chunks_equal_the_policy(storage, placed) -> None:
@@ -134,7 +134,7 @@ def test_any_chunks_equal_the_policy(storage, placed) -> None:
         check(spec, chunks, [0, 9, 3])
 
 
-@pytest.mark.parametrize("values", [ModelDtype(), Int8(), *RESIDUAL[1:4]], ids=str)
+@pytest.mark.parametrize("values", [model_dtype(), int8(), *RESIDUAL[1:4]], ids=str)
 @pytest.mark.parametrize("keys", RESIDUAL, ids=str)
 def test_tokens_settle_alike_in_any_chunks(keys, values) -> None:
     """Keys and values settle at different tokens; a prompt sees both forms of one that settles within it."""
@@ -156,7 +156,7 @@ def test_tokens_settle_in_every_contiguous_layout(placed) -> None:
 @pytest.mark.parametrize("placed", PLACED, ids=lambda p: f"{p[0]}-{p[1]}")
 def test_a_sliding_mask_holds_too(placed) -> None:
     for mask in (MaskSpec("sliding", 4), MaskSpec("chunked", 4)):
-        spec = SiteSpec(CacheLayout(Int8(), ModelDtype(), *placed), 0.3, mask)
+        spec = SiteSpec(CacheLayout(int8(), model_dtype(), *placed), 0.3, mask)
         if placed[1].in_cache:
             pytest.skip("a place in the cache under a sliding mask depends on both windows")
         check(spec, [11, 1, 1, 9], [2, 0])
@@ -178,7 +178,7 @@ SCORES = [
 def test_scores_hold_in_every_layout(placed, score) -> None:
     if placed[1].in_cache and score.bias and score.bias.kind in ("columns", "table"):
         pytest.skip("a bias by positions in the sequence has no places in a cache; the plan refuses it")
-    spec = SiteSpec(CacheLayout(ModelDtype(), ModelDtype(), *placed), D**-0.5, score=score)
+    spec = SiteSpec(CacheLayout(model_dtype(), model_dtype(), *placed), D**-0.5, score=score)
     for chunks in ([13, 1, 1, 20, 1, 4], [T], [1] * 20):
         check(spec, chunks, [0, 9])
 
@@ -222,5 +222,5 @@ def test_budget_of_the_whole_length_is_the_full_cache() -> None:
 def test_layout_text_round_trips() -> None:
     for storage, placed in itertools.product([*STORAGES, *RESIDUAL], PLACED):
         for score in SCORES:
-            spec = SiteSpec(CacheLayout(storage, ModelDtype(), *placed), 0.25, MaskSpec("sliding", 9), score)
+            spec = SiteSpec(CacheLayout(storage, model_dtype(), *placed), 0.25, MaskSpec("sliding", 9), score)
             assert SiteSpec.from_json(spec.to_json()) == spec

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.layouts import Affine, CacheLayout, PerChannel, Recent
+from kvcompile.layouts import CacheLayout, per_channel, uint, with_residual
 from tests.runner import run
 
 HEADS, D, T = 2, 64, 90
@@ -82,8 +82,8 @@ def test_decode_steps_are_those_of_the_published_algorithm(
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, T, D, generator=g) for _ in range(3))
     # The authors' scales are not rounded to another dtype: float32 ones here.
-    keys = PerChannel(bits, group, residual, "float32")
-    values = Recent(Affine(bits, 32, "float32"), residual)
+    keys = per_channel(bits, group, residual, "float32")
+    values = with_residual(uint(bits, 32, "float32"), residual)
     spec = SiteSpec(CacheLayout(keys, values), D**-0.5)
     chunks = [prompt] * bool(prompt) + [1] * (T - prompt)
     ours = run(spec, [q, k, v], chunks, torch.tensor([0])).out

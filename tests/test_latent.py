@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kvcompile
-from kvcompile.layouts import InKeys, Int8
+from kvcompile.layouts import InKeys, int8
 from kvcompile.passes.capture import capture
 from kvcompile.passes.detect import detect
 from kvcompile.types import NoMatch, RotaryForm
@@ -199,7 +199,7 @@ def test_int8_of_a_transformers_model() -> None:
 
     model = tiny_model("deepseek_v3")
     fast = kvcompile.optimize(model, "int8", max_tokens=64, max_batch=2, compile={"mode": "none"})
-    assert [d.layout.keys for d in fast.plan.decisions] == [Int8()] * 2
+    assert [d.layout.keys for d in fast.plan.decisions] == [int8()] * 2
     assert fast.plan.bytes_per_token == 2 * (16 + 8 + 2)
     assert [d.rope for d in fast.plan.decisions] == [RotaryForm("half", 16, 8)] * 2
     ids = torch.randint(3, 61, (2, 16))

@@ -11,45 +11,49 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcompile.layouts import (
-    Affine,
     CacheLayout,
     Contiguous,
-    Float,
-    Fp8,
     Full,
-    Int8,
-    ModelDtype,
-    PerChannel,
-    Recent,
     Ring,
-    Rotated,
+    Scale,
     Scored,
     SinkWindow,
     Slots,
+    Storage,
     Window,
+    float_dtype,
+    fp8,
+    int8,
+    model_dtype,
+    mxfp4,
+    nf4,
+    per_channel,
+    uint,
+    with_hadamard,
+    with_residual,
 )
 from kvcompile.layouts import symbols as sy
-from kvcompile.layouts.storage import as_kept
-from kvcompile.layouts.storages.part import PerToken
 
 SCALES = ("float16", "float32")
 STORAGES = (
-    ModelDtype(),
-    *(Int8(scale_dtype=scale) for scale in SCALES),
-    *(Affine(4, group, scale) for group in (0, 32, 64, 128) for scale in SCALES),
-    *(Affine(bits, 64) for bits in (2, 3, 8)),
-    Float("float32"),
-    Float("float16"),
-    Float("bfloat16"),
-    *(Fp8(form, scale) for form in ("e4m3", "e5m2") for scale in ("token", "none")),
-    Rotated(Affine(2, 32)),
+    model_dtype(),
+    *(int8(scale_dtype=scale) for scale in SCALES),
+    *(uint(4, group, scale) for group in (0, 32, 64, 128) for scale in SCALES),
+    *(uint(bits, 64) for bits in (2, 3, 8)),
+    *(nf4(group, scale) for group in (0, 32, 64) for scale in SCALES),
+    mxfp4(),
+    float_dtype("float32"),
+    float_dtype("float16"),
+    float_dtype("bfloat16"),
+    *(fp8(form, scale) for form in ("e4m3", "e5m2") for scale in ("token", "none")),
+    with_hadamard(uint(2, 32)),
 )
 RESIDUAL = (
-    Recent(Affine(2, 32), 128),
-    Recent(Fp8(), 5),
-    *(PerChannel(bits, 32, 128, scale) for bits in (2, 3, 4, 8) for scale in SCALES),
-    PerChannel(2, 128, 128),
-    Rotated(PerChannel(4, 64, 192)),
+    with_residual(uint(2, 32), 128),
+    with_residual(fp8(), 5),
+    *(per_channel(bits, 32, 128, scale) for bits in (2, 3, 4, 8) for scale in SCALES),
+    per_channel(2, 128, 128),
+    with_hadamard(per_channel(4, 64, 192)),
 )
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -162,12 +166,12 @@ def test_a_ring_that_must_keep_everything_is_refused() -> None:
 
 
 @pytest.mark.parametrize("storage", RESIDUAL, ids=str)
-def test_what_settles_in_order_is_refused_in_a_ring(storage: Recent | PerChannel | Rotated) -> None:
+def test_what_settles_in_order_is_refused_in_a_ring(storage: Storage) -> None:
     for layout in (CacheLayout(keys=storage), CacheLayout(values=storage)):
         ring = CacheLayout(layout.keys, layout.values, Ring(), Window(9))
         problem = ring.check()
         assert layout.check() is None
-        if isinstance(as_kept(storage), PerChannel):
+        if storage.channelwise:
             assert problem is not None
             assert "axis: channel needs slots in the order of tokens" in problem and "'contiguous'" in problem
         else:
@@ -177,59 +181,71 @@ def test_what_settles_in_order_is_refused_in_a_ring(storage: Recent | PerChannel
 @pytest.mark.parametrize(
     ("storage", "dim", "reason"),
     [
-        (Affine(4), 63, "int4 packs 2 channels together"),
-        (Affine(2), 66, "int2 packs 4 channels together"),
-        (Affine(3), 68, "int3 packs 8 channels together"),
-        (PerChannel(3, 32, 32), 68, "int3 packs 8 channels together"),
-        (Recent(Affine(2), 9), 66, "int2 packs 4 channels together"),
-        (Affine(4, 64), 96, "int4 group 64 does not divide"),
-        (Affine(4, 128), 64, "int4 group 128 does not divide"),
-        (Rotated(Int8()), 66, "blocks of a power of two"),
-        (Rotated(Affine(4, 64)), 96, "int4 group 64 does not divide"),
+        (uint(4), 63, "int4 packs 2 channels together"),
+        (uint(2), 66, "int2 packs 4 channels together"),
+        (uint(3), 68, "int3 packs 8 channels together"),
+        (per_channel(3, 32, 32), 68, "int3 packs 8 channels together"),
+        (with_residual(uint(2), 9), 66, "int2 packs 4 channels together"),
+        (uint(4, 64), 96, "int4 group 64 does not divide"),
+        (uint(4, 128), 64, "int4 group 128 does not divide"),
+        (nf4(), 63, "nf4 packs 2 channels together"),
+        (mxfp4(), 80, "mxfp4 group 32 does not divide"),
+        (with_hadamard(int8()), 66, "blocks of a power of two"),
+        (with_hadamard(uint(4, 64)), 96, "int4 group 64 does not divide"),
     ],
     ids=str,
 )
-def test_a_dim_that_does_not_fit(storage: Affine, dim: int, reason: str) -> None:
+def test_a_dim_that_does_not_fit(storage: Storage, dim: int, reason: str) -> None:
     problem = storage.check(dim)
     assert problem is not None and str(dim) in problem and reason in problem
 
 
 def test_bytes_per_token_head_of_each_storage() -> None:
     """D = 128: data, plus scales (and minimums) at their own width."""
-    expected = {ModelDtype(): 256, Int8(): 130, Int8(scale_dtype="float32"): 132}
+    expected = {model_dtype(): 256, int8(): 130, int8(scale_dtype="float32"): 132}
     expected |= {
-        Affine(4): 68,
-        Affine(4, 32): 80,
-        Affine(4, 64): 72,
-        Affine(4, 128, scale_dtype="float32"): 72,
-        Affine(2, 32): 48,
-        Affine(3, 32): 64,
-        Affine(8): 132,
-        Float("float32"): 512,
-        Float("float16"): 256,
-        Fp8(): 130,
-        Fp8("e5m2", scale_dtype="float32"): 132,
-        Fp8(scale="none"): 128,
-        PerChannel(2, 32, 128): 48,
-        Recent(Affine(2, 32), 128): 48,
-        Rotated(Affine(2, 32)): 48,
+        uint(4): 68,
+        uint(4, 32): 80,
+        uint(4, 64): 72,
+        uint(4, 128, scale_dtype="float32"): 72,
+        uint(2, 32): 48,
+        uint(3, 32): 64,
+        uint(8): 132,
+        nf4(): 66,
+        nf4(32): 72,
+        nf4(64, "float32"): 72,
+        mxfp4(): 68,
+        float_dtype("float32"): 512,
+        float_dtype("float16"): 256,
+        fp8(): 130,
+        fp8("e5m2", scale_dtype="float32"): 132,
+        fp8(scale="none"): 128,
+        per_channel(2, 32, 128): 48,
+        with_residual(uint(2, 32), 128): 48,
+        with_hadamard(uint(2, 32)): 48,
     }
     values = {sy.P: 2}
     assert {s: int(s.bytes_per_vector(sympy.Integer(128)).subs(values)) for s in expected} == expected
 
 
-def test_a_storage_must_say_what_it_takes() -> None:
-    """When it is made, not when somebody asks."""
-
-    class Silent(PerToken):
-        pass
-
-    with pytest.raises(TypeError, match="bytes_per_vector"):
-        Silent()
+@pytest.mark.parametrize(
+    ("code", "scale", "reason"),
+    [
+        ("int8", Scale(), "int8 takes a scale per vector, not no scale"),
+        ("uint4", Scale("group", 32), "and a minimum, not a scale per group of channels"),
+        ("e4m3", Scale("group", 32), "fp8_e4m3 takes a scale per vector or"),
+        ("model", Scale("vector"), "model takes no scale"),
+        ("e2m1", Scale("group", 32), "mxfp4 keeps its scales in e8m0, not in float16"),
+        ("nf4", Scale("group", 32, "e8m0"), "nf4 keeps its scales in float16 or float32, not in e8m0"),
+    ],
+)
+def test_codes_go_with_the_scales_of_the_table(code: str, scale: Scale, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Storage(code, scale)
 
 
 def test_str_names_all_axes() -> None:
-    pairs = itertools.product((ModelDtype(), Affine(4, 32)), repeat=2)
+    pairs = itertools.product((model_dtype(), uint(4, 32)), repeat=2)
     texts = [str(CacheLayout(keys, values)) for keys, values in pairs]
     assert texts[0] == "model · contiguous · full"
     assert texts[1] == "K model, V int4/g32 · contiguous · full"

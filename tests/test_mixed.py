@@ -20,20 +20,20 @@ from kvcompile.kernels import codec, recent, rounding
 from kvcompile.kernels.policy import policy_attention
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
-    Affine,
     CacheLayout,
     Contiguous,
-    Fp8,
     Full,
     InKeys,
-    Int8,
-    ModelDtype,
-    PerChannel,
-    Recent,
     Ring,
-    Rotated,
     SinkWindow,
     Window,
+    fp8,
+    int8,
+    model_dtype,
+    per_channel,
+    uint,
+    with_hadamard,
+    with_residual,
 )
 from kvcompile.layouts import symbols as sy
 from kvcompile.pipeline import plan_for
@@ -47,13 +47,17 @@ from tests.test_storage import CHUNKS, close, inputs
 from tests.test_verify import fronts
 
 SINKS: list[Any] = [
-    Recent(Int8(), 0, 3),
-    Rotated(Recent(Affine(2, 32), 0, 2)),
-    Recent(Fp8(), 4, 3),
-    Rotated(Recent(Affine(4), 5, 1)),
+    with_residual(int8(), 0, 3),
+    with_hadamard(with_residual(uint(2, 32), 0, 2)),
+    with_residual(fp8(), 4, 3),
+    with_hadamard(with_residual(uint(4), 5, 1)),
 ]
-GROUPS: list[Any] = [PerChannel(2, 4, 8, sinks=3), Rotated(PerChannel(4, 3, 9, sinks=5))]
-RECENT: list[Any] = [Recent(Affine(2, 32), 6), Recent(Fp8(), 3), Rotated(Recent(Int8(), 4))]
+GROUPS: list[Any] = [per_channel(2, 4, 8, sinks=3), with_hadamard(per_channel(4, 3, 9, sinks=5))]
+RECENT: list[Any] = [
+    with_residual(uint(2, 32), 6),
+    with_residual(fp8(), 3),
+    with_hadamard(with_residual(int8(), 4)),
+]
 RINGS = [(Ring(), SinkWindow(3, 9)), (Ring(), SinkWindow(3, 8, "in_cache")), (Ring(), SinkWindow(5, 2))]
 D = 64
 
@@ -65,11 +69,7 @@ D = 64
 def test_the_first_tokens_come_back_as_they_are_and_the_others_as_without(storage: Any) -> None:
     """The oracle itself: sinks in full, the rest rounded as if there were none."""
     x = torch.randn(2, 20, D, generator=torch.Generator().manual_seed(0))
-    kept = codec.as_kept(storage)
-    plain = replace(kept, sinks=0)
-    if isinstance(kept, Recent) and not kept.residual:
-        plain = kept.inner
-    plain = Rotated(plain) if isinstance(storage, Rotated) else plain
+    kept, plain = storage, replace(storage, sinks=0)
     older, without = (rounding.older_and_newest(s, x)[0] for s in (storage, plain))
     exact = (older - x).abs().amax(-1) <= 1e-6 * x.abs().amax()
     assert exact[:, : kept.sinks].all() and not exact[:, kept.sinks : 18].any()
@@ -102,7 +102,7 @@ PLACED = [(Contiguous(), Full()), (Contiguous(), SinkWindow(5, 6)), *RINGS]
 def test_any_chunks_equal_the_policy(placed: Any) -> None:
     """Sinks and recents, alone and together, for keys and for values, in every placement that takes them."""
     storages = [*SINKS, *RECENT, *([] if isinstance(placed[0], Ring) else GROUPS)]
-    pairs = [*itertools.pairwise(storages), (SINKS[0], ModelDtype()), (Int8(), RECENT[0])]
+    pairs = [*itertools.pairwise(storages), (SINKS[0], model_dtype()), (int8(), RECENT[0])]
     for keys, values in pairs:
         spec = SiteSpec(CacheLayout(keys, values, *placed), D**-0.5)
         for chunks in ([40], [1] * 20, [13, 1, 1, 20, 1, 4]):
@@ -111,8 +111,8 @@ def test_any_chunks_equal_the_policy(placed: Any) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    keys=st.sampled_from([*SINKS, *RECENT, Int8(), ModelDtype()]),
-    values=st.sampled_from([*SINKS, *RECENT, Int8(), ModelDtype()]),
+    keys=st.sampled_from([*SINKS, *RECENT, int8(), model_dtype()]),
+    values=st.sampled_from([*SINKS, *RECENT, int8(), model_dtype()]),
     sinks=st.integers(0, 4),
     window=st.integers(1, 12),
     in_cache=st.booleans(),
@@ -147,7 +147,7 @@ def test_values_in_the_keys(storage: Any) -> None:
             close(run(spec, args, chunks, pads, tables).out, wanted, pads)
 
 
-@pytest.mark.parametrize("storage", [SINKS[0], SINKS[2], Rotated(Recent(Int8(), 4, 3))], ids=str)
+@pytest.mark.parametrize("storage", [SINKS[0], SINKS[2], with_hadamard(with_residual(int8(), 4, 3))], ids=str)
 def test_every_head_may_keep_other_tokens_in_any_order(storage: Any) -> None:
     """Positions of keys [B, Hkv, T]: each head's slots are shuffled by themselves, and some hold nothing."""
     g = torch.Generator().manual_seed(3)
@@ -176,8 +176,8 @@ def test_every_head_may_keep_other_tokens_in_any_order(storage: Any) -> None:
     got = recent.decode(storage, own, positions, length, x.dtype)
     seen = positions >= 0
     assert torch.equal(got[seen], read[seen])
-    plain = codec.as_kept(storage)  # what attention reads: turned vectors stay turned
-    basis = codec.turned(storage, read) if isinstance(storage, Rotated) else read
+    plain = storage.without_hadamard  # what attention reads: turned vectors stay turned
+    basis = codec.turned(storage, read) if storage.hadamard else read
     scores = recent.dot_keys(plain, q, own, positions, length)
     torch.testing.assert_close(
         scores[seen[:, :, None].expand_as(scores)],
@@ -337,7 +337,7 @@ def test_a_sink_makes_the_difference_it_is_for() -> None:
     def error(storage: Any) -> Tensor:
         return (rounding.older_and_newest(storage, x)[0] - x).norm()
 
-    assert error(Recent(Affine(2, 32), 0, 1)) < 0.2 * error(Affine(2, 32))
+    assert error(with_residual(uint(2, 32), 0, 1)) < 0.2 * error(uint(2, 32))
 
 
 def test_a_window_needs_no_sinks() -> None:

@@ -23,39 +23,43 @@ from kvcompile.errors import RecipeError
 from kvcompile.kernels import ops, paged, reference
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
-    Affine,
     CacheLayout,
     Contiguous,
-    Float,
-    Fp8,
     Full,
-    Int8,
-    ModelDtype,
     Paged,
-    PerChannel,
-    Recent,
     Ring,
-    Rotated,
     SinkWindow,
     Window,
+    float_dtype,
+    fp8,
+    int8,
+    model_dtype,
+    mxfp4,
+    nf4,
+    per_channel,
+    uint,
+    with_hadamard,
+    with_residual,
 )
 from kvcompile.layouts import symbols as sy
-from kvcompile.layouts.storage import as_kept
 from kvcompile.recipe import Recipe
 from tests.runner import run, shuffled
 from tests.test_kernels import rope_tables
 
 STORAGES: list[Any] = [
-    ModelDtype(),
-    Float("float16"),
-    Fp8(),
-    Fp8("e5m2", "none"),
-    Int8(),
-    Affine(4, 32),
-    Rotated(Affine(3, 32)),
-    Recent(Affine(2, 32), 6),
-    PerChannel(2, 4, 8),
-    Rotated(PerChannel(4, 3, 9)),
+    model_dtype(),
+    float_dtype("float16"),
+    fp8(),
+    fp8("e5m2", "none"),
+    int8(),
+    nf4(32),
+    mxfp4(),
+    with_hadamard(with_residual(nf4(), 4)),
+    uint(4, 32),
+    with_hadamard(uint(3, 32)),
+    with_residual(uint(2, 32), 6),
+    per_channel(2, 4, 8),
+    with_hadamard(per_channel(4, 3, 9)),
 ]
 RETENTIONS = [
     Full(),
@@ -94,8 +98,7 @@ def test_pages_change_nothing(storage: Any, retention: Any) -> None:
     """Prompts, chunks and steps over the edges of pages, of rings and of groups; ragged."""
     layout = CacheLayout(storage, storage, Paged(12), retention)
     if layout.check():
-        grouped = isinstance(as_kept(storage), PerChannel)
-        assert grouped and (retention.window or 12 % as_kept(storage).group)
+        assert storage.channelwise and (retention.window or 12 % storage.group)
         return
     for chunks in ([40], [13, 1, 1, 20, 1, 4], [11, *[1] * 14]):
         same(layout, chunks, [0, 9, 3])
@@ -128,7 +131,7 @@ def test_page_size_changes_nothing(
 )
 def test_tokens_stand_where_the_address_says(page_size: int, retention: Any, length: int, start: int) -> None:
     """One symbolic definition: what `append` writes is found at `physical_address`, and nowhere else."""
-    layout = CacheLayout(ModelDtype(), ModelDtype(), Paged(page_size), retention)
+    layout = CacheLayout(model_dtype(), model_dtype(), Paged(page_size), retention)
     start = min(start, length - 1)
     table = shuffled(layout, 2, 80)
     pools = [torch.full((table.numel() + 4, HKV, page_size, d), -1.0) for d in (D, DV)]
@@ -195,9 +198,9 @@ def test_names_and_axes() -> None:
     [
         (CacheLayout(placement=Paged(7)), "8 to 256 tokens, got page_size 7"),
         (CacheLayout(placement=Paged(257)), "8 to 256 tokens, got page_size 257"),
-        (CacheLayout(PerChannel(2, 32, 64), placement=Paged(48)), "48 is no multiple of 32; use 64"),
-        (CacheLayout(values=Rotated(PerChannel(2, 64, 64)), placement=Paged(16)), "use 64"),
-        (CacheLayout(PerChannel(4, 16, 16), placement=Paged(16), retention=Window(9)), "order of tokens"),
+        (CacheLayout(per_channel(2, 32, 64), placement=Paged(48)), "48 is no multiple of 32; use 64"),
+        (CacheLayout(values=with_hadamard(per_channel(2, 64, 64)), placement=Paged(16)), "use 64"),
+        (CacheLayout(per_channel(4, 16, 16), placement=Paged(16), retention=Window(9)), "order of tokens"),
         (CacheLayout(placement=Paged(16, 3), retention=SinkWindow(4, 60)), "takes 4 pages of 16 tokens"),
     ],
     ids=str,
@@ -241,9 +244,9 @@ def test_recipes_that_are_refused(recipe: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        CacheLayout(Int8(), ModelDtype(), Paged(16)),
-        pytest.param(CacheLayout(PerChannel(2, 32, 64), Fp8(), Paged(32)), marks=pytest.mark.slow),
-        pytest.param(CacheLayout(Int8(), Int8(), Paged(16), SinkWindow(4, 90)), marks=pytest.mark.slow),
+        CacheLayout(int8(), model_dtype(), Paged(16)),
+        pytest.param(CacheLayout(per_channel(2, 32, 64), fp8(), Paged(32)), marks=pytest.mark.slow),
+        pytest.param(CacheLayout(int8(), int8(), Paged(16), SinkWindow(4, 90)), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -274,6 +277,6 @@ def test_a_compiled_step_copies_no_pool(layout: CacheLayout) -> None:
         assert torch.equal((new.float() != 0).any(-1), (old.float() != 0).any(-1))
     made = re.findall(r"empty_strided\w*\(\(([^)]*)\)", "\n".join(code))
     assert made and not [shape for shape in made if "4099" in shape]
-    if isinstance(layout.keys, Int8):
+    if layout.keys.code == "int8":
         largest = max(eval(shape.replace(", ", "*")) for shape in made)
         assert largest <= HQ * span, "no temporary has the keys or values of all tokens"

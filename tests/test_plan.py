@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.layouts import CacheLayout, Fp8, Int8, Paged
+from kvcompile.layouts import CacheLayout, Paged, fp8, int8
 from kvcompile.plan import Decision, Limits, Plan
 from kvcompile.types import MaskSpec, RecurrentState, RotaryForm, ScoreSpec, StateSlot
 
@@ -35,7 +35,7 @@ OTHERS: dict[type, dict[str, Any]] = {
         "v_head_dim": 32,
         "sm_scale": 0.5,
         "mask": MaskSpec("sliding", 9),
-        "layout": CacheLayout(Int8()),
+        "layout": CacheLayout(int8()),
         "lossless": False,
         "kv_source": 3,
         "rope": RotaryForm("half", 0, 64),
@@ -95,11 +95,11 @@ def test_everything_else_does(kind: type, name: str) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [CacheLayout(Fp8("e5m2")), CacheLayout(placement=Paged(page_size=16)), CacheLayout(values=Int8())],
+    [CacheLayout(fp8("e5m2")), CacheLayout(placement=Paged(page_size=16)), CacheLayout(values=int8())],
 )
 def test_layouts_are_told_apart(layout: CacheLayout) -> None:
     digests = {
-        changed(Decision, "layout", own).digest() for own in (layout, CacheLayout(), CacheLayout(Fp8()))
+        changed(Decision, "layout", own).digest() for own in (layout, CacheLayout(), CacheLayout(fp8()))
     }
     assert len(digests) == 3
     assert SiteSpec(layout, 1.0, MaskSpec("causal")) != SiteSpec(CacheLayout(), 1.0, MaskSpec("causal"))

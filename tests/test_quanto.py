@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import QuantoQuantizedLayer
 
 from kvcompile.kernels import codec
-from kvcompile.layouts import Affine
+from kvcompile.layouts import uint
 
 pytest.importorskip("optimum.quanto", reason="pip install --no-deps optimum-quanto==0.2.7")
 
@@ -26,7 +26,7 @@ def test_same_bits_and_groups_give_the_same_numbers(bits: int, group: int) -> No
     layer = QuantoQuantizedLayer(nbits=bits, axis_key=0, axis_value=0, q_group_size=group)
     x = vectors()
     theirs = layer._dequantize(layer._quantize(x, axis=0))
-    storage = Affine(bits, group, "float32")
+    storage = uint(bits, group, "float32")
     ours = codec.decode(storage, codec.encode(storage, x), torch.float32)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
     assert (ours - x).abs().mean() > 0.05  # and both are rounded
@@ -38,6 +38,6 @@ def test_scales_in_half_precision_cost_little(bits: int) -> None:
     layer = QuantoQuantizedLayer(nbits=bits, axis_key=0, axis_value=0, q_group_size=32)
     x = vectors()
     theirs = (layer._dequantize(layer._quantize(x, axis=0)) - x).square().mean()
-    storage = Affine(bits, 32)
+    storage = uint(bits, 32)
     ours = (codec.decode(storage, codec.encode(storage, x), torch.float32) - x).square().mean()
     assert ours <= 1.01 * theirs

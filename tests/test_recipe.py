@@ -10,23 +10,25 @@ import pytest
 
 from kvcompile.errors import RecipeError
 from kvcompile.layouts import (
-    Affine,
     CacheLayout,
     Contiguous,
-    Float,
-    Fp8,
     Full,
-    Int8,
-    ModelDtype,
     Paged,
-    PerChannel,
-    Recent,
     Ring,
-    Rotated,
     Scored,
     SinkWindow,
     Slots,
     Window,
+    float_dtype,
+    fp8,
+    int8,
+    model_dtype,
+    mxfp4,
+    nf4,
+    per_channel,
+    uint,
+    with_hadamard,
+    with_residual,
 )
 from kvcompile.recipe import Recipe, load_recipe, shipped_recipes, shipped_text
 from kvcompile.recipe.retention import Place
@@ -63,29 +65,29 @@ def test_what_the_shipped_recipes_choose() -> None:
     assert layout(load_recipe("baseline"), attention="sliding") == CacheLayout(
         placement=Ring(), retention=Window(64)
     )
-    assert layout(load_recipe("int8")) == CacheLayout(Int8(), Int8())
-    assert layout(load_recipe("int4")).keys == Affine(4, 32)
-    assert layout(load_recipe("fp8")) == CacheLayout(Fp8(), Fp8())
+    assert layout(load_recipe("int8")) == CacheLayout(int8(), int8())
+    assert layout(load_recipe("int4")).keys == uint(4, 32)
+    assert layout(load_recipe("fp8")) == CacheLayout(fp8(), fp8())
     for bits in (2, 4):
         kivi = load_recipe(f"kivi{bits}")
-        assert layout(kivi) == CacheLayout(PerChannel(bits, 32, 128), Recent(Affine(bits, 32), 128))
-        sliding = CacheLayout(Affine(4, 32), Affine(4, 32), Ring(), Window(64))
+        assert layout(kivi) == CacheLayout(per_channel(bits, 32, 128), with_residual(uint(bits, 32), 128))
+        sliding = CacheLayout(uint(4, 32), uint(4, 32), Ring(), Window(64))
         assert layout(kivi, attention="sliding") == sliding
-    for name, storage in (("paged", ModelDtype()), ("paged_int8", Int8())):
+    for name, storage in (("paged", model_dtype()), ("paged_int8", int8())):
         recipe = load_recipe(name)
         assert layout(recipe) == CacheLayout(storage, storage, Paged(16))
         sliding = CacheLayout(storage, storage, Paged(16), Window(64))
         assert layout(recipe, attention="sliding") == sliding
     assert layout(load_recipe("h2o")) == CacheLayout(placement=Slots(), retention=Scored(4, 508, 512))
-    assert layout(load_recipe("h2o_int8")).keys == Int8()
+    assert layout(load_recipe("h2o_int8")).keys == int8()
     snapkv = Scored(0, 768, 256, "snapkv", "vote", rows=64, smooth=5)
     assert layout(load_recipe("snapkv")).retention == snapkv
-    fp8 = Recent(Fp8(), 0, sinks=4)
+    sinks = with_residual(fp8(), 0, sinks=4)
     of_1000 = Scored(4, 200, 100)
-    assert layout(load_recipe("sinks_h2o_fp8")) == CacheLayout(fp8, fp8, Slots(), of_1000)
+    assert layout(load_recipe("sinks_h2o_fp8")) == CacheLayout(sinks, sinks, Slots(), of_1000)
     bounded = Scored(4, 200, 512, prefill="bounded")
-    assert layout(load_recipe("long_context")) == CacheLayout(Int8(), Int8(), Paged(64), bounded)
-    assert layout(load_recipe("chat")) == CacheLayout(Int8(), Int8(), Paged(32))
+    assert layout(load_recipe("long_context")) == CacheLayout(int8(), int8(), Paged(64), bounded)
+    assert layout(load_recipe("chat")) == CacheLayout(int8(), int8(), Paged(32))
     for name in ("h2o", "h2o_int8", "snapkv", "sinks_h2o_fp8", "long_context", "chat"):
         window = layout(load_recipe(name), attention="sliding")
         assert (window.placement, window.retention) == (Ring(), Window(64))
@@ -137,25 +139,32 @@ def test_retentions_that_make_no_sense(retention: dict[str, Any], reason: str) -
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({"dtype": "float32"}, Float("float32")),
-        ({"dtype": "bfloat16"}, Float("bfloat16")),
-        ({"dtype": "fp8_e4m3"}, Fp8()),
-        ({"dtype": "fp8_e5m2", "scale_dtype": "float32"}, Fp8("e5m2", "token", "float32")),
-        ({"dtype": "fp8_e4m3", "scale": "none"}, Fp8("e4m3", "none")),
-        ({"dtype": "int8", "mode": "symmetric"}, Int8()),
-        ({"dtype": "int8", "mode": "asymmetric"}, Affine(8)),
-        ({"dtype": "int8", "mode": "asymmetric", "group": 64}, Affine(8, 64)),
-        ({"dtype": "int3", "group": 32, "rotate": "hadamard"}, Rotated(Affine(3, 32))),
-        ({"dtype": "int8", "residual": 16}, Recent(Int8(), 16)),
-        ({"dtype": "int8", "sinks": 4}, Recent(Int8(), 0, 4)),
-        ({"dtype": "fp8_e4m3", "residual": 7, "rotate": "hadamard"}, Rotated(Recent(Fp8(), 7))),
+        ({"dtype": "float32"}, float_dtype("float32")),
+        ({"dtype": "bfloat16"}, float_dtype("bfloat16")),
+        ({"dtype": "fp8_e4m3"}, fp8()),
+        ({"dtype": "fp8_e5m2", "scale_dtype": "float32"}, fp8("e5m2", "token", "float32")),
+        ({"dtype": "fp8_e4m3", "scale": "none"}, fp8("e4m3", "none")),
+        ({"dtype": "int8", "mode": "symmetric"}, int8()),
+        ({"dtype": "int8", "mode": "asymmetric"}, uint(8)),
+        ({"dtype": "int8", "mode": "asymmetric", "group": 64}, uint(8, 64)),
+        ({"dtype": "int3", "group": 32, "rotate": "hadamard"}, with_hadamard(uint(3, 32))),
+        ({"dtype": "nf4"}, nf4()),
+        (
+            {"dtype": "nf4", "group": 64, "scale_dtype": "float32", "sinks": 2},
+            with_residual(nf4(64, "float32"), 0, 2),
+        ),
+        ({"dtype": "mxfp4"}, mxfp4()),
+        ({"dtype": "mxfp4", "group": 32, "rotate": "hadamard"}, with_hadamard(mxfp4())),
+        ({"dtype": "int8", "residual": 16}, with_residual(int8(), 16)),
+        ({"dtype": "int8", "sinks": 4}, with_residual(int8(), 0, 4)),
+        ({"dtype": "fp8_e4m3", "residual": 7, "rotate": "hadamard"}, with_hadamard(with_residual(fp8(), 7))),
         (
             {"dtype": "int2", "axis": "channel", "group": 32, "residual": 64, "rotate": "hadamard"},
-            Rotated(PerChannel(2, 32, 64)),
+            with_hadamard(per_channel(2, 32, 64)),
         ),
         (
             {"dtype": "int8", "mode": "asymmetric", "axis": "channel", "group": 64, "residual": 64},
-            PerChannel(8, 64, 64),
+            per_channel(8, 64, 64),
         ),
     ],
     ids=str,
@@ -170,7 +179,7 @@ def test_a_file_takes_its_name_where_it_gives_none(tmp_path: Path) -> None:
     file.write_text("cache: {values: {dtype: int8}}\n")
     recipe = load_recipe(file)
     assert recipe.name == "mine"
-    assert layout(recipe) == CacheLayout(ModelDtype(), Int8())
+    assert layout(recipe) == CacheLayout(model_dtype(), int8())
     assert load_recipe(str(file)) == recipe
 
 
@@ -214,9 +223,22 @@ def test_all_problems_come_at_once_with_path_and_what_is_allowed(tmp_path: Path)
         ({"cache": {"placement": {"kind": "ring"}}}, "must keep"),
         (
             {"cache": {"keys": {"dtype": "int8", "group": 32}}},
-            "group is for int2, int3, int4 and int8 with mode",
+            "group is for int2, int3, int4, nf4 and int8 with mode",
         ),
         ({"cache": {"keys": {"dtype": "fp8_e4m3", "group": 32}}}, "group is for"),
+        ({"cache": {"keys": {"dtype": "mxfp4", "group": 64}}}, "group of mxfp4 is always 32: leave it out"),
+        (
+            {"cache": {"values": {"dtype": "mxfp4", "scale_dtype": "float16"}}},
+            "scale_dtype of mxfp4 is always e8m0: leave it out",
+        ),
+        (
+            {"cache": {"keys": {"dtype": "nf4", "mode": "asymmetric"}}},
+            "mode is for dtype int8 only, not for nf4",
+        ),
+        (
+            {"cache": {"keys": {"dtype": "nf4", "axis": "channel", "group": 32, "residual": 32}}},
+            "axis: channel is for int2, int3, int4 and int8 with mode: asymmetric only, not for nf4",
+        ),
         ({"cache": {"keys": {"dtype": "model", "scale_dtype": "float32"}}}, "dtypes with a scale only"),
         (
             {"cache": {"keys": {"dtype": "fp8_e5m2", "scale": "none", "scale_dtype": "float16"}}},
@@ -302,10 +324,10 @@ def test_later_entries_of_layers_win_and_say_so() -> None:
         }
     )
     assert recipe.cache_for(0, 4, "causal")[1] == (0, 1)
-    assert layout(recipe, 0) == CacheLayout(Affine(4, 32), ModelDtype())
-    assert layout(recipe, 2) == CacheLayout(Affine(4, 32), Int8())
-    assert layout(recipe, 3) == CacheLayout(Int8(), ModelDtype())
-    assert layout(recipe, 1, attention="sliding") == CacheLayout(Affine(4, 32), Int8(), Ring(), Window(64))
+    assert layout(recipe, 0) == CacheLayout(uint(4, 32), model_dtype())
+    assert layout(recipe, 2) == CacheLayout(uint(4, 32), int8())
+    assert layout(recipe, 3) == CacheLayout(int8(), model_dtype())
+    assert layout(recipe, 1, attention="sliding") == CacheLayout(uint(4, 32), int8(), Ring(), Window(64))
 
 
 def test_placement_follows_the_retention_unless_given() -> None:

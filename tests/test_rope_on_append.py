@@ -20,18 +20,18 @@ from kvcompile.kernels import ops, reference
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
-    Affine,
     CacheLayout,
     Contiguous,
     Full,
-    Int8,
-    ModelDtype,
-    Recent,
     Ring,
-    Rotated,
     Scored,
     SinkWindow,
     Slots,
+    int8,
+    model_dtype,
+    uint,
+    with_hadamard,
+    with_residual,
 )
 from kvcompile.passes.rope_on_append import refusal, rope_on_append
 from kvcompile.pipeline import Front, absorbed, plan_for, rewrite, understand
@@ -50,10 +50,10 @@ from tests.test_verify import fronts
 
 LAYOUTS = [
     CacheLayout(),
-    CacheLayout(Rotated(Affine(4)), Int8()),
-    CacheLayout(Int8(), Int8(), Ring(), SinkWindow(2, 6)),
-    CacheLayout(Recent(Int8(), 4, 2), ModelDtype(), Contiguous(), Full()),
-    CacheLayout(Int8(), Int8(), Slots(), Scored(2, 3, 4)),
+    CacheLayout(with_hadamard(uint(4)), int8()),
+    CacheLayout(int8(), int8(), Ring(), SinkWindow(2, 6)),
+    CacheLayout(with_residual(int8(), 4, 2), model_dtype(), Contiguous(), Full()),
+    CacheLayout(int8(), int8(), Slots(), Scored(2, 3, 4)),
 ]
 FORMS = [RotaryForm("half", 0, 64), RotaryForm("half", 0, 16), RotaryForm("interleaved", 32, 32)]
 HQ, HKV, D, T = 4, 2, 64, 17
@@ -105,9 +105,9 @@ def test_the_op_turns_what_the_graph_would(layout: CacheLayout, form: RotaryForm
 
 
 def test_keys_before_rope_are_turned_when_they_are_read() -> None:
-    before = CacheLayout(Int8(), Int8(), before_rope=True)
+    before = CacheLayout(int8(), int8(), before_rope=True)
     assert not SiteSpec(before, 0.125, rotary=FORMS[0]).rotates_on_append
-    in_cache = CacheLayout(Int8(), Int8(), Ring(), SinkWindow(2, 6, "in_cache"))
+    in_cache = CacheLayout(int8(), int8(), Ring(), SinkWindow(2, 6, "in_cache"))
     assert not SiteSpec(in_cache, 0.125, rotary=FORMS[0]).rotates_on_append
 
 
@@ -158,7 +158,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "latent rows": lambda: Latent(),
     "latent rows, rope first": lambda: Latent("rope first"),
     **{
-        f"spelled {rope.__name__}": lambda rope=rope: test_rope.Rotated(rope)  # type: ignore[misc]
+        f"spelled {rope.__name__}": lambda rope=rope: test_rope.with_hadamard(rope)  # type: ignore[misc]
         for rope in (
             test_rope.interleaved,
             test_rope.deinterleaved,

@@ -17,22 +17,22 @@ from kvcompile.kernels.policy import policy_attention
 from kvcompile.kernels.policy_scored import scored_attention
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
-    Affine,
     CacheLayout,
     Contiguous,
-    Float,
-    Fp8,
     Full,
     InKeys,
-    Int8,
-    ModelDtype,
     Paged,
-    Recent,
     Ring,
-    Rotated,
     Scored,
     SinkWindow,
     Slots,
+    float_dtype,
+    fp8,
+    int8,
+    model_dtype,
+    uint,
+    with_hadamard,
+    with_residual,
 )
 from kvcompile.types import BiasSpec, RotaryForm, ScoreSpec
 from tests.models import tiny_hf
@@ -40,17 +40,17 @@ from tests.runner import run
 from tests.test_kernels import HKV, HQ, D, T, rope_tables, score_tensors
 
 STORAGES = (
-    ModelDtype(),
-    Float("bfloat16"),
-    Fp8(),
-    Int8(),
-    Affine(4, 32),
-    Rotated(Affine(4, 32)),
-    Recent(Int8(), 3),
-    Recent(Affine(2, 32), 6),
-    Rotated(Recent(Fp8(), 2)),
-    Recent(Fp8(), 0, sinks=1),
-    Recent(Affine(4), 2, sinks=1),
+    model_dtype(),
+    float_dtype("bfloat16"),
+    fp8(),
+    int8(),
+    uint(4, 32),
+    with_hadamard(uint(4, 32)),
+    with_residual(int8(), 3),
+    with_residual(uint(2, 32), 6),
+    with_hadamard(with_residual(fp8(), 2)),
+    with_residual(fp8(), 0, sinks=1),
+    with_residual(uint(4), 2, sinks=1),
 )
 H2O = Scored(1, 3, 2)
 TOVA = Scored(0, 5, 1, "tova", "last", "mean", "layer")
@@ -205,7 +205,13 @@ def test_of_equal_scores_the_oldest_goes() -> None:
 
 @pytest.mark.parametrize(
     "storage",
-    (ModelDtype(), Int8(), Rotated(Affine(4, 32)), Recent(Int8(), 3), Recent(Fp8(), 0, sinks=1)),
+    (
+        model_dtype(),
+        int8(),
+        with_hadamard(uint(4, 32)),
+        with_residual(int8(), 3),
+        with_residual(fp8(), 0, sinks=1),
+    ),
     ids=str,
 )
 def test_values_in_the_keys(storage: Any) -> None:

@@ -23,25 +23,28 @@ import kvcompile
 from kvcompile.expression import SCORE, ScoreMod, program
 from kvcompile.kernels import codec, ops, recent, rounding
 from kvcompile.kernels.bits import pack, unpack
+from kvcompile.kernels.codes import scales
 from kvcompile.kernels.hadamard import hadamard
 from kvcompile.kernels.policy import policy_attention
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
-    Affine,
     CacheLayout,
     Contiguous,
-    Float,
-    Fp8,
     InKeys,
-    Int8,
-    ModelDtype,
-    PerChannel,
-    Recent,
     Ring,
-    Rotated,
     SinkWindow,
     Storage,
     Window,
+    float_dtype,
+    fp8,
+    int8,
+    model_dtype,
+    mxfp4,
+    nf4,
+    per_channel,
+    uint,
+    with_hadamard,
+    with_residual,
 )
 from kvcompile.pipeline import plan_for
 from kvcompile.recipe import Recipe
@@ -54,20 +57,31 @@ from tests.test_kernels import rope_tables
 from tests.test_verify import fronts
 
 SCALES = ("float16", "float32")
-AFFINE = [Affine(bits, group, scale) for bits in (2, 3, 4, 8) for group in (0, 32) for scale in SCALES]
-FLOATS = [Float("float32"), Float("float16"), Float("bfloat16")]
-FP8 = [Fp8(form, scale) for form in ("e4m3", "e5m2") for scale in ("token", "none")]
-PER_TOKEN: list[Any] = [ModelDtype(), *FLOATS, *FP8, Fp8("e5m2", scale_dtype="float32"), Int8(), *AFFINE]
+AFFINE = [uint(bits, group, scale) for bits in (2, 3, 4, 8) for group in (0, 32) for scale in SCALES]
+FLOATS = [float_dtype("float32"), float_dtype("float16"), float_dtype("bfloat16")]
+FP8 = [fp8(form, scale) for form in ("e4m3", "e5m2") for scale in ("token", "none")]
+CODEBOOKS = [nf4(), nf4(32), nf4(32, "float32"), mxfp4()]
+PER_TOKEN: list[Any] = [
+    model_dtype(),
+    *FLOATS,
+    *FP8,
+    fp8("e5m2", scale_dtype="float32"),
+    int8(),
+    *AFFINE,
+    *CODEBOOKS,
+]
 TURNED: list[Any] = [
-    Rotated(storage) for storage in (ModelDtype(), Float("bfloat16"), Fp8(), Int8(), Affine(2, 32))
+    with_hadamard(storage)
+    for storage in (model_dtype(), float_dtype("bfloat16"), fp8(), int8(), uint(2, 32), nf4(32), mxfp4())
 ]
 RESIDUAL: list[Any] = [
-    Recent(Affine(2, 32), 6),
-    Recent(Fp8(), 3),
-    PerChannel(2, 4, 8),
-    PerChannel(3, 5, 5),
-    Rotated(PerChannel(4, 4, 12)),
-    Rotated(Recent(Int8(), 4)),
+    with_residual(uint(2, 32), 6),
+    with_residual(fp8(), 3),
+    with_residual(mxfp4(), 4, sinks=1),
+    per_channel(2, 4, 8),
+    per_channel(3, 5, 5),
+    with_hadamard(per_channel(4, 4, 12)),
+    with_hadamard(with_residual(int8(), 4)),
 ]
 D = 64
 
@@ -117,25 +131,32 @@ def test_packed_bits_have_no_gaps_and_come_back(
 def bound(storage: Storage, x: Tensor) -> Tensor:
     """How far a decoded element may be from x [.., D]: half a step, and what the stored scale rounds away."""
     tiny = 1e-5 * x.abs() + 1e-30  # fp32 arithmetic
-    match storage:
-        case ModelDtype():
+    code = storage.element
+    match code.kind:
+        case "float" if code.dtype is None:
             return torch.zeros_like(x)
-        case Float():
-            info = torch.finfo(storage.torch_dtype)
+        case "float":
+            info = torch.finfo(code.dtype)
             return x.abs() * info.eps / 2 + info.smallest_normal * info.eps
-        case Fp8():
-            info = torch.finfo(storage.torch_dtype)
-            scale = torch.ones(len(x)) if storage.scale == "none" else codec.encode(storage, x)[1].float()
+        case "fp8":
+            info = torch.finfo(code.dtype)
+            none = storage.scale.per == "none"
+            scale = torch.ones(len(x)) if none else codec.encode(storage, x)[1].float()
             lost = x.abs() * info.eps / 2 + scale[:, None] * info.smallest_normal * info.eps / 2
             return lost + (x.abs() - storage.largest * scale[:, None]).clamp(min=0) + tiny
-        case Int8():
+        case "int":
             scale = codec.encode(storage, x)[1].float()[:, None]
             return scale / 2 + (x.abs() - 127 * scale).clamp(min=0) + tiny
-        case Affine():
+        case "codebook":
+            scale = scales.numbers(storage.scale, codec.encode(storage, x)[1])
+            step = scale.repeat_interleave(D // storage.groups(D), -1)
+            widest = max(b - a for a, b in itertools.pairwise(sorted(code.numbers)))
+            return step * widest / 2 + (x.abs() - code.largest * step).clamp(min=0) + tiny
+        case "uint":
             _, scale, minimum = (part.float() for part in codec.encode(storage, x))
             size = D // storage.groups(D)
             step, low = (part.repeat_interleave(size, -1) for part in (scale, minimum))
-            high = low + step * (2**storage.bits - 1)
+            high = low + step * code.largest
             return step / 2 + (low - x).clamp(min=0) + (x - high).clamp(min=0) + tiny + 1e-6 * low.abs()
     raise AssertionError(storage)
 
@@ -156,10 +177,11 @@ def test_the_bound_means_something(storage: Any) -> None:
     allowed = {
         "model": 0.0,
         "float": 4e-3,
-        "fp8": 0.07 if getattr(storage, "format", "") == "e4m3" else 0.13,
-        "int8": 0.02,
-        "affine": largest.get(getattr(storage, "bits", 8), 0.0),
-    }[storage.kind]
+        "fp8": 0.07 if storage.code == "e4m3" else 0.13,
+        "int": 0.02,
+        "uint": largest.get(storage.element.bits, 0.0),
+        "codebook": 0.4 if storage.code == "nf4" else 0.5,
+    }["model" if storage.code == "model" else storage.element.kind]
     error = (around(storage, x) - x).abs()
     assert (error / x.abs().clamp(min=1)).max() <= allowed
 
@@ -169,7 +191,7 @@ def test_the_bound_means_something(storage: Any) -> None:
 def test_constants_come_back_exactly(storage: Any, value: float) -> None:
     """Values that the scale's dtype (and fp8) holds: also a group, or a row, that has no range."""
     x = torch.full((3, D), value)
-    if storage.kind == "int8" or (storage.kind == "fp8" and storage.scale == "token"):
+    if storage.scale.per == "vector":
         # The scale is absmax / 127 (or 448), rounded; times 127 it is the value to the scale's precision.
         assert (around(storage, x) - x).abs().max() <= abs(value) * 2**-10
     else:
@@ -177,14 +199,14 @@ def test_constants_come_back_exactly(storage: Any, value: float) -> None:
     assert torch.equal(around(storage, torch.zeros(3, D)), torch.zeros(3, D))
 
 
-@pytest.mark.parametrize("storage", [s for s in PER_TOKEN if s.kind != "model"], ids=str)
+@pytest.mark.parametrize("storage", [s for s in PER_TOKEN if s.code != "model"], ids=str)
 def test_what_no_scale_can_hold_saturates(storage: Any) -> None:
     """Never infinite, never NaN: 0 times infinity would be, in every later query."""
     for size in (1e9, 1e38):
         x = torch.randn(5, D, generator=torch.Generator().manual_seed(0)).clamp(-1, 1) * size
         back = around(storage, x)
         assert back.isfinite().all()
-        assert ((back * x) >= 0).all() or storage.kind == "affine"
+        assert ((back * x) >= 0).all() or storage.element.kind == "uint"
         assert around(storage, x.bfloat16()).isfinite().all()
     assert around(storage, torch.full((1, D), 1e-12)).abs().max() <= 1e-4
 
@@ -210,7 +232,7 @@ def test_exact_is_what_comes_back_as_it_was() -> None:
         same = torch.equal(codec.decode(storage, codec.encode(storage, x), dtype), x)
         if storage.exact(dtype):
             assert same, f"{storage}, {dtype}"
-        elif not isinstance(storage, Rotated):
+        elif not storage.hadamard:
             assert not same, f"{storage}, {dtype}"
     assert not any(storage.exact(torch.float32) for storage in RESIDUAL)
 
@@ -236,7 +258,7 @@ def test_the_rotation_helps_where_channels_stand_out() -> None:
     """What it is for: one channel of 20 times the size leaves the others no steps."""
     x = torch.randn(200, D, generator=torch.Generator().manual_seed(0))
     x[:, 5] *= 20
-    plain, turned = (around(storage, x) - x for storage in (Affine(4), Rotated(Affine(4))))
+    plain, turned = (around(storage, x) - x for storage in (uint(4), with_hadamard(uint(4))))
     assert turned.norm() < 0.6 * plain.norm()
 
 
@@ -265,7 +287,7 @@ CHUNKS = ([T], [7] * 5 + [5], [1] * T, [13, 1, 1, 20, 1, 4])
 def test_a_turned_cache_is_the_plain_one_up_to_rounding(placed: Any) -> None:
     """Without rounding: queries turn with the keys, and results turn back."""
     args, pads = inputs(2), torch.tensor([0, 4])
-    turned, plain = (CacheLayout(s, s, **placed) for s in (Rotated(ModelDtype()), ModelDtype()))
+    turned, plain = (CacheLayout(s, s, **placed) for s in (with_hadamard(model_dtype()), model_dtype()))
     for chunks in CHUNKS:
         got = run(SiteSpec(turned, 0.125), args, chunks, pads).out
         close(got, policy_attention(*args, SiteSpec(plain, 0.125), [], pads), pads)
@@ -281,7 +303,7 @@ def test_values_in_the_keys(storage: Any) -> None:
         close(run(spec, args, chunks, pads).out, wanted, pads)
 
 
-@pytest.mark.parametrize("storage", [Fp8(), *TURNED, *RESIDUAL], ids=str)
+@pytest.mark.parametrize("storage", [fp8(), *TURNED, *RESIDUAL], ids=str)
 def test_values_in_keys_before_rope(storage: Any) -> None:
     """Keys that rotate when they are read; the values in them do not."""
     args, pads = inputs(2, k_dim=D, v_dim=40, heads=1), torch.tensor([0, 3])
@@ -293,7 +315,7 @@ def test_values_in_keys_before_rope(storage: Any) -> None:
         close(run(spec, args, chunks, pads, rope).out, wanted, pads)
 
 
-@pytest.mark.parametrize("storage", [Fp8(), Rotated(Affine(4)), *RESIDUAL], ids=str)
+@pytest.mark.parametrize("storage", [fp8(), with_hadamard(uint(4)), *RESIDUAL], ids=str)
 def test_sites_that_share_a_cache(storage: Any) -> None:
     """The first appends what comes before attention, the last what comes after; all see the same."""
     args, pads = inputs(2), torch.tensor([0, 3])
@@ -329,7 +351,7 @@ def test_a_mask_from_activations(storage: Any, boolean: bool) -> None:
     score, mask = (None, leaf) if boolean else (op("add", SCORE, leaf), None)
     instructions, numbers = program({"score": score, "mask": mask}, lambda leaf: 0)
     mod = ScoreMod(instructions, ("pair",), numbers["score"], numbers["mask"])
-    for layout in (CacheLayout(storage, ModelDtype()), CacheLayout(storage, RESIDUAL[0])):
+    for layout in (CacheLayout(storage, model_dtype()), CacheLayout(storage, RESIDUAL[0])):
         spec = SiteSpec(layout, 0.125, score=ScoreSpec(mod=mod))
         wanted = policy_attention(*args, spec, [], pads, leaves=[made])
         without = policy_attention(*args, replace(spec, score=ScoreSpec()), [], pads)
@@ -364,7 +386,7 @@ def kivi_state(prompt: int, steps: int, residual: int) -> tuple[list[int], list[
 @given(prompt=st.integers(0, 60), steps=st.integers(0, 60), groups=st.integers(1, 4), group=st.integers(1, 5))
 def test_tokens_settle_as_the_paper_has_it(prompt: int, steps: int, groups: int, group: int) -> None:
     residual, length = groups * group, prompt + steps
-    keys, values = PerChannel(2, group, residual), Recent(Affine(2), residual)
+    keys, values = per_channel(2, group, residual), with_residual(uint(2), residual)
     k_rounded, k_full, v_rounded, v_full = kivi_state(prompt, steps, residual)
     k_from, v_from = (int(recent.in_full_from(s, torch.tensor([length]))) for s in (keys, values))
     assert k_rounded == list(range(k_from)) and k_full == list(range(k_from, length))
@@ -377,7 +399,7 @@ def test_tokens_settle_as_the_paper_has_it(prompt: int, steps: int, groups: int,
 @settings(max_examples=40, deadline=None)
 @given(
     keys=st.sampled_from(RESIDUAL),
-    values=st.sampled_from([*RESIDUAL, Int8()]),
+    values=st.sampled_from([*RESIDUAL, int8()]),
     cuts=st.lists(st.integers(1, T - 1), max_size=8),
     padding=st.lists(st.integers(0, 9), min_size=1, max_size=2),
 )
@@ -413,7 +435,7 @@ def test_per_channel_keys_keep_an_outlier_channel_apart() -> None:
     g = torch.Generator().manual_seed(0)
     x = torch.randn(1, T, D, generator=g)
     x[..., 5] += 30
-    channel, token = (rounding.older_and_newest(s, x)[0] for s in (PerChannel(2, 4, 8), Affine(2, 32)))
+    channel, token = (rounding.older_and_newest(s, x)[0] for s in (per_channel(2, 4, 8), uint(2, 32)))
     assert (channel - x).norm() < 0.4 * (token - x).norm()
 
 
@@ -491,8 +513,8 @@ def test_rows_of_a_beam_change_places(recipe: str) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        CacheLayout(Fp8(), Rotated(Affine(3, 32))),
-        CacheLayout(PerChannel(2, 32, 64), Recent(Affine(2, 32), 64)),
+        CacheLayout(fp8(), with_hadamard(uint(3, 32))),
+        CacheLayout(per_channel(2, 32, 64), with_residual(uint(2, 32), 64)),
     ],
     ids=["per token", "KIVI"],
 )
@@ -546,7 +568,7 @@ def test_compiled_programs_equal_the_policy(what: str) -> None:
 
 def test_no_part_of_a_residual_storage_is_encoded_without_its_neighbours() -> None:
     """The codec knows single vectors; it says so instead of guessing."""
-    for storage in (Recent(Int8(), 4), PerChannel(2, 4, 8)):
+    for storage in (with_residual(int8(), 4), per_channel(2, 4, 8)):
         with pytest.raises(ValueError, match="depends on"):
             codec.encode(storage, torch.zeros(1, D))
         with pytest.raises(ValueError, match="depends on"):

@@ -21,30 +21,31 @@ from kvcompile.kernels.triton.supports import unsupported
 from kvcompile.kernels.triton.write import full, slots
 from kvcompile.kernels.triton.write.parts import Side
 from kvcompile.layouts import (
-    Affine,
     CacheLayout,
     Contiguous,
-    Float,
-    Fp8,
     Full,
     InKeys,
-    Int8,
-    ModelDtype,
     Paged,
-    PerChannel,
     Placement,
-    Recent,
     Retention,
     Ring,
-    Rotated,
     Scored,
     SinkWindow,
     Slots,
     Storage,
     Window,
+    float_dtype,
+    fp8,
+    int8,
+    model_dtype,
+    mxfp4,
+    nf4,
+    per_channel,
+    uint,
+    with_hadamard,
+    with_residual,
 )
 from kvcompile.layouts import symbols as sy
-from kvcompile.layouts.storage import as_kept
 from kvcompile.types import RotaryForm
 from tests.triton_write import (
     HKV,
@@ -62,25 +63,29 @@ from tests.triton_write import (
 append = torch.ops.kvcompile.triton_append.default
 
 STORAGES: list[Storage] = [
-    ModelDtype(),
-    Float("float16"),
-    Float("bfloat16"),
-    Float("float32"),
-    *[Fp8(form, scale) for form in ("e4m3", "e5m2") for scale in ("token", "none", "tensor", "head")],
-    Fp8("e4m3", "token", "float32"),
-    Int8(),
-    Int8(scale_dtype="float32"),
-    *[Affine(bits, group) for bits in (2, 3, 4, 8) for group in (0, 8)],
-    Affine(4, 8, "float32"),
-    Rotated(ModelDtype()),
-    Rotated(Float("bfloat16")),
-    Rotated(Fp8()),
-    Rotated(Int8()),
-    Rotated(Affine(3, 8)),
-    Recent(Affine(2, 8), 6),
-    Recent(Fp8(), 3, 2),
-    Recent(Int8(), 0, 3),
-    Rotated(Recent(Fp8("e5m2", "head"), 4, 1)),
+    model_dtype(),
+    float_dtype("float16"),
+    float_dtype("bfloat16"),
+    float_dtype("float32"),
+    *[fp8(form, scale) for form in ("e4m3", "e5m2") for scale in ("token", "none", "tensor", "head")],
+    fp8("e4m3", "token", "float32"),
+    int8(),
+    int8(scale_dtype="float32"),
+    *[uint(bits, group) for bits in (2, 3, 4, 8) for group in (0, 8)],
+    uint(4, 8, "float32"),
+    nf4(),
+    nf4(8),
+    nf4(8, "float32"),
+    with_hadamard(nf4(8)),
+    with_hadamard(model_dtype()),
+    with_hadamard(float_dtype("bfloat16")),
+    with_hadamard(fp8()),
+    with_hadamard(int8()),
+    with_hadamard(uint(3, 8)),
+    with_residual(uint(2, 8), 6),
+    with_residual(fp8(), 3, 2),
+    with_residual(int8(), 0, 3),
+    with_hadamard(with_residual(fp8("e5m2", "head"), 4, 1)),
 ]
 PLACED = [
     (Contiguous(), Full()),
@@ -127,7 +132,7 @@ def check_same(
 ) -> None:
     for name, mine, other, old in zip(names(site.layout, site), ours, theirs, before, strict=True):
         storage = site.layout.keys if name.startswith("keys") else site.layout.values
-        if isinstance(as_kept(storage), PerChannel) and not name.endswith("full"):
+        if storage.channelwise and not name.endswith("full"):
             assert not differs(mine, old).any()
             continue
         padding = of_padding(site, name, mine, positions, table).expand(-1, HKV, -1)
@@ -174,7 +179,7 @@ def test_every_storage_is_written_as_the_reference_does(number: int) -> None:
     run(Site(CacheLayout(storage, storage), (16, 24), dtype), [6, 1], [0, 2], block_n=16)
     other = DTYPES[(number + 1) % 3]
     run(
-        Site(CacheLayout(ModelDtype(), storage, Ring(), SinkWindow(3, 6)), (8, 8), other),
+        Site(CacheLayout(model_dtype(), storage, Ring(), SinkWindow(3, 6)), (8, 8), other),
         [10, 1],
         [4, 0],
         block_n=16,
@@ -183,7 +188,7 @@ def test_every_storage_is_written_as_the_reference_does(number: int) -> None:
 
 def test_what_only_the_rotation_makes_too_large_saturates() -> None:
     """Of a model in float16 all elements fit float16: a sum of them need not."""
-    layout = CacheLayout(Rotated(Float("float16")), Rotated(Float("float16")))
+    layout = CacheLayout(with_hadamard(float_dtype("float16")), with_hadamard(float_dtype("float16")))
     site = Site(layout, (16, 24), torch.float16)
     k, v = (torch.full((1, HKV, 3, d), 60000.0, dtype=torch.float16) for d in site.dims)
     (ours, _), (theirs, _) = site.buffers(1), site.buffers(1)
@@ -196,12 +201,14 @@ def test_what_only_the_rotation_makes_too_large_saturates() -> None:
 @pytest.mark.parametrize("placed", PLACED, ids=lambda placed: f"{placed[0]}-{placed[1]}")
 def test_every_placement_is_written_as_the_reference_does(placed: tuple[Placement, Retention]) -> None:
     """Tokens in several tiles, of which some are all padding, and rings that go round within one call."""
-    layout = CacheLayout(Recent(Int8(), 4, 2), Affine(2), *placed)
+    layout = CacheLayout(with_residual(int8(), 4, 2), uint(2), *placed)
     run(Site(layout, (8, 16)), [13, 1, 4], [0, 7])
     run(Site(layout, (8, 16)), [2, 5, 1], [0, 4])
 
 
-@pytest.mark.parametrize("storage", [Recent(Int8(), 4, 3), Recent(Int8(), 3), Recent(Int8(), 0, 4)], ids=str)
+@pytest.mark.parametrize(
+    "storage", [with_residual(int8(), 4, 3), with_residual(int8(), 3), with_residual(int8(), 0, 4)], ids=str
+)
 @pytest.mark.parametrize("placed", PLACED, ids=lambda placed: f"{placed[0]}-{placed[1]}")
 def test_every_row_is_written_once(placed: tuple[Placement, Retention], storage: Storage) -> None:
     """Programs run in any order on a GPU, and in one in the interpreter: it would not show that two write one row."""
@@ -223,7 +230,7 @@ def test_every_row_is_written_once(placed: tuple[Placement, Retention], storage:
 
 @settings(max_examples=12, deadline=None)
 @given(
-    keys=st.sampled_from([s for s in STORAGES if as_kept(s).sinks <= 3]),
+    keys=st.sampled_from([s for s in STORAGES if s.sinks <= 3]),
     values=st.sampled_from([*(s for s in STORAGES if s.sinks <= 3), InKeys(8)]),
     placed=st.sampled_from(PLACED),
     dims=st.sampled_from([(16, 8), (24, 16), (8, 40), (48, 16)]),
@@ -250,9 +257,20 @@ def test_any_layout_and_chunks_are_written_as_the_reference_does(
     run(Site(layout, dims, dtype), chunks, padding, seed, size)
 
 
-@pytest.mark.parametrize("keys", [PerChannel(2, 4, 8), Rotated(PerChannel(4, 4, 4, "float16", 2))], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("storage", [mxfp4(), with_hadamard(mxfp4()), with_residual(mxfp4(), 3, 1)], ids=str)
+def test_mxfp4(storage: Storage, dtype: torch.dtype) -> None:
+    """Groups of 32 channels: of one group, of two, and of three, which is no power of two."""
+    for dims in ((32, 64), (96, 32)):
+        for size in (1.0, 1e-3, 1e3):
+            run(Site(CacheLayout(storage, storage), dims, dtype), [5, 1, 7], [0, 2], size=size)
+
+
+@pytest.mark.parametrize(
+    "keys", [per_channel(2, 4, 8), with_hadamard(per_channel(4, 4, 4, "float16", 2))], ids=str
+)
 def test_of_groups_of_tokens_only_the_rows_in_full_are_written(keys: Storage) -> None:
-    run(Site(CacheLayout(keys, Affine(2)), (16, 8)), [6, 1, 3], [0, 2])
+    run(Site(CacheLayout(keys, uint(2)), (16, 8)), [6, 1, 3], [0, 2])
 
 
 # ---- queries, RoPE, and what is handed on
@@ -276,7 +294,7 @@ FORMS = [
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_rope_is_done_first(form: RotaryForm, dtype: torch.dtype) -> None:
     """q and k turn at their positions, then as the storage turns; what is handed on is what is kept."""
-    layout = CacheLayout(Rotated(Int8()), ModelDtype())
+    layout = CacheLayout(with_hadamard(int8()), model_dtype())
     site, pads = Site(layout, (16, 8), dtype, form), torch.tensor([0, 3])
     cos, sin = rope = tables(12, form.rotary_dim)
     for count in (5, 1):
@@ -308,7 +326,7 @@ def test_queries_turn_at_their_place_where_keys_are_kept_before_rope() -> None:
     form = RotaryForm("half", 0, 16)
     cos, sin = rope = tables(20, 16)
     retention = SinkWindow(2, 6, "in_cache")
-    layout = CacheLayout(Rotated(Int8()), ModelDtype(), Ring(), retention)
+    layout = CacheLayout(with_hadamard(int8()), model_dtype(), Ring(), retention)
     for name, count, start in (("capped", 1, 5), ("capped", 1, 15), ("based", 4, 11), ("based", 6, 0)):
         site = Site(layout, (16, 8), rotary=form)
         q, k, v = (
@@ -331,7 +349,7 @@ def test_queries_turn_at_their_place_where_keys_are_kept_before_rope() -> None:
 
 def test_new_tokens_that_are_kept_already_are_not_turned_again() -> None:
     """only_full with in_basis: the rows in full from what another launch has handed on."""
-    layout = CacheLayout(Rotated(Recent(Int8(), 4, 1)), Rotated(Recent(Fp8(), 3)))
+    layout = CacheLayout(with_hadamard(with_residual(int8(), 4, 1)), with_hadamard(with_residual(fp8(), 3)))
     site = Site(layout, (16, 24))
     k, v = (vectors(i, (1, HKV, 7, d), torch.float32) for i, d in enumerate(site.dims))
     positions = torch.arange(7)[None]
@@ -349,16 +367,16 @@ def test_new_tokens_that_are_kept_already_are_not_turned_again() -> None:
 @pytest.mark.parametrize("placed", PLACED, ids=lambda placed: f"{placed[0]}-{placed[1]}")
 def test_staged_tokens_stand_at_their_place_in_the_call(placed: tuple[Placement, Retention]) -> None:
     """Whatever the layout's own slots: an array of the call's tokens, all of them, without pages."""
-    layout = CacheLayout(Recent(Int8(), 2), Rotated(Affine(4, 8)), *placed)
+    layout = CacheLayout(with_residual(int8(), 2), with_hadamard(uint(4, 8)), *placed)
     site, count = Site(layout, (16, 8)), 9
     k, v = (vectors(i, (2, HKV, count, d), torch.float32) for i, d in enumerate(site.dims))
     positions = new_positions(torch.tensor([20, 0]), count, torch.tensor([0, 2]))
-    as_staged = CacheLayout(Int8(), Rotated(Affine(4, 8)))
+    as_staged = CacheLayout(int8(), with_hadamard(uint(4, 8)))
     buffers, _ = Site(as_staged, (16, 8), limit=count).buffers(2)
     rows = [torch.empty(2, HKV, 2, 16)]
     spec = site.spec("append", "staged")
     append(None, k, v, [*buffers[:2], *rows, *buffers[2:]], positions, [], None, None, spec.to_json())
-    wanted = [*codec.encode(Int8(), k), *codec.encode(as_staged.values, v)]
+    wanted = [*codec.encode(int8(), k), *codec.encode(as_staged.values, v)]
     real = positions >= 0
     for mine, other in zip(buffers, wanted, strict=True):
         shown = real[:, None, :].expand(-1, HKV, -1)
@@ -372,7 +390,9 @@ def test_staged_tokens_stand_at_their_place_in_the_call(placed: tuple[Placement,
 @pytest.mark.parametrize("placement", [Slots(), Paged(8)], ids=str)
 def test_scored_layouts_write_to_the_slots_that_are_given(placement: Placement, granularity: str) -> None:
     """-1 and padding: nowhere. KV heads have slots of their own, or the same."""
-    layout = CacheLayout(Recent(Int8(), 2), Affine(4), placement, Scored(1, 6, 3, granularity=granularity))
+    layout = CacheLayout(
+        with_residual(int8(), 2), uint(4), placement, Scored(1, 6, 3, granularity=granularity)
+    )
     site, g = Site(layout, (16, 8)), torch.Generator().manual_seed(1)
     heads = HKV if granularity == "kv_head" else 1
     for count in (6, 1):
@@ -415,7 +435,7 @@ def test_options_that_mean_nothing_are_refused() -> None:
 
 
 def test_layouts_that_no_kernel_writes_are_refused_with_the_reason() -> None:
-    layout = CacheLayout(Recent(Affine(4, 24), 2))
+    layout = CacheLayout(with_residual(uint(4, 24), 2))
     reason = "keys: int4/g24 has groups of 24 channels, .* use group 16, or 0 for the whole head"
     assert re.search(reason, str(unsupported(layout, torch.float32)))
     with pytest.raises(ValueError, match=reason):

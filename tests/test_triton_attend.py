@@ -17,23 +17,25 @@ from kvcompile.kernels.triton.config import Config
 from kvcompile.kernels.triton.site_kernels import Kernels, kernels_of
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.layouts import (
-    Affine,
     CacheLayout,
     Contiguous,
-    Float,
-    Fp8,
     InKeys,
-    Int8,
-    ModelDtype,
     Paged,
-    PerChannel,
-    Recent,
     Ring,
-    Rotated,
     Scored,
     SinkWindow,
     Slots,
     Window,
+    float_dtype,
+    fp8,
+    int8,
+    model_dtype,
+    mxfp4,
+    nf4,
+    per_channel,
+    uint,
+    with_hadamard,
+    with_residual,
 )
 from kvcompile.types import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 from tests.budget import within
@@ -47,34 +49,41 @@ ALIBI, SINKS = ScoreSpec(bias=BiasSpec("alibi")), ScoreSpec(softcap=4.0, sinks=T
 LONG = (40, 1)  # several tiles of 16 slots, and a token that decode is asked about
 IN_ORDER = {
     "plain": Case(CacheLayout(), chunks=LONG),
-    "pages": Case(CacheLayout(Int8(), Affine(4, 16), Paged(16)), (6, 2), chunks=LONG),
-    "gathered pages": Case(CacheLayout(Float("float16"), Fp8(), Paged(24)), (3, 1), score=ALIBI, chunks=LONG),
+    "pages": Case(CacheLayout(int8(), uint(4, 16), Paged(16)), (6, 2), chunks=LONG),
+    "gathered pages": Case(
+        CacheLayout(float_dtype("float16"), fp8(), Paged(24)), (3, 1), score=ALIBI, chunks=LONG
+    ),
     "sinks and window": Case(CacheLayout(retention=SinkWindow(3, 9)), score=SINKS, chunks=LONG),
     "chunked": Case(
-        CacheLayout(Int8(), ModelDtype(), Paged(32)), (16, 1), mask=MaskSpec("chunked", 12), chunks=LONG
+        CacheLayout(int8(), model_dtype(), Paged(32)), (16, 1), mask=MaskSpec("chunked", 12), chunks=LONG
     ),
-    "in full": Case(CacheLayout(PerChannel(4, 16, 16), Recent(Int8(), 5, 2)), (4, 1), chunks=LONG),
-    "latent": Case(CacheLayout(Affine(4, 16), InKeys(16)), (4, 1), (48, 16), score=SINKS, chunks=LONG),
-    "turned": Case(CacheLayout(Rotated(Int8()), Rotated(Affine(4))), (4, 2), (24, 40), chunks=LONG),
+    "in full": Case(CacheLayout(per_channel(4, 16, 16), with_residual(int8(), 5, 2)), (4, 1), chunks=LONG),
+    "nf4": Case(CacheLayout(nf4(16), nf4(8), Paged(16)), (6, 2), (32, 24), chunks=LONG),
+    "mxfp4": Case(CacheLayout(mxfp4(), mxfp4()), (4, 2), (32, 64), chunks=LONG),
+    "mxfp4 beside a residual": Case(
+        CacheLayout(with_residual(mxfp4(), 5, 2), with_hadamard(nf4())), (4, 1), (64, 40), chunks=LONG
+    ),
+    "latent": Case(CacheLayout(uint(4, 16), InKeys(16)), (4, 1), (48, 16), score=SINKS, chunks=LONG),
+    "turned": Case(CacheLayout(with_hadamard(int8()), with_hadamard(uint(4))), (4, 2), (24, 40), chunks=LONG),
     "before RoPE": Case(
-        CacheLayout(Int8(), Int8(), before_rope=True), rotary=RotaryForm("interleaved", 0, 8), chunks=LONG
+        CacheLayout(int8(), int8(), before_rope=True), rotary=RotaryForm("interleaved", 0, 8), chunks=LONG
     ),
 }
 RINGS = {
-    "ring": Case(CacheLayout(Int8(), Int8(), Ring(), SinkWindow(3, 30)), (4, 2), chunks=(24, 15, 1)),
+    "ring": Case(CacheLayout(int8(), int8(), Ring(), SinkWindow(3, 30)), (4, 2), chunks=(24, 15, 1)),
     "window": Case(CacheLayout(placement=Ring(), retention=Window(20)), score=SINKS, chunks=(24, 15, 1)),
     "places": Case(
-        CacheLayout(Fp8(), Int8(), Paged(8), SinkWindow(3, 16, "in_cache")),
+        CacheLayout(fp8(), int8(), Paged(8), SinkWindow(3, 16, "in_cache")),
         rotary=RotaryForm("half", 8, 8),
         chunks=(24, 15, 1),
     ),
-    "H2O": Case(CacheLayout(Int8(), Int8(), Slots(), replace(H2O, heavy=30)), (4, 2), chunks=(24, 15, 1)),
+    "H2O": Case(CacheLayout(int8(), int8(), Slots(), replace(H2O, heavy=30)), (4, 2), chunks=(24, 15, 1)),
 }
 # Groups of more heads than a tile of decode has rows.
 LARGE = {
-    "group of 20": Case(CacheLayout(Int8(), Affine(4, 16)), (40, 2), score=ALIBI, chunks=(9, 1, 1)),
+    "group of 20": Case(CacheLayout(int8(), uint(4, 16)), (40, 2), score=ALIBI, chunks=(9, 1, 1)),
     "H2O, group of 20": Case(
-        CacheLayout(Int8(), Int8(), Slots(), H2O), (40, 2), score=SINKS, chunks=(9, 1, 1)
+        CacheLayout(int8(), int8(), Slots(), H2O), (40, 2), score=SINKS, chunks=(9, 1, 1)
     ),
 }
 
@@ -190,7 +199,7 @@ def test_combine_of_padding_gives_nothing() -> None:
 
 def test_logits_are_those_of_the_slots() -> None:
     case = Case(
-        CacheLayout(Int8(), Int8(), Slots(), H2O), (4, 2), chunks=(7, 1), score=ScoreSpec(softcap=4.0)
+        CacheLayout(int8(), int8(), Slots(), H2O), (4, 2), chunks=(7, 1), score=ScoreSpec(softcap=4.0)
     )
     _, same, call = at_the_end(case, (0, 3))
     call = replace(call, buffers=call.buffers[:-2])
@@ -274,8 +283,8 @@ def test_the_log_sum_exp_of_many_queries() -> None:
 def test_columns(monkeypatch: pytest.MonkeyPatch, retention: Scored, chunks: tuple[int, ...]) -> None:
     """What passes give to each token, as `kernels/columns.py` sums it."""
     rotary = RotaryForm("half", 0, 16) if retention.in_cache else None
-    keys = Fp8(scale="head") if retention.in_cache else Recent(Int8(), 3, 1)
-    layout = CacheLayout(keys, Int8(), Slots(), retention)
+    keys = fp8(scale="head") if retention.in_cache else with_residual(int8(), 3, 1)
+    layout = CacheLayout(keys, int8(), Slots(), retention)
     case = Case(
         layout, (4, 2), (16, 16), rotary=rotary, chunks=chunks, score=ScoreSpec(4.0, BiasSpec("alibi"))
     )
@@ -342,10 +351,10 @@ def test_columns_are_for_retention_by_scores() -> None:
 
 
 SHARED = {
-    "contiguous": CacheLayout(Int8(), Int8(), Contiguous()),
-    "ring": CacheLayout(Int8(), Int8(), Ring(), SinkWindow(2, 7)),
-    "in full": CacheLayout(Recent(Int8(), 4), Rotated(Recent(Int8(), 3)), Paged(8)),
-    "groups": CacheLayout(PerChannel(4, 8, 8), Int8()),
+    "contiguous": CacheLayout(int8(), int8(), Contiguous()),
+    "ring": CacheLayout(int8(), int8(), Ring(), SinkWindow(2, 7)),
+    "in full": CacheLayout(with_residual(int8(), 4), with_hadamard(with_residual(int8(), 3)), Paged(8)),
+    "groups": CacheLayout(per_channel(4, 8, 8), int8()),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
-from kvcompile.layouts import Affine, CacheLayout, Fp8, InKeys, Int8, PerChannel, Rotated
+from kvcompile.layouts import CacheLayout, InKeys, fp8, int8, per_channel, uint, with_hadamard
 from kvcompile.types import RotaryForm
 from tests.triton_attention import Case, cases, check
 from tests.triton_write import kernels_folder  # noqa: F401  (a fixture)
@@ -52,20 +52,20 @@ def test_many_sites_of_a_retention_by_scores(case: Case) -> None:
 
 
 LATENT = {
-    "plain": Case(CacheLayout(Int8(), InKeys(512)), (4, 1), (576, 512), torch.bfloat16),
+    "plain": Case(CacheLayout(int8(), InKeys(512)), (4, 1), (576, 512), torch.bfloat16),
     "scaled by channel, turned when read": Case(
-        CacheLayout(PerChannel(4, 8, 8), InKeys(512), before_rope=True),
+        CacheLayout(per_channel(4, 8, 8), InKeys(512), before_rope=True),
         (4, 1),
         (576, 512),
         rotary=RotaryForm("interleaved", 512, 64),
     ),
     "calibrated, turned when read": Case(
-        CacheLayout(Fp8(scale="head"), InKeys(512), before_rope=True),
+        CacheLayout(fp8(scale="head"), InKeys(512), before_rope=True),
         (4, 1),
         (576, 512),
         rotary=RotaryForm("half", 512, 64),
     ),
-    "turned": Case(CacheLayout(Rotated(Affine(4, 32)), InKeys(512)), (4, 1), (576, 512), torch.float16),
+    "turned": Case(CacheLayout(with_hadamard(uint(4, 32)), InKeys(512)), (4, 1), (576, 512), torch.float16),
 }
 
 

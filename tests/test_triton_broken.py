@@ -12,18 +12,18 @@ from kvcompile.kernels.triton import generate, source
 from kvcompile.kernels.triton.params import KernelSource
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.layouts import (
-    Affine,
     CacheLayout,
-    Fp8,
     InKeys,
-    Int8,
     Paged,
-    PerChannel,
-    Recent,
     Ring,
-    Rotated,
     SinkWindow,
     Slots,
+    fp8,
+    int8,
+    per_channel,
+    uint,
+    with_hadamard,
+    with_residual,
 )
 from kvcompile.types import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 from tests import carried_scores
@@ -46,22 +46,22 @@ class Break:
 
 BOTH = ("decode", "prefill")
 PLAIN = Case(CacheLayout(), chunks=CHUNKS, pads=PADS)
-INT8 = Case(CacheLayout(Int8(), Int8(), Paged(8)), chunks=CHUNKS, pads=PADS)
-INT4 = Case(CacheLayout(Affine(4, 16), Affine(4, 16)), (2, 1), (32, 32), chunks=CHUNKS, pads=PADS)
-KIVI = Case(CacheLayout(PerChannel(4, 16, 16), Recent(Int8(), 5)), chunks=CHUNKS, pads=PADS)
+INT8 = Case(CacheLayout(int8(), int8(), Paged(8)), chunks=CHUNKS, pads=PADS)
+INT4 = Case(CacheLayout(uint(4, 16), uint(4, 16)), (2, 1), (32, 32), chunks=CHUNKS, pads=PADS)
+KIVI = Case(CacheLayout(per_channel(4, 16, 16), with_residual(int8(), 5)), chunks=CHUNKS, pads=PADS)
 STREAM = Case(
-    CacheLayout(Int8(), Int8(), Ring(), SinkWindow(3, 9, "in_cache")),
+    CacheLayout(int8(), int8(), Ring(), SinkWindow(3, 9, "in_cache")),
     score=ScoreSpec(sinks=True),
     rotary=RotaryForm("half", 0, 16),
     chunks=CHUNKS,
     pads=PADS,
 )
 SLIDING = Case(CacheLayout(), mask=MaskSpec("sliding", 7), score=ScoreSpec(4.0), chunks=CHUNKS, pads=PADS)
-HEAVY = Case(CacheLayout(Int8(), Int8(), Slots(), H2O), chunks=CHUNKS, pads=PADS)
+HEAVY = Case(CacheLayout(int8(), int8(), Slots(), H2O), chunks=CHUNKS, pads=PADS)
 ALIBI = replace(PLAIN, score=ScoreSpec(bias=BiasSpec("alibi")))
-CALIBRATED = Case(CacheLayout(Fp8(scale="head"), Fp8(scale="tensor")), chunks=CHUNKS, pads=PADS)
-LATENT = Case(CacheLayout(Int8(), InKeys(16)), (4, 1), (32, 16), chunks=CHUNKS, pads=PADS)
-TURNED = Case(CacheLayout(Int8(), Rotated(Int8())), chunks=CHUNKS, pads=PADS)
+CALIBRATED = Case(CacheLayout(fp8(scale="head"), fp8(scale="tensor")), chunks=CHUNKS, pads=PADS)
+LATENT = Case(CacheLayout(int8(), InKeys(16)), (4, 1), (32, 16), chunks=CHUNKS, pads=PADS)
+TURNED = Case(CacheLayout(int8(), with_hadamard(int8())), chunks=CHUNKS, pads=PADS)
 
 BEHIND = replace(PLAIN, carried=carried_scores.behind())
 WINDOWS = replace(PLAIN, carried=carried_scores.windows(2))
@@ -95,7 +95,7 @@ BROKEN: dict[str, tuple[Break, Case]] = {
     "heads of a group mixed up": (Break(("prefill",), "% 2\n", "// 2 % 2\n"), PLAIN),
     "the scale of another token": (
         Break(BOTH, "keys_scale_ptr + base + n", "keys_scale_ptr + base + (n - (n > 0))"),
-        replace(INT8, layout=CacheLayout(Int8(), Int8())),
+        replace(INT8, layout=CacheLayout(int8(), int8())),
     ),
     "the scale of values at keys": (
         Break(BOTH, "p * (v_scale * unit)[None, :]", "p * (k_scale * unit)[None, :]"),

@@ -23,7 +23,17 @@ from kvcompile.kernels.triton.config import (
 )
 from kvcompile.kernels.triton.device import INTERPRETER, Device, device_of
 from kvcompile.kernels.triton.spec import Role
-from kvcompile.layouts import Affine, CacheLayout, Fp8, InKeys, Int8, ModelDtype, Paged, PerChannel, Rotated
+from kvcompile.layouts import (
+    CacheLayout,
+    InKeys,
+    Paged,
+    fp8,
+    int8,
+    model_dtype,
+    per_channel,
+    uint,
+    with_hadamard,
+)
 
 H200 = Device("NVIDIA H200", 90, 132)
 A100 = Device("NVIDIA A100-SXM4-80GB", 80, 108)
@@ -69,27 +79,27 @@ def test_conditions() -> None:
 def test_bits_of_storages() -> None:
     dtype = torch.bfloat16
     expected = {
-        ModelDtype(): 16,
-        Fp8(): 8,
-        Int8(): 8,
-        Affine(4, 32): 4,
-        Affine(2, 32): 2,
-        Affine(3, 32): 3,
-        PerChannel(4, 32, 128): 4,
-        Rotated(Int8()): 8,
+        model_dtype(): 16,
+        fp8(): 8,
+        int8(): 8,
+        uint(4, 32): 4,
+        uint(2, 32): 2,
+        uint(3, 32): 3,
+        per_channel(4, 32, 128): 4,
+        with_hadamard(int8()): 8,
     }
     assert {storage: bits_of(storage, 128, dtype) for storage in expected} == expected
 
 
 def test_case_of_a_site() -> None:
-    site = SiteSpec(CacheLayout(Int8(), ModelDtype(), Paged(64)), 0.1)
+    site = SiteSpec(CacheLayout(int8(), model_dtype(), Paged(64)), 0.1)
     assert case_of("decode", site, 32, 8, 128, 64, torch.float16) == Case("decode", 8, 128, 4, 64)
 
 
 def test_a_tile_is_one_group_of_tokens() -> None:
     """Scales per channel are folded into the queries once a tile, so a tile must not hold two groups."""
     for group, expected in ((32, 32), (64, 64), (48, 32), (256, 128)):
-        site = SiteSpec(CacheLayout(PerChannel(4, group, group), Affine(4)), 0.1)
+        site = SiteSpec(CacheLayout(per_channel(4, group, group), uint(4)), 0.1)
         assert (
             config(case_of("decode", site, 32, 8, 128, 128, torch.bfloat16), site, H200).block_n == expected
         )

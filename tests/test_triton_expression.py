@@ -20,16 +20,16 @@ from kvcompile.kernels.triton.launches import launches
 from kvcompile.kernels.triton.sample import sample
 from kvcompile.kernels.triton.supports import refusal as site_refusal
 from kvcompile.layouts import (
-    Affine,
     CacheLayout,
-    Int8,
     Paged,
-    PerChannel,
-    Recent,
     Ring,
     SinkWindow,
     Slots,
     Window,
+    int8,
+    per_channel,
+    uint,
+    with_residual,
 )
 from kvcompile.types import BiasSpec, RotaryForm, ScoreSpec
 from tests import carried_scores as scores
@@ -56,9 +56,9 @@ CARRIED: dict[str, Callable[[], Carried]] = {
 # More than a tile of slots before the last pass, and single tokens.
 PLAIN = Case(CacheLayout(), (4, 2), chunks=(19, 1, 12, 1), pads=(0, 3))
 LAYOUTS = {
-    "int8 pages": replace(PLAIN, layout=CacheLayout(Int8(), Int8(), Paged(8))),
-    "groups": replace(PLAIN, layout=CacheLayout(PerChannel(4, 16, 16), Recent(Int8(), 5))),
-    "window in a ring": replace(PLAIN, layout=CacheLayout(Int8(), Affine(4, 16), Ring(), Window(9))),
+    "int8 pages": replace(PLAIN, layout=CacheLayout(int8(), int8(), Paged(8))),
+    "groups": replace(PLAIN, layout=CacheLayout(per_channel(4, 16, 16), with_residual(int8(), 5))),
+    "window in a ring": replace(PLAIN, layout=CacheLayout(int8(), uint(4, 16), Ring(), Window(9))),
     "float16": replace(PLAIN, dtype=torch.float16, score=ScoreSpec(4.0, BiasSpec("alibi"), True)),
     "all padding": replace(PLAIN, pads=(0, 21, 2)),
 }
@@ -78,7 +78,7 @@ def test_layouts(layout: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["behind", "windows", "buckets"])
 def test_places_in_the_cache(name: str) -> None:
     """Positions that are counted in the cache: what goes by distance goes by those."""
-    layout = CacheLayout(Int8(), Int8(), Ring(), SinkWindow(3, 9, "in_cache"))
+    layout = CacheLayout(int8(), int8(), Ring(), SinkWindow(3, 9, "in_cache"))
     check(replace(PLAIN, layout=layout, rotary=RotaryForm("half", 0, 16), carried=CARRIED[name]()))
 
 
@@ -87,7 +87,7 @@ def test_retention_by_scores(name: str) -> None:
     check(
         replace(
             PLAIN,
-            layout=CacheLayout(Int8(), Int8(), Slots(), H2O),
+            layout=CacheLayout(int8(), int8(), Slots(), H2O),
             chunks=(9, 1, 8, 1),
             carried=CARRIED[name](),
         )

@@ -9,7 +9,16 @@ from torch import Tensor
 from kvcompile.kernels import recent, reference
 from kvcompile.kernels.triton import ops_write  # noqa: F401  (registers the ops)
 from kvcompile.kernels.triton.group import generate
-from kvcompile.layouts import CacheLayout, Contiguous, Int8, Paged, PerChannel, Placement, Rotated, Storage
+from kvcompile.layouts import (
+    CacheLayout,
+    Contiguous,
+    Paged,
+    Placement,
+    Storage,
+    int8,
+    per_channel,
+    with_hadamard,
+)
 from tests.triton_write import (
     HKV,
     Site,
@@ -38,8 +47,7 @@ def whole_rows(name: str, part: Tensor, group: int, lens: Tensor, table: Tensor 
 def run(site: Site, side: str, chunks: list[int], padding: list[int]) -> None:
     layout = site.layout
     storage = layout.keys if side == "keys" else layout.values
-    inner = storage.inner if isinstance(storage, Rotated) else storage
-    assert isinstance(inner, PerChannel)
+    assert isinstance(storage, Storage) and storage.channelwise
     batch = len(padding)
     buffers, table = site.buffers(batch)
     seen, pads = torch.zeros(batch, dtype=torch.long), torch.tensor(padding)
@@ -66,7 +74,7 @@ def run(site: Site, side: str, chunks: list[int], padding: list[int]) -> None:
             if not name.startswith(side) or name.endswith("full"):
                 assert torch.equal(mine, old), name
                 continue
-            now, was = (whole_rows(name, mine, inner.group, x.clamp(min=0), table) for x in (lens, seen))
+            now, was = (whole_rows(name, mine, storage.group, x.clamp(min=0), table) for x in (lens, seen))
             shape = (*mine.shape[:3], *[1] * (mine.dim() - 3))
             checked += int((now & ~was).sum())
             is_whole = (now & ~was).expand(mine.shape[:3]).reshape(shape)
@@ -79,11 +87,11 @@ def run(site: Site, side: str, chunks: list[int], padding: list[int]) -> None:
 
 
 STORAGES: list[Storage] = [
-    PerChannel(2, 4, 8),
-    PerChannel(4, 8, 8, "float32", 3),
-    PerChannel(3, 5, 10),
-    PerChannel(8, 4, 4),
-    Rotated(PerChannel(2, 4, 12, "float16", 2)),
+    per_channel(2, 4, 8),
+    per_channel(4, 8, 8, "float32", 3),
+    per_channel(3, 5, 10),
+    per_channel(8, 4, 4),
+    with_hadamard(per_channel(2, 4, 12, "float16", 2)),
 ]
 
 
@@ -94,15 +102,15 @@ def test_whole_groups_are_those_of_the_reference(number: int, placement: Placeme
     dtype = (torch.bfloat16, torch.float32, torch.float16)[number % 3]
     if isinstance(placement, Paged) and 8 in (getattr(storage, "group", 0),):
         placement = Paged(16)
-    layout = CacheLayout(storage, Int8(), placement)
+    layout = CacheLayout(storage, int8(), placement)
     assert layout.check() is None
     run(Site(layout, (16, 8), dtype), "keys", [9, *[1] * 4, 6], [0, 3])
-    run(Site(CacheLayout(Int8(), storage, placement), (8, 24), dtype), "values", [3, 2, 11, 1], [0, 4])
+    run(Site(CacheLayout(int8(), storage, placement), (8, 24), dtype), "values", [3, 2, 11, 1], [0, 4])
 
 
 def test_what_has_no_groups_of_tokens_is_refused() -> None:
-    for layout, options in ((CacheLayout(Int8()), ("keys",)), (CacheLayout(PerChannel(2, 4, 8)), ())):
+    for layout, options in ((CacheLayout(int8()), ("keys",)), (CacheLayout(per_channel(2, 4, 8)), ())):
         with pytest.raises(ValueError, match="group is for one side"):
             generate(Site(layout).spec("group", *options))
     with pytest.raises(ValueError, match="no options"):
-        generate(Site(CacheLayout(PerChannel(2, 4, 8))).spec("group", "keys", "two"))
+        generate(Site(CacheLayout(per_channel(2, 4, 8))).spec("group", "keys", "two"))

@@ -15,7 +15,7 @@ from kvcompile.kernels.triton import seen
 from kvcompile.kernels.triton.pieces import SMALLEST, Piece, between, in_pairs, paired, split
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tidy import tidy
-from kvcompile.layouts import Affine, CacheLayout, Full, Int8, PerChannel, Recent, SinkWindow, Window
+from kvcompile.layouts import CacheLayout, Full, SinkWindow, Window, int8, per_channel, uint, with_residual
 from kvcompile.types import MaskSpec
 
 # ---- pieces
@@ -127,10 +127,10 @@ LAYOUTS = (
     CacheLayout(retention=Window(5)),
     CacheLayout(retention=SinkWindow(3, 6)),
     CacheLayout(retention=SinkWindow(9, 2)),
-    CacheLayout(Recent(Int8(), 4), Int8()),
-    CacheLayout(Recent(Int8(), 3, sinks=2), PerChannel(4, 4, 8, sinks=3)),
-    CacheLayout(Recent(Affine(4), 0, sinks=5), Int8()),
-    CacheLayout(Recent(Int8(), 3, sinks=1), Int8(), retention=SinkWindow(3, 6)),
+    CacheLayout(with_residual(int8(), 4), int8()),
+    CacheLayout(with_residual(int8(), 3, sinks=2), per_channel(4, 4, 8, sinks=3)),
+    CacheLayout(with_residual(uint(4), 0, sinks=5), int8()),
+    CacheLayout(with_residual(int8(), 3, sinks=1), int8(), retention=SinkWindow(3, 6)),
 )
 MASKS = (MaskSpec("causal"), MaskSpec("sliding", 7), MaskSpec("chunked", 8))
 
@@ -150,7 +150,7 @@ def in_full(layout: CacheLayout, query: int, key: int) -> bool:
     """Whether a query reads a key or a value from the rows in full."""
     for storage in (layout.keys, layout.values):
         length = query + 1
-        newest = length - storage.residual if isinstance(storage, Recent) else length // 8 * 8
+        newest = length - storage.residual if not storage.channelwise else length // 8 * 8
         if key < storage.sinks or (storage.residual and key >= newest):
             return True
     return False
@@ -212,7 +212,7 @@ def test_long_caches_are_mostly_plain() -> None:
         (CacheLayout(), MaskSpec("causal"), (250, 256)),
         (CacheLayout(retention=SinkWindow(4, 508)), MaskSpec("causal"), (30, 34)),
         (CacheLayout(), MaskSpec("sliding", 512), (30, 33)),
-        (CacheLayout(Recent(Int8(), 64), Int8()), MaskSpec("causal"), (250, 256)),
+        (CacheLayout(with_residual(int8(), 64), int8()), MaskSpec("causal"), (250, 256)),
         (CacheLayout(retention=Full()), MaskSpec("chunked", 1024), (60, 65)),
     ):
         bounds = seen.ordered(spec(layout, mask, 16), "0", "", full=bool(layout.residual))

@@ -22,10 +22,10 @@ from kvcompile.kernels.triton.params import KernelSource, ScalarParam, TensorPar
 from kvcompile.kernels.triton.render import environment, header, jit
 from kvcompile.kernels.triton.source import Kernel, function_of, kernel, stored
 from kvcompile.kernels.triton.spec import KernelSpec
-from kvcompile.layouts import CacheLayout, Int8, Rotated
+from kvcompile.layouts import CacheLayout, int8, with_hadamard
 from kvcompile.types import RotaryForm, ScoreSpec
 
-SPEC = KernelSpec("append", SiteSpec(CacheLayout(Int8()), 0.125), 8, 2, 16, 16, "float32")
+SPEC = KernelSpec("append", SiteSpec(CacheLayout(int8()), 0.125), 8, 2, 16, 16, "float32")
 PARAMS = (
     TensorParam("x", torch.float32, 2),
     TensorParam("out", torch.float32, 2),
@@ -87,7 +87,7 @@ def test_equal_specs_are_one_kernel() -> None:
 def test_the_header_says_what_the_kernel_is_for() -> None:
     site = replace(
         SPEC.site,
-        layout=CacheLayout(Rotated(Int8())),
+        layout=CacheLayout(with_hadamard(int8())),
         score=ScoreSpec(softcap=50.0, sinks=True),
         rotary=RotaryForm("half", 0, 8),
     )

@@ -19,11 +19,11 @@ from kvcompile.kernels.triton.config import Config, config, found, table_of, usi
 from kvcompile.kernels.triton.device import Device, device_of
 from kvcompile.kernels.triton.sample import sample
 from kvcompile.kernels.triton.tune import Point, Subject, Tuned, candidates, tune, write
-from kvcompile.layouts import CacheLayout, Int8, Paged, PerChannel
+from kvcompile.layouts import CacheLayout, Paged, int8, per_channel
 
 CPU = torch.device("cpu")
 H200 = Device("NVIDIA H200", 90, 132)
-SITE = SiteSpec(CacheLayout(Int8(), Int8(), Paged(16)), 0.25)
+SITE = SiteSpec(CacheLayout(int8(), int8(), Paged(16)), 0.25)
 SUBJECT = Subject("int8", "decode", SITE, (4, 2), (16, 16), torch.float32, (Point(2, 40), Point(1, 20)))
 
 
@@ -61,7 +61,7 @@ def test_candidates_fit_and_are_tried_once() -> None:
     tried = candidates(large, H200)
     assert len(set(tried)) == len(tried) == 4 * 3 * 3 * 4
     assert {one.block_n for one in tried} == {16, 32, 64, 128}
-    grouped = replace(large, site=SiteSpec(CacheLayout(PerChannel(4, 32, 64)), 0.25))
+    grouped = replace(large, site=SiteSpec(CacheLayout(per_channel(4, 32, 64)), 0.25))
     assert {one.block_n for one in candidates(grouped, H200)} == {16, 32}
 
 

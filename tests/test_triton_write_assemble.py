@@ -11,25 +11,27 @@ from kvcompile.kernels.triton.encode.tile import power_of_two
 from kvcompile.kernels.triton.ops_write import warps
 from kvcompile.kernels.triton.spec import KernelSpec, Role
 from kvcompile.layouts import (
-    Affine,
     CacheLayout,
-    Float,
-    Fp8,
     InKeys,
-    Int8,
-    ModelDtype,
     Paged,
-    PerChannel,
-    Recent,
     Ring,
-    Rotated,
     Scored,
     SinkWindow,
     Slots,
+    float_dtype,
+    fp8,
+    int8,
+    model_dtype,
+    mxfp4,
+    nf4,
+    per_channel,
+    uint,
+    with_hadamard,
+    with_residual,
 )
 
-KIVI = CacheLayout(PerChannel(2, 32, 128), Recent(Affine(2, 32), 128))
-SCORED = CacheLayout(Int8(), Int8(), Slots(), Scored(4, 508, 512))
+KIVI = CacheLayout(per_channel(2, 32, 128), with_residual(uint(2, 32), 128))
+SCORED = CacheLayout(int8(), int8(), Slots(), Scored(4, 508, 512))
 
 
 def request(
@@ -75,11 +77,13 @@ def check(requests: list[Request]) -> list[Assembled]:
 def test_every_role_assembles() -> None:
     check(
         [
-            request("append", CacheLayout(Int8(), Affine(4, 32)), "rope", "q_out", "one"),
+            request("append", CacheLayout(int8(), uint(4, 32)), "rope", "q_out", "one"),
             request(
-                "append", CacheLayout(Rotated(Recent(Fp8(), 4)), Fp8(), Paged(32), SinkWindow(4, 60)), "full"
+                "append",
+                CacheLayout(with_hadamard(with_residual(fp8(), 4)), fp8(), Paged(32), SinkWindow(4, 60)),
+                "full",
             ),
-            request("append", CacheLayout(Affine(3), Fp8()), dims=(80, 96), arch=80),
+            request("append", CacheLayout(uint(3), fp8()), dims=(80, 96), arch=80),
             request("group", KIVI, "keys", arch=100),
             request("evict", SCORED, block_n=1024),
             request("score", SCORED, block_n=256),
@@ -90,15 +94,17 @@ def test_every_role_assembles() -> None:
 
 LAYOUTS = [
     CacheLayout(),
-    CacheLayout(Float("float16"), Float("float32")),
-    CacheLayout(Int8(), Int8(), Paged(32)),
-    CacheLayout(Fp8(), Fp8("e5m2", "none")),
-    CacheLayout(Fp8("e4m3", "head"), Fp8("e4m3", "tensor")),
-    CacheLayout(Affine(4, 32), Affine(2, 64)),
-    CacheLayout(Affine(3, 32), Affine(8)),
-    CacheLayout(Rotated(Int8()), Rotated(Affine(4, 32)), Ring(), SinkWindow(4, 1020)),
-    CacheLayout(Recent(Fp8(), 0, 4), Recent(Fp8(), 64)),
-    CacheLayout(ModelDtype(), InKeys(512)),
+    CacheLayout(float_dtype("float16"), float_dtype("float32")),
+    CacheLayout(int8(), int8(), Paged(32)),
+    CacheLayout(fp8(), fp8("e5m2", "none")),
+    CacheLayout(fp8("e4m3", "head"), fp8("e4m3", "tensor")),
+    CacheLayout(uint(4, 32), uint(2, 64)),
+    CacheLayout(uint(3, 32), uint(8)),
+    CacheLayout(nf4(32), mxfp4()),
+    CacheLayout(mxfp4(), with_residual(nf4(), 64, 4)),
+    CacheLayout(with_hadamard(int8()), with_hadamard(uint(4, 32)), Ring(), SinkWindow(4, 1020)),
+    CacheLayout(with_residual(fp8(), 0, 4), with_residual(fp8(), 64)),
+    CacheLayout(model_dtype(), InKeys(512)),
     KIVI,
     SCORED,
 ]

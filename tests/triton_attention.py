@@ -20,59 +20,65 @@ from kvcompile.kernels.policy_scored import Choice, scored_attention
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
-    Affine,
     CacheLayout,
     Contiguous,
-    Float,
-    Fp8,
     Full,
     InKeys,
-    Int8,
-    ModelDtype,
     Paged,
-    PerChannel,
-    Recent,
     Ring,
-    Rotated,
     Scored,
     SinkWindow,
     Slots,
     Storage,
     Window,
+    float_dtype,
+    fp8,
+    int8,
+    model_dtype,
+    mxfp4,
+    nf4,
+    per_channel,
+    uint,
+    with_hadamard,
+    with_residual,
 )
-from kvcompile.layouts.storage import as_kept
 from kvcompile.types import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 from tests import dictionary
 from tests.carried_scores import Carried
 from tests.runner import Ran, run, shuffled
 
 STORAGES: tuple[Storage, ...] = (
-    ModelDtype(),
-    Float("bfloat16"),
-    Float("float16"),
-    Int8(),
-    Affine(4),
-    Affine(4, 16),
-    Affine(3, 8),
-    Affine(2, 16),
-    Affine(8),
-    Fp8(),
-    Fp8("e5m2"),
-    Fp8(scale="none"),
-    Fp8(scale="head"),
-    Fp8(scale="tensor"),
-    Rotated(Int8()),
-    Rotated(Affine(3, 16)),
-    Recent(Int8(), 5, 3),
-    Recent(Affine(2, 8), 7),
-    Recent(Fp8(scale="tensor"), 3),
-    Recent(Fp8(), 0, 2),
-    Rotated(Recent(Int8(), 6)),
-    PerChannel(2, 16, 16),
-    PerChannel(4, 8, 16, sinks=3),
-    PerChannel(3, 4, 8),
-    Rotated(PerChannel(3, 16, 16)),
-    Rotated(PerChannel(4, 4, 8)),
+    model_dtype(),
+    float_dtype("bfloat16"),
+    float_dtype("float16"),
+    int8(),
+    uint(4),
+    uint(4, 16),
+    uint(3, 8),
+    uint(2, 16),
+    uint(8),
+    nf4(),
+    nf4(16),
+    mxfp4(),
+    with_residual(mxfp4(), 5, 2),
+    with_hadamard(nf4(8)),
+    fp8(),
+    fp8("e5m2"),
+    fp8(scale="none"),
+    fp8(scale="head"),
+    fp8(scale="tensor"),
+    with_hadamard(int8()),
+    with_hadamard(uint(3, 16)),
+    with_residual(int8(), 5, 3),
+    with_residual(uint(2, 8), 7),
+    with_residual(fp8(scale="tensor"), 3),
+    with_residual(fp8(), 0, 2),
+    with_hadamard(with_residual(int8(), 6)),
+    per_channel(2, 16, 16),
+    per_channel(4, 8, 16, sinks=3),
+    per_channel(3, 4, 8),
+    with_hadamard(per_channel(3, 16, 16)),
+    with_hadamard(per_channel(4, 4, 8)),
 )
 H2O = Scored(2, 4, 3)
 RETENTIONS = (
@@ -190,8 +196,8 @@ def case_of(pick: Pick, scored: bool) -> Case:
         layouts = [CacheLayout(keys, values, placement, retention, before) for placement in own]
         return [layout for layout in layouts if layout.check() is None]
 
-    stored = [s for s in STORAGES if placed(s, ModelDtype())]
-    keys = pick([s for s in stored if not s.check(dims[0]) and not (before and isinstance(s, Rotated))])
+    stored = [s for s in STORAGES if placed(s, model_dtype())]
+    keys = pick([s for s in stored if not s.check(dims[0]) and not (before and s.hadamard)])
     rotary = None
     if before or pick((False, False, True)):
         turned = pick([d for d in (dim, dim // 2) if d % 2 == 0])
@@ -254,10 +260,7 @@ def oracle(case: Case, held: list[Tensor], q: Tensor | None = None) -> tuple[Ten
         q, k = (rotate(x, at, *rope, form=case.rotary) for x in (q, k))
         rope = []
     # Rows that are turned and kept in the model's dtype are rounded to it once more before they settle.
-    if not any(
-        isinstance(s, Rotated) and isinstance(as_kept(s), (Recent, PerChannel))
-        for s in (layout.keys, layout.values)
-    ):
+    if not any(s.hadamard and (s.residual or s.sinks) for s in (layout.keys, layout.values)):
         k, v = k.float(), v.float()
     extra, scales = case.extra(), case.scales()
     both = (scales.get("keys.scale"), scales.get("values.scale"))
@@ -354,7 +357,7 @@ def _same_bits(case: Case, got: Ran, same: Ran) -> None:
     """Vectors that were not turned on their way stand in their slots with the same bits."""
     layout = case.layout
     storages = (layout.keys, layout.values)
-    if case.site.rotates_on_append or any(isinstance(s, (Rotated, PerChannel)) for s in storages):
+    if case.site.rotates_on_append or any(s.hadamard or s.channelwise for s in storages):
         return
     table = None
     limit = case.total + 2

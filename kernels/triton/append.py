@@ -19,7 +19,7 @@ an output, that is zeros.
 | in_basis | k and v are k_out and v_out of another launch |
 | interpreted | for Triton's interpreter |
 
-Groups of tokens (`PerChannel`) are written by role group; of them, this writes the rows in full.
+Groups of tokens (a scale per channel) are written by role group; of them, this writes the rows in full.
 
 Launch: grid(spec, batch, tokens); buffers as the layout has them (fp8 as uint8 where spec.fp8 is "bits"); `slots` int32
 [B, Hs, S] for a retention by scores, -1: nowhere.
@@ -40,7 +40,6 @@ from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.supports import unsupported
 from kvcompile.kernels.triton.write import full, slots, turn
 from kvcompile.kernels.triton.write.parts import Side, sides, store
-from kvcompile.layouts import ModelDtype, Rotated
 from kvcompile.types import RotaryForm
 
 OPTIONS = {
@@ -149,7 +148,7 @@ def _touched(spec: KernelSpec, side: Side, part: TensorParam) -> bool:
 
 def _wide_q(spec: KernelSpec) -> bool:
     """A decode step attends in float32: queries that a rotation turned are not rounded before."""
-    return _has(spec, "one") and isinstance(spec.layout.keys, Rotated) and not _has(spec, "rope_q")
+    return _has(spec, "one") and spec.layout.keys.hadamard and not _has(spec, "rope_q")
 
 
 def _branches(spec: KernelSpec) -> list[tuple[str, int, list[str]]]:
@@ -211,7 +210,7 @@ def _new(spec: KernelSpec, side: Side) -> list[str]:
             lines += [*turn.partners(form, tile), *turn.roped(form, tile, "row", "pos")]
         if side.turned:
             lines.append(turn.rotated(tile))
-            if side.in_full or isinstance(side.settled, ModelDtype):
+            if side.in_full or side.settled.code == "model":
                 lines.append(f"x = {turn.rounded('x', tile)}")
             else:
                 kept = replace(tile, dtype="float32")

@@ -26,7 +26,6 @@ from kvcompile.errors import KernelError
 from kvcompile.kernels.triton import sass
 from kvcompile.kernels.triton.params import KernelSource, TensorParam
 from kvcompile.kernels.triton.spec import KernelSpec
-from kvcompile.layouts import InKeys
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -120,7 +119,7 @@ def elements(spec: KernelSpec) -> int | None:
     """Elements of keys and values that a turn of the main loop reads, per KV head; None: the loop is not over slots."""
     if spec.role not in ("decode", "prefill", "columns"):
         return None
-    keys_only = isinstance(spec.layout.values, InKeys) or spec.role == "columns"
+    keys_only = spec.layout.in_keys or spec.role == "columns"
     return spec.block_n * (spec.head_dim if keys_only else spec.head_dim + spec.v_head_dim)
 
 

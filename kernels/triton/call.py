@@ -19,7 +19,6 @@ from kvcompile.kernels.triton.combine import turns
 from kvcompile.kernels.triton.device import device_of
 from kvcompile.kernels.triton.params import taken_as
 from kvcompile.kernels.triton.site_kernels import Kernels
-from kvcompile.layouts import InKeys, Rotated
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def staged(call: Call) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
 
 def append(call: Call, options: Sequence[str], slots: Tensor | None = None) -> list[Tensor]:
     """Launch an append with `options` (`append.py`); slots and result as `ops_write.append` has them."""
-    in_keys = isinstance(call.site.layout.values, InKeys)
+    in_keys = call.site.layout.in_keys
     turns_now = "rope" in options or "rope_q" in options
     outs: list[Tensor] = ops_write.append(
         call.q if "q_out" in options else None,
@@ -212,7 +211,7 @@ def transformed(call: Call) -> Tensor:
     q, site = call.q, call.site
     if call.rope:
         q = rotate(q, query_places(call), *call.rope, form=site.rotary)
-    return hadamard(q).to(q.dtype) if isinstance(site.layout.keys, Rotated) else q
+    return hadamard(q).to(q.dtype) if site.layout.keys.hadamard else q
 
 
 def query_places(call: Call) -> Tensor:

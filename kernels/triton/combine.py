@@ -18,20 +18,18 @@ from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, Te
 from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.scores import LOG2E
 from kvcompile.kernels.triton.spec import KernelSpec
-from kvcompile.layouts import InKeys, Rotated
 
 SPLITS_AT_ONCE = 16
 
 
 def turns(spec: KernelSpec) -> bool:
     """Whether the result comes out in a turned basis."""
-    values = spec.layout.values
-    return isinstance(spec.layout.keys if isinstance(values, InKeys) else values, Rotated)
+    return (spec.layout.keys if spec.layout.in_keys else spec.layout.values).hadamard
 
 
 def weighed(spec: KernelSpec) -> int:
     """Channels of the partial results: those of turned keys are all weighed before any can be read."""
-    return spec.head_dim if isinstance(spec.layout.values, InKeys) and turns(spec) else spec.v_head_dim
+    return spec.head_dim if spec.layout.in_keys and turns(spec) else spec.v_head_dim
 
 
 def generate(spec: KernelSpec) -> KernelSource:

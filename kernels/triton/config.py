@@ -28,8 +28,7 @@ import torch
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.device import Device, device_of
 from kvcompile.kernels.triton.spec import Role
-from kvcompile.layouts import InKeys, Paged, PerChannel, Storage
-from kvcompile.layouts.storage import as_kept
+from kvcompile.layouts import Paged, Storage
 from kvcompile.user_cache import cache_dir
 
 __all__ = [
@@ -147,9 +146,9 @@ def found(case: Case, device: Device) -> Config:
 
 def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config:
     """`config` with a tile that the site's layout and the device's shared memory allow."""
-    keys = as_kept(site.layout.keys)
+    keys = site.layout.keys
     block_n = config.block_n
-    if isinstance(keys, PerChannel) and keys.group >= _SMALLEST:
+    if keys.channelwise and keys.group >= _SMALLEST:
         # One group a tile: its scales are folded into the queries. Of 2 bits, so small a tile is the work of two warps.
         block_n = min(block_n, _power_below(keys.group))
         if case.role == "decode" and block_n <= 32 and case.dim <= 128 and case.bits <= 2:
@@ -163,7 +162,7 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
         # A tile of what an expression goes through does not fit the registers of fewer warps.
         config = replace(config, num_warps=max(config.num_warps, 8))
     config = replace(config, block_m=max(_SMALLEST, rows), block_n=max(_SMALLEST, block_n))
-    sides = 1 if isinstance(site.layout.values, InKeys) else 2
+    sides = 1 if site.layout.in_keys else 2
     row = case.dim * sides * max(case.bits, 8) // 8
     while config.num_stages > 1 and config.block_n * row * (config.num_stages - 1) > device.shared * 3 // 4:
         if config.num_stages > 2:
@@ -177,7 +176,7 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
 
 def bits_of(storage: Storage, dim: int, dtype: torch.dtype) -> int:
     """Bits of an element of vectors of `dim` channels in a slot, without scales."""
-    data = as_kept(storage).parts(dim, dtype)[0]
+    data = storage.parts(dim, dtype)[0]
     return 8 * data.dtype.itemsize * math.prod(data.shape) // (data.every * dim)
 
 

@@ -8,10 +8,10 @@ Where scales multiply elements (`Reader.by_element`), every one is dequantized: 
 
 from __future__ import annotations
 
+from kvcompile.kernels.triton.numbers import codebook_number, scale_number
 from kvcompile.kernels.triton.pieces import Piece
 from kvcompile.kernels.triton.read import PLANES, Reader
 from kvcompile.kernels.triton.rows import Source
-from kvcompile.layouts import Affine, Fp8, Int8, ModelDtype, PerChannel
 
 
 def loaded(part: Reader, source: Source, masked: bool) -> list[str]:
@@ -33,13 +33,19 @@ def loaded(part: Reader, source: Source, masked: bool) -> list[str]:
 
 def _bits(part: Reader) -> int:
     """Bits of a code that is packed with others; 8: elements are bytes or wider."""
-    return part.storage.bits if isinstance(part.storage, (Affine, PerChannel)) else 8
+    return part.storage.element.bits if part.storage.element.packed else 8
 
 
 def _spreads(part: Reader, piece: Piece) -> bool:
     """Whether inline assembly makes float16 of the piece's bits, as it does where all are shifted alike."""
-    bits = _bits(part)
-    return part.assembly and not part.by_element and bits in (2, 4) and _alike(piece, part.dim * bits // 8)
+    bits, kind = _bits(part), part.storage.element.kind
+    return (
+        part.assembly
+        and not part.by_element
+        and kind == "uint"
+        and bits in (2, 4)
+        and _alike(piece, part.dim * bits // 8)
+    )
 
 
 def _alike(piece: Piece, size: int) -> bool:
@@ -96,17 +102,19 @@ def _halves(
 
 def _to_dot(part: Reader, name: str) -> str:
     """The stored block `name` as numbers in `dot`."""
-    kind = f"tl.{part.dot}"
-    if part.assembly and isinstance(part.storage, Int8):
+    kind, code = f"tl.{part.dot}", part.storage.element
+    if code.kind == "codebook":
+        return f"{codebook_number(code, name)}.to({kind})"
+    if part.assembly and code.kind == "int":
         return f"int8_halves({name})"
-    if part.assembly and isinstance(part.storage, (Affine, PerChannel)) and part.storage.bits == 8:
+    if part.assembly and code.name == "uint8":
         return f"uint8_halves({name})"
-    if isinstance(part.storage, Fp8) and part.fp8 == "bits":
-        form = f"fp8_{part.storage.format}"
+    if code.kind == "fp8" and part.fp8 == "bits":
+        form = f"fp8_{code.name}"
         return f"{form}_halves({name})" if part.assembly else f"{form}_bits({name}).to({kind})"
-    if isinstance(part.storage, ModelDtype) and part.dot == part.model:
+    if code.dtype is None and part.dot == part.model:
         return name
-    if part.integers and not isinstance(part.storage, Int8) and part.dot == "float16":
+    if part.integers and code.kind != "int" and part.dot == "float16":
         # An integer below 1024 in the mantissa of 1024: two instructions, and no conversion.
         return f"(({name}.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)"
     return f"{name}.to({kind})"
@@ -115,28 +123,33 @@ def _to_dot(part: Reader, name: str) -> str:
 def _dequantized(part: Reader, source: Source, index: int, masked: bool) -> list[str]:
     """Lines that make the stored block of piece `index` what it stands for, in `dot`."""
     name, c, kept = f"{part.letter}{index}", part.channels(index), part.storage
-    plain = f"fp8_{kept.format}_bits({name})" if isinstance(kept, Fp8) and part.fp8 == "bits" else name
-    wide = f"{plain}.to(tl.float32)"
+    code = kept.element
+    if code.kind == "codebook":
+        wide = codebook_number(code, name)
+    else:
+        plain = f"fp8_{code.name}_bits({name})" if code.kind == "fp8" and part.fp8 == "bits" else name
+        wide = f"{plain}.to(tl.float32)"
     guard = part.guard(index, masked)
     rows_guard = ", mask=inside, other=0.0" if masked else ""
     lines = []
-    match kept:
-        case PerChannel():
-            for number in ("scale", "minimum"):
+    minimum = f" + {part.letter}_minimum" if kept.scale.minimum else ""
+    match kept.scale.per:
+        case "channel":
+            for number in kept.scale.numbers:
                 at = source.shared(f"{part.side}_{number}", part.group, part.dim, c, alike=False)
-                lines.append(f"{part.letter}_{number} = tl.load({at}{guard}).to(tl.float32)")
-            wide = f"({wide} * {part.letter}_scale + {part.letter}_minimum)"
-        case Affine():
+                lines.append(f"{part.letter}_{number} = {scale_number(kept.scale, f'tl.load({at}{guard})')}")
+            wide = f"({wide} * {part.letter}_scale{minimum})"
+        case "group":
             count = kept.groups(part.dim)
             group = f"{c} // {part.dim // count}"
-            for number in ("scale", "minimum"):
+            for number in kept.scale.numbers:
                 at = source.rows(f"{part.side}_{number}", count, group)
-                lines.append(f"{part.letter}_{number} = tl.load({at}{guard}).to(tl.float32)")
-            wide = f"({wide} * {part.letter}_scale + {part.letter}_minimum)"
-        case Int8() | Fp8(scale="token"):
+                lines.append(f"{part.letter}_{number} = {scale_number(kept.scale, f'tl.load({at}{guard})')}")
+            wide = f"({wide} * {part.letter}_scale{minimum})"
+        case "vector":
             at = source.numbers(f"{part.side}_scale")
-            lines.append(f"{part.letter}_scale = tl.load({at}{rows_guard}).to(tl.float32)")
+            lines.append(f"{part.letter}_scale = {scale_number(kept.scale, f'tl.load({at}{rows_guard})')}")
             wide = f"({wide} * {part.letter}_scale[:, None])"
-        case Fp8() if part.fixed_scale:
+        case "head" | "tensor":
             wide = f"({wide} * {part.side}_scale)"
     return [*lines, f"{name} = {wide}.to(tl.{part.dot})"]

@@ -1,4 +1,4 @@
-"""Tokens that stand in full beside their slots: the newest ones and the first (`layouts/storages/residual.py`).
+"""Tokens that stand in full beside their slots: the newest ones and the first (`layouts/storage/storage.py`).
 
 A tile in which any token is read in full has both forms, and a mask says which of them a query takes: scores are taken
 from one or the other, probabilities weigh one or the other. Old tokens in full stand in `keys_full` [B, Hkv, rows, D]
@@ -14,8 +14,6 @@ from kvcompile.kernels.triton.params import Param, TensorParam
 from kvcompile.kernels.triton.pieces import Piece
 from kvcompile.kernels.triton.seen import in_full
 from kvcompile.kernels.triton.spec import KernelSpec
-from kvcompile.layouts import PerChannel, Recent
-from kvcompile.layouts.storage import as_kept
 
 
 @dataclass(frozen=True)
@@ -86,8 +84,7 @@ class InFull:
 
     def load(self) -> list[str]:
         """Lines that define `k0_full`, ... [BLOCK_N, W] in the dot type of the model, 0 where a key is not in full."""
-        kept = as_kept(self.spec.layout.keys if self.side == "keys" else self.spec.layout.values)
-        assert isinstance(kept, (Recent, PerChannel))
+        kept = self.spec.layout.keys if self.side == "keys" else self.spec.layout.values
         sinks, residual = kept.sinks, kept.residual
         ring = f"{sinks} + key % {residual}" if residual else "key"
         row = f"tl.where(key < {sinks}, key, {ring})" if sinks and residual else ring

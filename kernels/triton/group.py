@@ -1,4 +1,4 @@
-"""Role group: groups of tokens that share a scale and a minimum per channel (`PerChannel`; KIVI's keys).
+"""Role group: groups of tokens that share a scale and a minimum per channel (a scale per channel; KIVI's keys).
 
     q = round((x - m) / s),   m = min, s = (max - min) / (2^bits - 1)   over the group's tokens, per channel
 
@@ -29,7 +29,7 @@ from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.write import full
 from kvcompile.kernels.triton.write.parts import Side, sides
-from kvcompile.layouts import Paged, PerChannel
+from kvcompile.layouts import Paged, Storage
 
 OPTIONS = {"keys", "values", "one", "interpreted"}
 
@@ -54,9 +54,9 @@ def generate(spec: KernelSpec) -> KernelSource:
     storage = _storage(side)
     tile = side.tile(spec, rows(side))
     real = f"n < {storage.group}" if tile.rows != storage.group else None
-    lines, codes = affine_codes("x", 0, "[None, :]", storage.bits, storage.scale_dtype, real)
+    lines, codes = affine_codes("x", 0, "[None, :]", storage.element.bits, storage.scale.dtype, real)
     lines.append(f"codes = {codes}")
-    more, data = packed("codes", storage.bits, tile)
+    more, data = packed("codes", storage.element.bits, tile)
     params = _params(spec, side)
     placement = spec.layout.placement
     text = rendered(
@@ -88,8 +88,7 @@ def rows(side: Side) -> int:
     return power_of_two(_storage(side).group)
 
 
-def _storage(side: Side) -> PerChannel:
-    assert isinstance(side.settled, PerChannel)
+def _storage(side: Side) -> Storage:
     return side.settled
 
 

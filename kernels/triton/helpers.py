@@ -21,7 +21,7 @@ import ast
 from functools import cache
 from importlib import resources
 
-from kvcompile.layouts.storages.rotated import block
+from kvcompile.layouts.storage.hadamard import block
 
 
 def with_helpers(text: str) -> str:

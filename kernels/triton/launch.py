@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcompile.kernels.triton.device import interpreted
 from kvcompile.kernels.triton.params import TensorParam
 from kvcompile.kernels.triton.source import Kernel
-from kvcompile.layouts.storages.floats import is_fp8
+from kvcompile.layouts.storage import is_fp8
 
 
 class Recorded(NamedTuple):

@@ -19,7 +19,7 @@ from kvcompile.kernels.triton.attention import cached_attention
 from kvcompile.kernels.triton.device import Device, acting_as
 from kvcompile.kernels.triton.launch import recording
 from kvcompile.kernels.triton.spec import KernelSpec
-from kvcompile.layouts import InKeys, Paged
+from kvcompile.layouts import Paged
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def call(
     pool = 1 + batch * pages if pool is None else pool
     buffers = [torch.empty(pool if s.paged else batch, *s.shape, dtype=s.dtype) for s in specs]
     q, k = vectors(queries, dim), vectors(kv_heads, dim)
-    v = k[..., :v_dim] if isinstance(layout.values, InKeys) else vectors(kv_heads, v_dim)
+    v = k[..., :v_dim] if layout.in_keys else vectors(kv_heads, v_dim)
     width = site.rotary.rotary_dim if site.rotary else 0
     cached_attention(
         q,

@@ -25,7 +25,6 @@ from kvcompile.kernels.triton.attend import row_tiles
 from kvcompile.kernels.triton.combine import weighed
 from kvcompile.kernels.triton.launch import launch
 from kvcompile.kernels.triton.source import Kernel, kernel_of
-from kvcompile.layouts import InKeys
 
 
 @torch.library.triton_op("kvcompile::triton_decode", mutates_args={})
@@ -245,7 +244,7 @@ def _sizes(kernel: Kernel, buffers: list[Tensor], bias: Tensor | None, rope: lis
     if every > 1:
         # A row of a group holds several slots, the last of them not all: the least count rounds to all others.
         slots = slots * every
-        if not isinstance(spec.layout.values, InKeys):
+        if not spec.layout.in_keys:
             own = spec.layout.values.parts(spec.v_head_dim, spec.torch_dtype)[0].every
             slots = torch.sym_min(slots, buffers[spec.layout.num_key_parts].shape[2] * own)
     sizes = {"slots": slots}

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from kvcompile.kernels.triton.device import Fp8Form
-from kvcompile.layouts.storages.floats import is_fp8
+from kvcompile.layouts.storage import is_fp8
 
 ScalarType = Literal["i32", "i64", "fp32"]
 _POINTERS = {

@@ -18,12 +18,12 @@ import torch
 
 from kvcompile.kernels.triton import dots
 from kvcompile.kernels.triton.device import Fp8Form
+from kvcompile.kernels.triton.numbers import scale_number
 from kvcompile.kernels.triton.params import Param, TensorParam, taken_as
 from kvcompile.kernels.triton.pieces import Piece, between
 from kvcompile.kernels.triton.rows import Source
 from kvcompile.kernels.triton.spec import DotType, KernelSpec
-from kvcompile.layouts import Affine, Fp8, Int8, PerChannel, Recent, Storage
-from kvcompile.layouts.storage import as_kept
+from kvcompile.layouts import InKeys, Storage
 
 PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # as kernels/bits.py packs
 
@@ -42,7 +42,7 @@ class Reader:
     """K's or V's slots.
 
     side:     "keys" or "values"
-    storage:  what is in the parts, with nothing in full beside (`settled`)
+    storage:  what is in the slots (`Storage.of_slots`)
     dim:      channels of a vector
     pieces:   how they are read
     dot:      the type of the products that they go into
@@ -71,12 +71,12 @@ class Reader:
     @property
     def group(self) -> int:
         """Tokens that share a row of data."""
-        return self.storage.group if isinstance(self.storage, PerChannel) else 1
+        return self.storage.group
 
     @property
     def fixed_scale(self) -> bool:
         """Whether one number scales all of a head's vectors."""
-        return isinstance(self.storage, Fp8) and self.storage.calibration is not None
+        return self.storage.calibration is not None
 
     @property
     def late_scale(self) -> bool:
@@ -86,20 +86,19 @@ class Reader:
     @property
     def folded(self) -> bool:
         """Whether a scale per channel multiplies the other factor of the product, once per tile."""
-        per_channel = isinstance(self.storage, PerChannel)
-        own = per_channel and self.side == "keys" and not self.elementwise
+        own = self.storage.channelwise and self.side == "keys" and not self.elementwise
         return own and self.group % self.block_n == 0
 
     @property
     def by_element(self) -> bool:
         """Whether scales multiply elements."""
-        return self.elementwise or (isinstance(self.storage, PerChannel) and not self.folded)
+        return self.elementwise or (self.storage.channelwise and not self.folded)
 
     def params(self, source: Source) -> tuple[Param, ...]:
         """The parts in memory, as tensors [array, KV head, row, ...]."""
         found = []
         for part in self.storage.parts(self.dim, getattr(torch, self.model)):
-            if part.fixed and (part.name == "full" or source.prefix):
+            if part.fixed and source.prefix:
                 continue
             dtype = taken_as(part.dtype, self.fp8)
             found.append(TensorParam(f"{source.prefix}{self.side}_{part.name}", dtype))
@@ -111,18 +110,18 @@ class Reader:
         """Which pieces are multiplied by what, after the product."""
         every = tuple(range(len(self.pieces)))
         kept, letter = self.storage, self.letter
-        if self.elementwise or isinstance(kept, PerChannel):
+        if self.elementwise:
             return (Scales(every),)
-        match kept:
-            case Fp8(scale="token") | Int8():
+        match kept.scale.per:
+            case "vector":
                 return (Scales(every, f"{letter}_scale"),)
-            case Affine():
+            case "group":
                 width = self.dim // kept.groups(self.dim)
                 return tuple(
                     Scales(
                         tuple(i for i in every if self.pieces[i].start // width == g),
                         f"{letter}_scale{g}",
-                        f"{letter}_minimum{g}",
+                        f"{letter}_minimum{g}" if kept.scale.minimum else None,
                     )
                     for g in range(kept.groups(self.dim))
                 )
@@ -142,14 +141,14 @@ class Reader:
             guard = ", mask=inside, other=0.0" if masked else ""
             for index, name in enumerate(names):
                 at = source.numbers(f"{self.side}_{part}", count, index)
-                lines.append(f"{name} = tl.load({at}{guard}).to(tl.float32)")
+                lines.append(f"{name} = {scale_number(self.storage.scale, f'tl.load({at}{guard})')}")
         return lines
 
     def _split(self, source: Source, part: str, names: list[str], masked: bool) -> list[str]:
         """Lines that load the numbers of all groups of a token at once, and take them apart, half by half."""
         count, guard = len(names), ", mask=inside[:, None], other=0.0" if masked else ""
         at = source.rows(f"{self.side}_{part}", count, f"tl.arange(0, {count})[None, :]")
-        lines = [f"{self.letter}_{part} = tl.load({at}{guard}).to(tl.float32)"]
+        lines = [f"{self.letter}_{part} = {scale_number(self.storage.scale, f'tl.load({at}{guard})')}"]
         # The name of a block tells the groups in it: every `step`-th from `first` on.
         blocks, step = {0: f"{self.letter}_{part}"}, 1
         while step < count:
@@ -174,7 +173,8 @@ class Reader:
                     f"{self.side}_{part}", self.group, self.dim, self.channels(index), alike=True
                 )
                 guard = f", mask={self._real(index)}, other=0.0" if not piece.whole else ""
-                lines.append(f"{self.letter}_{part}{index} = tl.load({at}{guard}).to(tl.float32)")
+                number = scale_number(self.storage.scale, f"tl.load({at}{guard})")
+                lines.append(f"{self.letter}_{part}{index} = {number}")
         return lines
 
     def constants(self) -> list[str]:
@@ -200,9 +200,8 @@ class Reader:
 
     @property
     def integers(self) -> bool:
-        if isinstance(self.storage, Fp8):
-            return self.fp8 == "bits"
-        return isinstance(self.storage, (Int8, Affine, PerChannel))
+        kind = self.storage.element.kind
+        return self.fp8 == "bits" if kind == "fp8" else kind != "float"
 
 
 def reader(
@@ -211,27 +210,20 @@ def reader(
     """The reader of the site's keys or values; pieces: instead of those that suit the storage best."""
     stored = spec.layout.keys if side == "keys" else spec.layout.values
     dim = spec.head_dim if side == "keys" else spec.v_head_dim
-    kept = settled(stored)
-    dot = dots.of_model(spec) if elementwise or isinstance(kept, PerChannel) else dots.of_codes(kept, spec)
-    if isinstance(kept, PerChannel) and side == "keys" and not elementwise and kept.group % spec.block_n == 0:
+    assert not isinstance(stored, InKeys), "such values are read from the keys"
+    kept = stored.of_slots
+    dot = dots.of_model(spec) if elementwise or kept.channelwise else dots.of_codes(kept, spec)
+    if kept.channelwise and side == "keys" and not elementwise and kept.group % spec.block_n == 0:
         dot = dots.of_codes(kept, spec)
     own = pieces or between(dim, edges(kept, dim))
     assembly = "interpreted" not in spec.options and dot == "float16"
     return Reader(side, kept, dim, own, dot, spec.dtype, spec.fp8, spec.block_n, elementwise, assembly)
 
 
-def settled(storage: Storage) -> Storage:
-    """The storage of what is in the slots: without a rotation before, and without what is in full beside."""
-    kept = as_kept(storage)
-    return kept.inner if isinstance(kept, Recent) else kept
-
-
 def edges(kept: Storage, dim: int) -> list[int]:
     """Channels before which a piece must end."""
-    if not isinstance(kept, (Affine, PerChannel)):
-        return []
-    planes = PLANES[kept.bits]
+    planes = PLANES[kept.element.bits] if kept.element.packed else ()
     sizes = [dim * width // 8 for width in planes if width != 8]
-    if isinstance(kept, Affine) and kept.groups(dim) > 1:
+    if kept.groups(dim) > 1:
         sizes.append(dim // kept.groups(dim))
     return [edge for size in sizes for edge in range(size, dim, size)]

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.symbolic import printed
-from kvcompile.layouts import PerChannel, Recent
+from kvcompile.layouts import InKeys
 from kvcompile.layouts import symbols as sy
-from kvcompile.layouts.storage import as_kept
 
 
 @dataclass(frozen=True)
@@ -127,12 +126,10 @@ def unordered(spec: KernelSpec, held: str, plain: bool) -> Bounds:
 
 def in_full(spec: KernelSpec, side: str) -> tuple[int, str | None]:
     """First tokens that are read in full, and the first position of the newest that are, of a length `{}`."""
-    kept = as_kept(spec.layout.keys if side == "keys" else spec.layout.values)
-    if not isinstance(kept, (Recent, PerChannel)):
-        return 0, None
-    if not kept.residual:
+    kept = spec.layout.keys if side == "keys" else spec.layout.values
+    if isinstance(kept, InKeys) or not kept.residual:
         return kept.sinks, None
-    return kept.sinks, printed(kept.settled, {sy.length: "{}"})
+    return kept.sinks, printed(kept.quantized_tokens, {sy.length: "{}"})
 
 
 def _max(terms: list[str]) -> str:

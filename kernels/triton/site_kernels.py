@@ -13,8 +13,6 @@ from kvcompile.kernels.triton import append as append_role
 from kvcompile.kernels.triton.config import Config, case_of, config
 from kvcompile.kernels.triton.device import Fp8Form, device_of, fp8_of, interpreted
 from kvcompile.kernels.triton.spec import KernelSpec, Role
-from kvcompile.layouts import PerChannel, Rotated
-from kvcompile.layouts.storage import as_kept
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Kernels:
             found.append("rope_q")
             if site.layout.retention.in_cache:
                 found.append("capped" if one else "based")
-        if found or isinstance(site.layout.keys, Rotated):
+        if found or site.layout.keys.hadamard:
             found.append("q_out")
         return tuple(found)
 
@@ -84,14 +82,14 @@ class Kernels:
 
     def outs(self) -> tuple[str, ...]:
         """Options of append for k and v as they are kept, where that is not as they come."""
-        found = ["k_out"] if isinstance(self.site.layout.keys, Rotated) or self.site.rotates_on_append else []
-        return (*found, *(["v_out"] if isinstance(self.site.layout.values, Rotated) else []))
+        found = ["k_out"] if self.site.layout.keys.hadamard or self.site.rotates_on_append else []
+        return (*found, *(["v_out"] if self.site.layout.values.hadamard else []))
 
     @property
     def grouped(self) -> tuple[str, ...]:
         """The sides whose tokens share scales."""
         found = (("keys", self.site.layout.keys), ("values", self.site.layout.values))
-        return tuple(name for name, storage in found if isinstance(as_kept(storage), PerChannel))
+        return tuple(name for name, storage in found if storage.channelwise)
 
 
 @lru_cache(maxsize=1024)

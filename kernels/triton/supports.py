@@ -9,31 +9,32 @@ import torch
 
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
-    Affine,
     CacheLayout,
     Contiguous,
-    Float,
-    Fp8,
     Full,
     InKeys,
-    Int8,
-    ModelDtype,
     Paged,
-    PerChannel,
-    Recent,
     Ring,
-    Rotated,
     Scored,
     SinkWindow,
     Slots,
-    Storage,
     Window,
 )
-from kvcompile.layouts.storage import as_kept
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # What kernels have been written for. Whatever is added elsewhere is refused here until it is written here, too.
-_STORAGES = (ModelDtype, Float, Fp8, Int8, Affine, PerChannel)
+_CODES = {
+    "model": {"none"},
+    "float32": {"none"},
+    "float16": {"none"},
+    "bfloat16": {"none"},
+    "e4m3": {"none", "vector", "head", "tensor"},
+    "e5m2": {"none", "vector", "head", "tensor"},
+    "int8": {"vector"},
+    **{f"uint{bits}": {"group", "channel"} for bits in (2, 3, 4, 8)},
+    "nf4": {"group"},
+    "e2m1": {"group"},
+}
 _PLACEMENTS = (Contiguous, Ring, Slots, Paged)
 _RETENTIONS = (Full, Window, SinkWindow, Scored)
 SMALLEST_DIM, LARGEST_DIM = 4, 576  # of keys: what a Hadamard rotation turns; MLA's latent and rotary rows
@@ -58,7 +59,7 @@ def refusal(
         return f"its keys have {dims[0]} channels, and kernels are for {SMALLEST_DIM} to {LARGEST_DIM}"
     if dims[1] > LARGEST_DIM:
         return f"its values have {dims[1]} channels, and kernels are for at most {LARGEST_DIM}"
-    if site.rotary is not None and site.layout.rotates_on_read and isinstance(site.layout.keys, Rotated):
+    if site.rotary is not None and site.layout.rotates_on_read and site.layout.keys.hadamard:
         return "its keys are kept turned (rotate: hadamard) before RoPE, and kernels turn none back"
     return unsupported(site.layout, dtype)
 
@@ -81,20 +82,16 @@ def unsupported(layout: CacheLayout, dtype: torch.dtype) -> str | None:
     ):
         if type(chosen) not in written:
             return f"no kernels are written for {axis} '{chosen}'"
-    sides = {"keys": layout.keys} if isinstance(layout.values, InKeys) else _sides(layout)
-    for name, storage in sides.items():
-        kept = as_kept(storage)
-        kept = kept.inner if isinstance(kept, Recent) else kept
-        if type(kept) not in _STORAGES:
+    for name, storage in (("keys", layout.keys), ("values", layout.values)):
+        if isinstance(storage, InKeys):
+            continue
+        kept = storage.of_slots
+        if kept.scale.per not in _CODES.get(kept.code, ()):
             return f"no kernels are written for {name} in '{kept}'"
-        group = kept.group if isinstance(kept, Affine) else 0
+        group = kept.scale.size if kept.scale.per == "group" else 0
         if group & (group - 1):
             return (
                 f"{name}: {kept} has groups of {group} channels, and a kernel's blocks are powers of two: use group "
                 f"{1 << (group.bit_length() - 1)}, or 0 for the whole head"
             )
     return None
-
-
-def _sides(layout: CacheLayout) -> dict[str, Storage]:
-    return {"keys": layout.keys, "values": layout.values}

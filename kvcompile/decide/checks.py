@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcompile.layouts import CacheLayout, Contiguous, Full, Recent, Scored
-from kvcompile.layouts.storage import as_kept
+from kvcompile.layouts import CacheLayout, Contiguous, Full, Scored
 from kvcompile.types import AttentionSite
 
 
@@ -26,7 +25,7 @@ def check(layout: CacheLayout, site: AttentionSite, readers: Sequence[int]) -> N
             raise ValueError(f"cache.{side}: {problem}")
     window = layout.retention.window
     for side, storage in (("keys", layout.keys), ("values", layout.values)):
-        if window is not None and isinstance(as_kept(storage), Recent) and storage.residual >= window:
+        if window is not None and not storage.channelwise and storage.residual >= window:
             raise ValueError(
                 f"cache.{side}.residual: the last {storage.residual} tokens in full are all of the window's {window}, "
                 "so none would be read rounded; use fewer, or dtype: model"

@@ -27,7 +27,7 @@ from kvcompile.emit.region_calls import RegionCalls
 from kvcompile.errors import ExportError
 from kvcompile.kernels import ops, running_sum
 from kvcompile.kernels.dialect import Dialect, speaking
-from kvcompile.layouts.storages.floats import is_fp8
+from kvcompile.layouts.storage import is_fp8
 from kvcompile.passes.insert_cache import ROWS
 from kvcompile.pipeline import Front, absorbed, rewrite
 from kvcompile.plan import Plan

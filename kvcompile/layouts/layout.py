@@ -16,7 +16,7 @@ from kvcompile.layouts.pages import SPARE_PAGES, offset, page_index
 from kvcompile.layouts.placement import Contiguous, Paged, Placement, Ring, Slots, placement_from
 from kvcompile.layouts.retention import Full, Retention, retention_from
 from kvcompile.layouts.scored import STATE_BYTES, Scored
-from kvcompile.layouts.storage import ModelDtype, Part, PerChannel, Storage, as_kept, storage_from
+from kvcompile.layouts.storage import InKeys, Part, Storage, storage_from
 
 _NONE = sympy.Integer(0)
 
@@ -49,16 +49,15 @@ class CacheLayout:
         the retention says (`positions: in_cache` always keeps them so)
     """
 
-    keys: Storage = ModelDtype()
-    values: Storage = ModelDtype()
+    keys: Storage = Storage()
+    values: Storage | InKeys = Storage()
     placement: Placement = Contiguous()
     retention: Retention = Full()
     before_rope: bool = False
 
     def check(self) -> str | None:
         """Why this combination makes no sense, or None."""
-        grouped = any(isinstance(as_kept(storage), PerChannel) for storage in (self.keys, self.values))
-        if grouped and not self.in_order:
+        if (self.keys.channelwise or self.values.channelwise) and not self.in_order:
             return (
                 "axis: channel needs slots in the order of tokens: they settle in whole groups, and a ring takes slots "
                 "back one by one; use placement 'contiguous', or axis: token"
@@ -108,6 +107,11 @@ class CacheLayout:
     def in_full(self) -> bool:
         """Whether K or V keep any tokens, the newest or the first, beside in the model's dtype."""
         return any(storage.residual or storage.sinks for storage in (self.keys, self.values))
+
+    @property
+    def in_keys(self) -> bool:
+        """Whether values are kept in the keys (MLA's latent)."""
+        return isinstance(self.values, InKeys)
 
     @property
     def bounded(self) -> bool:
@@ -226,7 +230,7 @@ class CacheLayout:
     def from_json(text: str) -> CacheLayout:
         data = json.loads(text)
         return CacheLayout(
-            storage_from(data["keys"]),
+            _own(data["keys"]),
             storage_from(data["values"]),
             placement_from(data["placement"]),
             retention_from(data["retention"]),
@@ -240,6 +244,13 @@ class CacheLayout:
         return f"{storage} · {self.placement} · {self.retention}"
 
 
-def _parts(storage: Storage) -> tuple[Part, ...]:
+def _own(data: dict[str, Any]) -> Storage:
+    """K's storage: keys are in nothing else."""
+    storage = storage_from(data)
+    assert isinstance(storage, Storage)
+    return storage
+
+
+def _parts(storage: Storage | InKeys) -> tuple[Part, ...]:
     """The storage's parts for any dim: their number, and how many tokens share a row, do not depend on it."""
     return storage.parts(128, torch.float32)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from kvcompile.layouts.layout import CacheLayout
 from kvcompile.layouts.scored import Scored
-from kvcompile.layouts.storage import PerChannel, as_kept
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def _of(layout: CacheLayout) -> StepsBack:
             0, f"'{layout.retention}' has given up tokens by scores that no token can be taken out of"
         )
     for storage in (layout.keys, layout.values):
-        if storage.residual or isinstance(as_kept(storage), PerChannel):
+        if storage.residual or storage.channelwise:
             return StepsBack(
                 0, f"'{storage}' has rounded tokens that would be among the newest in full again"
             )

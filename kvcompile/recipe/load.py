@@ -215,13 +215,13 @@ def _is_tag(item: Any, part: object) -> bool:
 
 
 def _allowed(loc: list[Any]) -> str:
-    from kvcompile.recipe import schema
+    from kvcompile.recipe import schema, storage
 
     models: dict[str, type] = {
         "": Recipe,
         "cache": CacheConfig,
-        "keys": schema.KeysConfig,
-        "values": schema.StorageConfig,
+        "keys": storage.KeysConfig,
+        "values": storage.StorageConfig,
         "placement": schema.PlacementConfig,
         "runtime": RuntimeConfig,
         "compile": schema.CompileConfig,

@@ -181,10 +181,10 @@ RULES: tuple[Refusal, ...] = (
 
 # One of each kind; sizes that any head, window and page can have.
 STORAGES: tuple[tuple[str, Storage], ...] = (
-    ("a float, fp8, int8 or smaller by token", layouts.Int8()),
-    ("the same with `residual`", layouts.Recent(layouts.Int8(), 8)),
-    ("the same with `sinks`", layouts.Recent(layouts.Int8(), 0, sinks=2)),
-    ("any by `axis: channel`", layouts.PerChannel(4, 32, 32)),
+    ("a float, fp8, int8 or smaller by token", layouts.int8()),
+    ("the same with `residual`", layouts.with_residual(layouts.int8(), 8)),
+    ("the same with `sinks`", layouts.with_residual(layouts.int8(), 0, sinks=2)),
+    ("any by `axis: channel`", layouts.per_channel(4, 32, 32)),
 )
 PLACEMENTS: tuple[tuple[str, Placement], ...] = (
     ("`contiguous`", layouts.Contiguous()),

@@ -21,8 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from kvcompile.console import shown
 from kvcompile.errors import InputError, RecipeError
 from kvcompile.layouts import Storage
-from kvcompile.layouts.storages.floats import FP8_RANGE
-from kvcompile.layouts.storages.rotated import Rotated
+from kvcompile.layouts.storage.codes.fp8 import FP8_RANGE
 
 FORMAT, VERSION = "kvcompile.scales", 1
 _Count = Annotated[int, Field(ge=1)]
@@ -168,7 +167,7 @@ def _say(item: object) -> str:
 
 def scales_of(storage: Storage, extent: Extent) -> tuple[float, ...]:
     """The scale of each KV head for a storage that has calibrated ones."""
-    found = extent.hadamard if isinstance(storage, Rotated) else extent.plain
+    found = extent.hadamard if storage.hadamard else extent.plain
     assert found is not None, "the plan refuses a rotation of a head_dim that has none"
     if storage.calibration == "tensor":
         found = (max(found),) * len(found)

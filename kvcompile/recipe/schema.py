@@ -22,136 +22,13 @@ from kvcompile.recipe.auto import AutoConfig
 from kvcompile.recipe.retention import (
     ANYWHERE,
     BEYOND,
-    Count,
     FullConfig,
     Place,
     Positive,
     RetentionConfig,
     Strict,
 )
-
-_FLOATS = ("model", "float32", "float16", "bfloat16")
-_CALIBRATED = ("tensor", "head")
-_BITS: dict[str, Literal[2, 3, 4, 8]] = {"int2": 2, "int3": 3, "int4": 4, "int8": 8}
-
-
-class StorageConfig(Strict):
-    """How K or V vectors are encoded."""
-
-    dtype: Literal[
-        "model",
-        "float32",
-        "float16",
-        "bfloat16",
-        "fp8_e4m3",
-        "fp8_e5m2",
-        "int8",
-        "int4",
-        "int3",
-        "int2",
-    ] = "model"
-    mode: Literal["symmetric", "asymmetric"] | None = Field(
-        None, description="int8: symmetric if absent; smaller integers are asymmetric"
-    )
-    axis: Literal["token", "channel"] = Field(
-        "token", description="what has a scale of its own: tokens, or channels (over a group of tokens)"
-    )
-    group: Literal[0, 32, 64, 128] = Field(
-        0, description="asymmetric integers: channels (axis token; 0: the whole head) or tokens per scale"
-    )
-    residual: Count = Field(0, description="newest tokens kept in the model's dtype")
-    sinks: Count = Field(0, description="first tokens kept in the model's dtype")
-    scale: Literal["token", "tensor", "head", "none"] = Field(
-        "token", description="fp8: one per token and head; calibrated, one per layer or KV head; or none"
-    )
-    scale_dtype: Literal["float16", "float32"] = "float16"
-    rotate: Literal["none", "hadamard"] = Field("none", description="turn vectors before they are rounded")
-
-    @property
-    def _affine(self) -> bool:
-        return self.dtype in ("int2", "int3", "int4") or self.mode == "asymmetric"
-
-    @model_validator(mode="after")
-    def _keys_have_an_effect(self) -> StorageConfig:
-        """What is given must mean something for the dtype."""
-        floats, fp8 = self.dtype in _FLOATS, self.dtype.startswith("fp8")
-        if self.mode is not None and self.dtype != "int8":
-            raise ValueError(f"mode is for dtype int8 only, not for {self.dtype}")
-        if self.group and not self._affine:
-            raise ValueError(
-                f"group is for int2, int3, int4 and int8 with mode: asymmetric only, not for {self.dtype}"
-            )
-        if "scale" in self.model_fields_set and not fp8:
-            raise ValueError(f"scale is for fp8 dtypes only, not for {self.dtype}")
-        if "scale_dtype" in self.model_fields_set and (floats or self.scale == "none"):
-            raise ValueError("scale_dtype is for dtypes with a scale only, not for " + self._named)
-        if "scale_dtype" in self.model_fields_set and self.scale in _CALIBRATED:
-            raise ValueError(
-                f"scale_dtype is for scales per token only: scale: {self.scale} is kept in float32"
-            )
-        if self.rotate != "none" and floats:
-            raise ValueError(f"rotate is for quantized dtypes only, not for {self.dtype}")
-        for name, count in (("residual", self.residual), ("sinks", self.sinks)):
-            if count and floats:
-                raise ValueError(f"{name} is for quantized dtypes only, not for {self.dtype}")
-        if self.axis == "channel":
-            self._check_channels()
-        return self
-
-    def _check_channels(self) -> None:
-        if not self._affine:
-            raise ValueError(
-                "axis: channel is for int2, int3, int4 and int8 with mode: asymmetric only, not for "
-                + self._named
-            )
-        if not self.group:
-            raise ValueError("axis: channel needs a group: how many tokens share the scales, 32, 64 or 128")
-        if not self.residual or self.residual % self.group:
-            raise ValueError(
-                f"axis: channel needs a residual that is a multiple of group {self.group}, got {self.residual}: tokens "
-                "are rounded in whole groups, and until then kept in full"
-            )
-
-    @property
-    def _named(self) -> str:
-        return f"{self.dtype} without a scale" if self.scale == "none" else self.dtype
-
-    def build(self) -> layouts.Storage:
-        if self.axis == "channel":
-            bits = _BITS[self.dtype]
-            groups = layouts.PerChannel(bits, self.group, self.residual, self.scale_dtype, self.sinks)
-            return layouts.Rotated(groups) if self.rotate == "hadamard" else groups
-        match self.dtype:
-            case "model":
-                return layouts.ModelDtype()
-            case "float32" | "float16" | "bfloat16":
-                return layouts.Float(self.dtype)
-        settled = self._settled()
-        full = self.residual or self.sinks
-        kept = layouts.Recent(settled, self.residual, self.sinks) if full else settled
-        return layouts.Rotated(kept) if self.rotate == "hadamard" else kept
-
-    def _settled(self) -> layouts.Fp8 | layouts.Int8 | layouts.Affine:
-        """The storage of one rounded vector."""
-        if self.dtype in ("fp8_e4m3", "fp8_e5m2"):
-            return layouts.Fp8("e4m3" if self.dtype == "fp8_e4m3" else "e5m2", self.scale, self.scale_dtype)
-        if self._affine:
-            return layouts.Affine(_BITS[self.dtype], self.group, self.scale_dtype)
-        return layouts.Int8(scale_dtype=self.scale_dtype)
-
-
-class KeysConfig(StorageConfig):
-    """How K vectors are encoded: as V's, and on which side of RoPE."""
-
-    rope: Literal["after", "before"] = Field(
-        "after", description="stored after RoPE, or before it and rotated when they are read"
-    )
-
-    @model_validator(mode="after")
-    def _rope_has_an_effect(self) -> KeysConfig:
-        if self.rope == "before" and self.dtype in _FLOATS:
-            raise ValueError(f"rope: before is for quantized dtypes only, not for {self.dtype}")
-        return self
+from kvcompile.recipe.storage import CALIBRATED, KeysConfig, StorageConfig
 
 
 class PlacementConfig(Strict):
@@ -325,7 +202,7 @@ class Recipe(Strict):
         if not {"cache", "layers"} <= info.data.keys():
             return scales  # what is wrong there comes first
         caches = [info.data["cache"].model_dump(), *(rule.cache for rule in info.data["layers"])]
-        used = any(_side(cache, side).get("scale") in _CALIBRATED for cache in caches for side in _SIDES)
+        used = any(_side(cache, side).get("scale") in CALIBRATED for cache in caches for side in _SIDES)
         if used and scales is None:
             raise ValueError(
                 "is required for scale: tensor and scale: head, which must be known before the first token: name the "

@@ -21,7 +21,7 @@ from kvcompile.kernels import opaque
 from kvcompile.kernels.policy import policy_attention
 from kvcompile.kernels.policy_scored import Choice, scored_attention
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.layouts import ModelDtype, Scored, Storage
+from kvcompile.layouts import InKeys, Scored, Storage, model_dtype
 from kvcompile.passes.insert_cache import Rewritten
 from kvcompile.passes.opaque import is_mixer
 from kvcompile.pipeline import Front, example_inputs
@@ -186,7 +186,7 @@ class Oracle(Interpreter):
         if decision.rotary is not None:
             assert site.rope is not None
             q, k = site.rope.q_input, site.rope.k_input
-        storages = (ModelDtype(), decision.layout.keys, decision.layout.values)
+        storages = (model_dtype(), decision.layout.keys, decision.layout.values)
         q_in, k_in, v_in = (
             self._disturbed(self.env[node], storage)
             for node, storage in zip((q, k, v), storages, strict=True)
@@ -214,7 +214,7 @@ class Oracle(Interpreter):
                 ) from error
         else:
             out = policy_attention(q_in, k_in, v_in, spec, rope, self.pads, sinks, bias, leaves, scales)
-        self.outputs.append(self._disturbed(out, ModelDtype()))
+        self.outputs.append(self._disturbed(out, model_dtype()))
         if len(self.outputs) == self.count < len(self.sites):
             raise Enough
         return self.outputs[-1]
@@ -225,14 +225,14 @@ class Oracle(Interpreter):
         record = opaque.find(key)
         assert record.state is not None
         # Its way over many tokens and its way over one differ by `spread`, however exact both are.
-        found = record.ragged([self._disturbed(x, ModelDtype()) for x in inputs], self.pads.tolist())
-        return [self._disturbed(x, ModelDtype(), record.state.spread) for x in found]
+        found = record.ragged([self._disturbed(x, model_dtype()) for x in inputs], self.pads.tolist())
+        return [self._disturbed(x, model_dtype(), record.state.spread) for x in found]
 
-    def _disturbed(self, x: Tensor, storage: Storage, spread: float = 0.0) -> Tensor:
+    def _disturbed(self, x: Tensor, storage: Storage | InKeys, spread: float = 0.0) -> Tensor:
         if not self.noise or not x.is_floating_point():
             return x
         amount = max(ULPS[x.dtype] * torch.finfo(x.dtype).eps, spread)
-        if not isinstance(storage, ModelDtype):
+        if not (isinstance(storage, InKeys) or storage.plain):
             # A value on the edge between two steps falls to either side. That is rare, and then far larger than a
             # rounding: without enough of it in the disturbed run, one such value would look like a defect.
             amount = max(amount, QUANTIZED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -11,9 +12,6 @@ from kvcompile.layouts import (
     CacheLayout,
     InKeys,
     Paged,
-    PerChannel,
-    Recent,
-    Rotated,
     Scored,
     SinkWindow,
     Storage,
@@ -93,18 +91,16 @@ def _has_kernels(decision: Decision) -> bool:
     return decision.kernels == "reference" or not refusal(decision.site_spec(), heads, dims, torch.float32)
 
 
-def _settling(storage: Storage) -> Storage:
-    """The storage with so few tokens in full, and in a group, that some settle within a prompt, a step and a chunk."""
-    match storage:
-        case Rotated(inner=inner):
-            small = _settling(inner)
-            assert not isinstance(small, (Rotated, InKeys))
-            return Rotated(small)
-        case Recent():
-            residual, sinks = min(storage.residual, _SMALL_RESIDUAL), min(storage.sinks, _SMALL_SINKS)
-            return replace(storage, residual=residual, sinks=sinks)
-        case PerChannel():
-            sinks = min(storage.sinks, _SMALL_SINKS)
-            return replace(storage, group=_SMALL_RESIDUAL // 2, residual=_SMALL_RESIDUAL, sinks=sinks)
-        case _:
-            return storage
+_Kept = TypeVar("_Kept", bound=Storage | InKeys)
+
+
+def _settling(storage: _Kept) -> _Kept:
+    """The storage with so few unquantized tokens, and in a group, that some are quantized within a prompt, a step and a
+    chunk."""
+    if not isinstance(storage, Storage) or not storage.unquantized:
+        return storage
+    sinks = min(storage.sinks, _SMALL_SINKS)
+    if not storage.channelwise:
+        return replace(storage, residual=min(storage.residual, _SMALL_RESIDUAL), sinks=sinks)
+    scale = replace(storage.scale, size=_SMALL_RESIDUAL // 2)
+    return replace(storage, scale=scale, residual=_SMALL_RESIDUAL, sinks=sinks)

@@ -5,8 +5,8 @@
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
 # tile      16 x 16, fp8 native
-# key       f8672f5d029d0ba7
-# spec      {"block": [16, 16], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "append", "site": {"layout": {"before_rope": false, "keys": {"bits": 4, "group": 32, "kind": "affine", "scale_dtype": "float16"}, "placement": {"kind": "paged", "page_size": 16, "pages": null}, "retention": {"kind": "full"}, "values": {"bits": 4, "group": 32, "kind": "affine", "scale_dtype": "float16"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
+# key       d94e40db716c4f7e
+# spec      {"block": [16, 16], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "append", "site": {"layout": {"before_rope": false, "keys": {"code": "uint4", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": true, "per": "group", "size": 32}, "sinks": 0}, "placement": {"kind": "paged", "page_size": 16, "pages": null}, "retention": {"kind": "full"}, "values": {"code": "uint4", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": true, "per": "group", "size": 32}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl

@@ -6,8 +6,8 @@
 # scores    causal, scale 0.0883883
 # rotary    half, channels 0 to 127
 # tile      16 x 1, fp8 native, one, q_out, rope
-# key       23fed132a7d42450
-# spec      {"block": [16, 1], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["one", "q_out", "rope"], "role": "append", "site": {"layout": {"before_rope": false, "keys": {"kind": "int8", "scale_dtype": "float16"}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"kind": "int8", "scale_dtype": "float16"}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
+# key       e4b0da59671b7f7f
+# spec      {"block": [16, 1], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["one", "q_out", "rope"], "role": "append", "site": {"layout": {"before_rope": false, "keys": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl

@@ -6,8 +6,8 @@
 # scores    causal, scale 0.0883883
 # rotary    half, channels 0 to 127
 # tile      64 x 64, fp8 native
-# key       fd0444d8e2dff29c
-# spec      {"block": [64, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "columns", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"kind": "model"}, "placement": {"kind": "slots"}, "retention": {"granularity": "kv_head", "heavy": 508, "kind": "scored", "method": "h2o", "pooling": "mean", "positions": "original", "prefill": "full", "recent": 512, "rows": 0, "score": "sum", "sinks": 4, "smooth": 1}, "values": {"kind": "model"}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
+# key       bd5e4aaee6f934fd
+# spec      {"block": [64, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "columns", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "slots"}, "retention": {"granularity": "kv_head", "heavy": 508, "kind": "scored", "method": "h2o", "pooling": "mean", "positions": "original", "prefill": "full", "recent": 512, "rows": 0, "score": "sum", "sinks": 4, "smooth": 1}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl

@@ -5,8 +5,8 @@
 # heads     64 of queries, 8 of keys; dims 64 and 64; bfloat16
 # scores    sliding(128), scale 0.125, sink logits
 # tile      16 x 64, fp8 native, lse
-# key       b4094ef14e93fdc4
-# spec      {"block": [16, 64], "dims": [64, 64], "dtype": "bfloat16", "fp8": "native", "heads": [64, 8], "options": ["lse"], "role": "combine", "site": {"layout": {"before_rope": false, "keys": {"kind": "model"}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"inner": {"kind": "int8", "scale_dtype": "float16"}, "kind": "rotated"}}, "mask": {"kind": "sliding", "window": 128}, "score": {"bias": null, "sinks": true, "softcap": null}, "sm_scale": 0.125}}
+# key       5e43654df385e8ce
+# spec      {"block": [16, 64], "dims": [64, 64], "dtype": "bfloat16", "fp8": "native", "heads": [64, 8], "options": ["lse"], "role": "combine", "site": {"layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"code": "int8", "hadamard": true, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}}, "mask": {"kind": "sliding", "window": 128}, "score": {"bias": null, "sinks": true, "softcap": null}, "sm_scale": 0.125}}
 
 import triton
 import triton.language as tl

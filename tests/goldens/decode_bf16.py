@@ -5,8 +5,8 @@
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
 # tile      16 x 64, fp8 native
-# key       fece9f0fb06d9f7f
-# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"kind": "model"}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"kind": "model"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
+# key       69580f02effa2166
+# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl

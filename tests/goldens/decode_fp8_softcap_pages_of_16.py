@@ -5,8 +5,8 @@
 # heads     8 of queries, 4 of keys; dims 256 and 256; bfloat16
 # scores    sliding(4096), scale 0.0625, softcap 50
 # tile      16 x 32, fp8 native
-# key       61503cb042c8be4f
-# spec      {"block": [16, 32], "dims": [256, 256], "dtype": "bfloat16", "fp8": "native", "heads": [8, 4], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"format": "e4m3", "kind": "fp8", "scale": "token", "scale_dtype": "float16"}, "placement": {"kind": "paged", "page_size": 16, "pages": null}, "retention": {"kind": "full"}, "values": {"format": "e4m3", "kind": "fp8", "scale": "token", "scale_dtype": "float16"}}, "mask": {"kind": "sliding", "window": 4096}, "score": {"bias": null, "sinks": false, "softcap": 50.0}, "sm_scale": 0.0625}}
+# key       7d11cce2d508dd39
+# spec      {"block": [16, 32], "dims": [256, 256], "dtype": "bfloat16", "fp8": "native", "heads": [8, 4], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"code": "e4m3", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}, "placement": {"kind": "paged", "page_size": 16, "pages": null}, "retention": {"kind": "full"}, "values": {"code": "e4m3", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}}, "mask": {"kind": "sliding", "window": 4096}, "score": {"bias": null, "sinks": false, "softcap": 50.0}, "sm_scale": 0.0625}}
 
 import triton
 import triton.language as tl

@@ -5,8 +5,8 @@
 # heads     9 of queries, 3 of keys; dims 64 and 64; bfloat16
 # scores    causal, scale 0.125
 # tile      16 x 64, fp8 native, logits
-# key       ca5c1272b1d4abdc
-# spec      {"block": [16, 64], "dims": [64, 64], "dtype": "bfloat16", "fp8": "native", "heads": [9, 3], "options": ["logits"], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"kind": "model"}, "placement": {"kind": "slots"}, "retention": {"granularity": "kv_head", "heavy": 508, "kind": "scored", "method": "h2o", "pooling": "mean", "positions": "original", "prefill": "full", "recent": 512, "rows": 0, "score": "sum", "sinks": 4, "smooth": 1}, "values": {"kind": "model"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.125}}
+# key       37340ade20d8f12c
+# spec      {"block": [16, 64], "dims": [64, 64], "dtype": "bfloat16", "fp8": "native", "heads": [9, 3], "options": ["logits"], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "slots"}, "retention": {"granularity": "kv_head", "heavy": 508, "kind": "scored", "method": "h2o", "pooling": "mean", "positions": "original", "prefill": "full", "recent": 512, "rows": 0, "score": "sum", "sinks": 4, "smooth": 1}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.125}}
 
 import triton
 import triton.language as tl

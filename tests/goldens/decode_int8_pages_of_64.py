@@ -5,8 +5,8 @@
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
 # tile      16 x 64, fp8 native
-# key       7083a64b895e7579
-# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"kind": "int8", "scale_dtype": "float16"}, "placement": {"kind": "paged", "page_size": 64, "pages": null}, "retention": {"kind": "full"}, "values": {"kind": "int8", "scale_dtype": "float16"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
+# key       123bc170d544e69f
+# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}, "placement": {"kind": "paged", "page_size": 64, "pages": null}, "retention": {"kind": "full"}, "values": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl

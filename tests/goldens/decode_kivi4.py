@@ -5,8 +5,8 @@
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
 # tile      16 x 32, fp8 native
-# key       5b28a5d49562b014
-# spec      {"block": [16, 32], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"bits": 4, "group": 32, "kind": "per_channel", "residual": 128, "scale_dtype": "float16", "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"inner": {"bits": 4, "group": 32, "kind": "affine", "scale_dtype": "float16"}, "kind": "recent", "residual": 128, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
+# key       41bcb1ef5bc5ca24
+# spec      {"block": [16, 32], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"code": "uint4", "hadamard": false, "residual": 128, "scale": {"dtype": "float16", "minimum": true, "per": "channel", "size": 32}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"code": "uint4", "hadamard": false, "residual": 128, "scale": {"dtype": "float16", "minimum": true, "per": "group", "size": 32}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl

@@ -5,8 +5,8 @@
 # heads     16 of queries, 1 of keys; dims 576 and 512; bfloat16
 # scores    causal, scale 0.0416667
 # tile      16 x 32, fp8 native
-# key       c5c611d7457781fb
-# spec      {"block": [16, 32], "dims": [576, 512], "dtype": "bfloat16", "fp8": "native", "heads": [16, 1], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"kind": "model"}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"channels": 512, "kind": "in_keys"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.041666666666666664}}
+# key       6dd0284905b3c257
+# spec      {"block": [16, 32], "dims": [576, 512], "dtype": "bfloat16", "fp8": "native", "heads": [16, 1], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"channels": 512}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.041666666666666664}}
 
 import triton
 import triton.language as tl

@@ -5,8 +5,8 @@
 # heads     32 of queries, 32 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883, ALiBi
 # tile      16 x 64, fp8 native
-# key       9c6bd2f3e9a1dc79
-# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 32], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"kind": "model"}, "placement": {"kind": "ring"}, "retention": {"kind": "sink_window", "positions": "original", "sinks": 4, "window": 1020}, "values": {"kind": "model"}}, "mask": {"kind": "causal", "window": null}, "score": {"bias": {"kind": "alibi", "reach": null}, "sinks": false, "softcap": null}, "sm_scale": 0.08838834764831845}}
+# key       33e407455b4c6cf9
+# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 32], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "ring"}, "retention": {"kind": "sink_window", "positions": "original", "sinks": 4, "window": 1020}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "score": {"bias": {"kind": "alibi", "reach": null}, "sinks": false, "softcap": null}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl

@@ -6,8 +6,8 @@
 # scores    causal, scale 0.0883883
 # rotary    half, channels 0 to 127
 # tile      16 x 64, fp8 native
-# key       cdd6506c2c569502
-# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"kind": "model"}, "placement": {"kind": "ring"}, "retention": {"kind": "sink_window", "positions": "in_cache", "sinks": 4, "window": 1020}, "values": {"kind": "model"}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
+# key       c58e7cf3534a70cd
+# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "ring"}, "retention": {"kind": "sink_window", "positions": "in_cache", "sinks": 4, "window": 1020}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl

@@ -6,8 +6,8 @@
 # scores    causal, scale 0.0883883
 # rotary    half, channels 0 to 127
 # tile      16 x 64, fp8 native, keys, one
-# key       9d9d46922ebc91b5
-# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["keys", "one"], "role": "group", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"bits": 4, "group": 32, "kind": "per_channel", "residual": 128, "scale_dtype": "float16", "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"inner": {"bits": 4, "group": 32, "kind": "affine", "scale_dtype": "float16"}, "kind": "recent", "residual": 128, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
+# key       b34ed28c18feefc8
+# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["keys", "one"], "role": "group", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "uint4", "hadamard": false, "residual": 128, "scale": {"dtype": "float16", "minimum": true, "per": "channel", "size": 32}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"code": "uint4", "hadamard": false, "residual": 128, "scale": {"dtype": "float16", "minimum": true, "per": "group", "size": 32}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl

@@ -5,8 +5,8 @@
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
 # tile      64 x 64, fp8 native, new
-# key       88bb2c1d8f3aca51
-# spec      {"block": [64, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["new"], "role": "prefill", "site": {"layout": {"before_rope": false, "keys": {"kind": "int8", "scale_dtype": "float16"}, "placement": {"kind": "ring"}, "retention": {"kind": "sink_window", "positions": "original", "sinks": 4, "window": 1020}, "values": {"kind": "int8", "scale_dtype": "float16"}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
+# key       113e0d3f43fe6778
+# spec      {"block": [64, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["new"], "role": "prefill", "site": {"layout": {"before_rope": false, "keys": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}, "placement": {"kind": "ring"}, "retention": {"kind": "sink_window", "positions": "original", "sinks": 4, "window": 1020}, "values": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl

@@ -9,27 +9,29 @@ from torch import Tensor
 
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
-    Affine,
     CacheLayout,
     Contiguous,
-    Fp8,
     Full,
     InKeys,
-    Int8,
-    ModelDtype,
     Paged,
-    PerChannel,
-    Recent,
     Ring,
-    Rotated,
     Scored,
     SinkWindow,
     Slots,
     Window,
+    fp8,
+    int8,
+    model_dtype,
+    mxfp4,
+    nf4,
+    per_channel,
+    uint,
+    with_hadamard,
+    with_residual,
 )
 from kvcompile.types import BiasSpec, MaskSpec, ScoreSpec
 
-KIVI = CacheLayout(PerChannel(2, 32, 64), Recent(Affine(2, 32), 64))
+KIVI = CacheLayout(per_channel(2, 32, 64), with_residual(uint(2, 32), 64))
 
 
 @dataclass(frozen=True)
@@ -70,29 +72,31 @@ SITES = {
     "model, chunked mask": Sized(CacheLayout(), mask=MaskSpec("chunked", 64)),
     "alibi": Sized(CacheLayout(), score=ScoreSpec(bias=BiasSpec("alibi"))),
     "sinks": Sized(CacheLayout(), score=ScoreSpec(sinks=True)),
-    "int8": Sized(CacheLayout(Int8(), Int8())),
-    "int8, pages of 64": Sized(CacheLayout(Int8(), Int8(), Paged(64))),
-    "int8, ring": Sized(CacheLayout(Int8(), Int8(), Ring(), SinkWindow(4, 60))),
-    "fp8": Sized(CacheLayout(Fp8(), Fp8())),
-    "fp8 e5m2 without scales": Sized(CacheLayout(Fp8("e5m2", "none"), Fp8("e5m2", "none"))),
-    "int4": Sized(CacheLayout(Affine(4, 32), Affine(4, 32))),
+    "int8": Sized(CacheLayout(int8(), int8())),
+    "int8, pages of 64": Sized(CacheLayout(int8(), int8(), Paged(64))),
+    "int8, ring": Sized(CacheLayout(int8(), int8(), Ring(), SinkWindow(4, 60))),
+    "fp8": Sized(CacheLayout(fp8(), fp8())),
+    "fp8 e5m2 without scales": Sized(CacheLayout(fp8("e5m2", "none"), fp8("e5m2", "none"))),
+    "int4": Sized(CacheLayout(uint(4, 32), uint(4, 32))),
     "int4, 64 channels, pages of 32": Sized(
-        CacheLayout(Affine(4, 32), Affine(4, 32), Paged(32)), (9, 3), (64, 64)
+        CacheLayout(uint(4, 32), uint(4, 32), Paged(32)), (9, 3), (64, 64)
     ),
-    "int2 and int3": Sized(CacheLayout(Affine(2, 32), Affine(3, 32))),
+    "nf4": Sized(CacheLayout(nf4(32), nf4(32))),
+    "mxfp4, pages of 32": Sized(CacheLayout(mxfp4(), mxfp4(), Paged(32))),
+    "int2 and int3": Sized(CacheLayout(uint(2, 32), uint(3, 32))),
     "kivi": Sized(KIVI),
     "kivi, pages of 32": Sized(replace(KIVI, placement=Paged(32))),
-    "int4 turned": Sized(CacheLayout(Rotated(Affine(4, 32)), Rotated(Affine(4, 32)))),
-    "int8 with the last in full": Sized(CacheLayout(Recent(Int8(), 32), Recent(Int8(), 32, 4))),
-    "mixed": Sized(CacheLayout(Int8(), Affine(4, 32))),
+    "int4 turned": Sized(CacheLayout(with_hadamard(uint(4, 32)), with_hadamard(uint(4, 32)))),
+    "int8 with the last in full": Sized(CacheLayout(with_residual(int8(), 32), with_residual(int8(), 32, 4))),
+    "mixed": Sized(CacheLayout(int8(), uint(4, 32))),
     "latent": Sized(CacheLayout(values=InKeys(128)), (16, 1), (192, 128)),
-    "latent int8": Sized(CacheLayout(Int8(), InKeys(128)), (16, 1), (192, 128)),
+    "latent int8": Sized(CacheLayout(int8(), InKeys(128)), (16, 1), (192, 128)),
     # As many slots as tokens: which token goes is a matter of rounding, and tested in the interpreter.
     "h2o": Sized(CacheLayout(placement=Slots(), retention=Scored(4, 260, 64))),
-    "h2o int8": Sized(CacheLayout(Int8(), Int8(), Slots(), Scored(4, 260, 64))),
+    "h2o int8": Sized(CacheLayout(int8(), int8(), Slots(), Scored(4, 260, 64))),
 }
 EXACT_CODES = ("int8", "int8, pages of 64", "int8, ring", "fp8", "int4", "int2 and int3", "mixed")
-assert Full() == CacheLayout().retention and ModelDtype() == CacheLayout().keys
+assert Full() == CacheLayout().retention and model_dtype() == CacheLayout().keys
 
 
 def vectors(sized: Sized, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:

@@ -11,11 +11,11 @@ from kvcompile.kernels.triton.combine import weighed
 from kvcompile.kernels.triton.full import InFull
 from kvcompile.kernels.triton.params import Param, ScalarParam, TensorParam
 from kvcompile.kernels.triton.pieces import between, in_pairs
-from kvcompile.kernels.triton.read import Reader, edges, reader, settled
+from kvcompile.kernels.triton.read import Reader, edges, reader
 from kvcompile.kernels.triton.rows import Source
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.values import Values
-from kvcompile.layouts import InKeys, Paged, PerChannel, Scored
+from kvcompile.layouts import Paged, Scored
 from kvcompile.types import RotaryForm
 
 
@@ -52,16 +52,16 @@ class Attend:
         if form:
             pieces = in_pairs(spec.head_dim, form.start, form.rotary_dim, form.style == "interleaved")
             return reader(spec, "keys", pieces, elementwise=True)
-        if not isinstance(spec.layout.values, InKeys):
+        if not spec.layout.in_keys:
             return reader(spec, "keys")
-        kept = settled(spec.layout.keys)
+        kept = spec.layout.keys.of_slots
         pieces = between(spec.head_dim, [*edges(kept, spec.head_dim), weighed(spec)])
         # What a scale per channel is folded into would be the queries, not the probabilities.
-        return reader(spec, "keys", pieces, elementwise=isinstance(kept, PerChannel))
+        return reader(spec, "keys", pieces, elementwise=kept.channelwise)
 
     @property
     def values(self) -> Values:
-        in_keys = isinstance(self.spec.layout.values, InKeys)
+        in_keys = self.spec.layout.in_keys
         own = None if in_keys else reader(self.spec, "values")
         return Values(self.keys, own, weighed(self.spec))
 
@@ -69,7 +69,7 @@ class Attend:
         """K's or V's rows in full; of values in the keys, the keys' (their own are the keys')."""
         layout = self.spec.layout
         storage = layout.keys if side == "keys" else layout.values
-        if isinstance(storage, InKeys) or not (storage.residual or storage.sinks):
+        if not (storage.residual or storage.sinks):
             return None
         of = self.keys if side == "keys" else self.values.of
         return InFull(self.spec, side, of.dim, of.pieces, self.many)

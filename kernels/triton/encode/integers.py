@@ -1,7 +1,7 @@
-"""Integers of 2, 3, 4 or 8 bits, every vector by itself (`layouts/storages/integers.py`).
+"""Integers of 2, 3, 4 or 8 bits, every vector by itself (`layouts/storage/codes/integers.py`).
 
-    Int8:   q = round(x / s),         s = absmax / 127
-    Affine: q = round((x - m) / s),   m = min, s = (max - min) / (2^bits - 1), per group of channels
+    int8:   q = round(x / s),         s = absmax / 127
+    uint:   q = round((x - m) / s),   m = min, s = (max - min) / (2^bits - 1), per group of channels
 
 Halves round to even; the scale as it is kept is what divides.
 """
@@ -18,14 +18,14 @@ from kvcompile.kernels.triton.encode.tile import (
     kept_scale,
     quotient,
 )
-from kvcompile.layouts import Affine, Int8
-from kvcompile.layouts.storages.part import ScaleDtype
+from kvcompile.layouts import Storage
+from kvcompile.layouts.storage.scale import ScaleDtype
 
 
-def int8(storage: Int8, tile: Tile) -> Encoded:
+def int8(storage: Storage, tile: Tile) -> Encoded:
     lines = (
         "peak = tl.max(tl.abs(x), axis=1)",
-        f"scale = {kept_scale(quotient('peak', '127.0'), storage.scale_dtype)}",
+        f"scale = {kept_scale(quotient('peak', '127.0'), storage.scale.dtype)}",
         f"divisor = {divisor('scale')}[:, None]",
         f"q = to_nearest_even({quotient('x', 'divisor')})",
     )
@@ -33,21 +33,21 @@ def int8(storage: Int8, tile: Tile) -> Encoded:
     return Encoded(lines, (data, Store("scale", "scale")))
 
 
-def affine(storage: Affine, tile: Tile) -> Encoded:
+def affine(storage: Storage, tile: Tile) -> Encoded:
     """A group is a dimension of the tile, where a vector has more than one."""
     groups = storage.groups(tile.dim)
     if groups == 1:
         real = f"tl.arange(0, {tile.width})[None, :] < {tile.dim}" if tile.padded else None
-        lines, codes = affine_codes("x", 1, "[:, None]", storage.bits, storage.scale_dtype, real)
+        lines, codes = affine_codes("x", 1, "[:, None]", storage.element.bits, storage.scale.dtype, real)
         own = (Store("scale", "scale[:, None]", 1), Store("minimum", "minimum[:, None]", 1))
         lines.append(f"codes = {codes}")
     else:
         size = tile.dim // groups
-        lines, codes = affine_codes("grouped", 2, "[:, :, None]", storage.bits, storage.scale_dtype)
+        lines, codes = affine_codes("grouped", 2, "[:, :, None]", storage.element.bits, storage.scale.dtype)
         lines.insert(0, f"grouped = tl.reshape(x, [{tile.rows}, {tile.width // size}, {size}])")
         lines.append(f"codes = tl.reshape({codes}, [{tile.rows}, {tile.width}])")
         own = (Store("scale", "scale", groups), Store("minimum", "minimum", groups))
-    more, data = packed("codes", storage.bits, tile)
+    more, data = packed("codes", storage.element.bits, tile)
     return Encoded((*lines, *more), (*data, *own))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcompile.kernels.triton.device import Fp8Form
-from kvcompile.layouts.storages.part import ScaleDtype, scale_dtype
+from kvcompile.layouts.storage.scale import Scale, ScaleDtype
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def kept_scale(x: str, name: ScaleDtype) -> str:
     """float32 `x` in a scale's dtype, at most its largest number."""
     if name == "float32":
         return x
-    largest = torch.finfo(scale_dtype(name)).max
+    largest = torch.finfo(Scale(dtype=name).torch_dtype).max
     return f"{clipped(x, largest)}.to(tl.{name})"
 
 

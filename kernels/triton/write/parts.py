@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from kvcompile.kernels.triton.encode.tile import Store, Tile, power_of_two
 from kvcompile.kernels.triton.params import TensorParam, taken_as
 from kvcompile.kernels.triton.spec import KernelSpec
-from kvcompile.layouts import InKeys, PerChannel, Recent, Rotated, Storage
-from kvcompile.layouts.storage import as_kept
+from kvcompile.layouts import InKeys, Storage
 
 
 @dataclass(frozen=True)
@@ -26,18 +25,17 @@ class Side:
     @property
     def turned(self) -> bool:
         """Whether a Hadamard rotation comes before the storage."""
-        return isinstance(self.storage, Rotated)
+        return self.storage.hadamard
 
     @property
     def settled(self) -> Storage:
         """What its slots hold: the storage without the rotation before it and the rows in full beside."""
-        kept = as_kept(self.storage)
-        return kept.inner if isinstance(kept, Recent) else kept
+        return self.storage.of_slots
 
     @property
     def grouped(self) -> bool:
         """Whether its rows are those of groups of tokens (role group)."""
-        return isinstance(self.settled, PerChannel)
+        return self.storage.channelwise
 
     @property
     def in_full(self) -> int:

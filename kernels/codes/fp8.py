@@ -20,9 +20,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcompile.kernels.bits import as_byte, from_byte
+from kvcompile.kernels.dialect import current
 
 _MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 _BIAS = {torch.float8_e4m3fn: 7, torch.float8_e5m2: 15}
+
+
+def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x fp32, at most the format's largest number, as the dialect stores it."""
+    return to_code(x, dtype) if current().portable else x.to(dtype)
+
+
+def numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Stored numbers as numbers: what the dialect keeps as codes is decoded."""
+    return data if data.dtype == dtype else from_code(data, dtype)
 
 
 def to_code(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,18 @@
+"""What stored bytes stand for, as expressions: entries of codebooks, and scales."""
+
+from __future__ import annotations
+
+from kvcompile.layouts.storage import Code, Scale
+
+
+def codebook_number(code: Code, name: str) -> str:
+    """The block of codes `name` as float32: its entries, chosen bit by bit of the code.
+
+    Selects need no table in memory: 2^bits - 1 of them, half of them on constants.
+    """
+    return f"of_codebook{code.bits}({name}, {', '.join(repr(number) for number in code.numbers)})"
+
+
+def scale_number(scale: Scale, loaded: str) -> str:
+    """What is loaded of the parts "scale" and "minimum", as float32."""
+    return f"e8m0_number({loaded})" if scale.dtype == "e8m0" else f"{loaded}.to(tl.float32)"

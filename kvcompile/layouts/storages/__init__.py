@@ -1,1 +1,0 @@
-"""The storages, one family a file; `kvcompile/layouts/storage.py` lists them."""
