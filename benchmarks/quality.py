@@ -2,6 +2,7 @@
 
     python benchmarks/quality.py            # about 40 minutes on one core; goes on where it was stopped
     python benchmarks/quality.py --parts table
+    python benchmarks/quality.py --parts table --only nf4 --only mxfp4     # the other rows stay as they are
 
 | part | what is measured |
 |---|---|
@@ -20,7 +21,6 @@ import argparse
 import json
 import math
 import re
-import shutil
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -54,6 +54,9 @@ KIVI3 = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "K int8, V int4": {"keys": {"dtype": "int8"}, "values": {"dtype": "int4", "group": 32}},
     "int4, Hadamard": _both(dtype="int4", group=32, rotate="hadamard"),
+    "nf4, Hadamard": _both(dtype="nf4", group=32, rotate="hadamard"),
+    "mxfp4, Hadamard": _both(dtype="mxfp4", rotate="hadamard"),
+    "K int8, V mxfp4": {"keys": {"dtype": "int8"}, "values": {"dtype": "mxfp4"}},
     "kivi3": KIVI3,
     "kivi2 before RoPE": KIVI2_BEFORE,
     "sinks 4 + 252": _window(4, 252),
@@ -140,6 +143,34 @@ def page(result: dict[str, Any]) -> dict[str, str]:
     return made
 
 
+def chosen_of(part: str, only: list[str]) -> list[Any]:
+    """The recipes of a part, or those of them that `only` names."""
+    return [
+        recipe
+        for recipe in recipes(part)
+        if not only or (recipe if isinstance(recipe, str) else recipe["name"]) in only
+    ]
+
+
+def merged(old: dict[str, Any] | None, new: dict[str, Any], part: str) -> dict[str, Any]:
+    """`old` with the rows that were measured now, in the order of the part's recipes.
+
+    Raises:
+        SystemExit: they were measured on another model or text, or by other settings, and stand in no table together.
+    """
+    from kvcompile.quality.report import QualityReport
+
+    if old is None:
+        return new
+    for key in ("model", "dtype", "text", "settings"):
+        if old[key] != new[key]:
+            raise SystemExit(f"error: {key}: {old[key]} there and {new[key]} now: measure all rows again")
+    order = ["baseline", *(name if isinstance(name, str) else name["name"] for name in recipes(part))]
+    rows = {row["recipe"]: row for row in (*old["rows"], *new["rows"])}
+    own = [rows[name] for name in dict.fromkeys(order) if name in rows]
+    return QualityReport.from_dict({**old, "rows": own}).to_dict()
+
+
 def fill(text: str, made: dict[str, str]) -> str:
     """A page with what stands between `<!-- results:NAME -->` and its end replaced."""
     for name, table in made.items():
@@ -155,6 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--only", action="append", default=[], help="a recipe or variant; once for each")
     parser.add_argument("--out", type=Path, default=ROOT / "build/quality", help="where results are kept")
     chosen = parser.parse_args(argv)
     parts = chosen.parts.split(",")
@@ -164,6 +196,10 @@ def main(argv: list[str] | None = None) -> int:
     import kvcompile
     from kvcompile.cli.quality import bars
     from kvcompile.models import load_model
+    from kvcompile.quality import plot
+    from kvcompile.quality.report import QualityReport
+
+    only = chosen.only
 
     try:
         loaded = load_model(chosen.model, chosen.dtype)
@@ -173,16 +209,16 @@ def main(argv: list[str] | None = None) -> int:
                 report = kvcompile.quality(
                     loaded.model,
                     loaded.tokenizer,
-                    recipes(part),
+                    chosen_of(part, only),
                     out=chosen.out / part,
                     name="SmolLM2-135M-Instruct" if chosen.model == "smollm2" else loaded.name,
                     progress=progress,
                     **options_of(part),
                 )
             print(report)
-            result[part] = report.to_dict()
+            result[part] = merged(result.get(part), report.to_dict(), part) if only else report.to_dict()
             if part == "table":
-                shutil.copy(chosen.out / part / "quality.png", ROOT / "docs/quality.png")
+                plot.draw(QualityReport.from_dict(result[part]), ROOT / "docs/quality.png")
             RESULT.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
             PAGE.write_text(fill(PAGE.read_text("utf-8"), page(result)), "utf-8")
     except kvcompile.KVCompileError as error:

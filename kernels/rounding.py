@@ -101,7 +101,7 @@ def _element(storage: Storage, x: Tensor) -> Tensor:
             # A codebook: the nearest level. On the middle between two, the lower one.
             levels = torch.tensor(element.numbers, device=x.device)
             middles = (levels[1:] + levels[:-1]) / 2
-            return levels[torch.bucketize(x, middles)]
+            return levels[torch.bucketize(x.contiguous(), middles)]
 
 
 def _kept(x: Tensor, dtype: str) -> Tensor:

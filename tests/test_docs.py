@@ -281,9 +281,7 @@ def test_the_table_of_recipes_is_what_estimate_says() -> None:
     for name, (_, _, exact, per_token, in_all) in rows.items():
         cost = kvcompile.estimate(LLAMA_8B, name, tokens=32768, max_tokens=32768)
         assert (per_token, in_all) == (format_bytes(cost.bytes_per_token), format_bytes(cost.bytes)), name
-        stored = {layer.layout.keys.kind for layer in cost.layers} | {
-            layer.layout.values.kind for layer in cost.layers
-        }
+        stored = {side.code for layer in cost.layers for side in (layer.layout.keys, layer.layout.values)}
         kept = {layer.layout.retention.kind for layer in cost.layers}
         assert (exact == "yes") == (stored == {"model"} and kept == {"full"}), name
 
