@@ -208,14 +208,17 @@ class Oracle(Interpreter):
                     q_in, k_in, v_in, spec, rope, self.chunks, self.pads, sinks, bias, kept, scales, leaves
                 )
         else:
-            read, selection = None, decision.layout.selection
+            shown: Tensor | None = None
+            selection = decision.layout.selection
             if isinstance(selection, TopPages):
                 pages = self.kept.get(site.layer)
                 with self._told(site, decision):
-                    read, self.choices[site.layer] = read_by(
+                    shown, self.choices[site.layer] = read_by(
                         selection, q_in, k_in, spec.sm_scale, self.chunks or q_in.shape[2:3], self.pads, pages
                     )
-            out = policy_attention(q_in, k_in, v_in, spec, rope, self.pads, sinks, bias, leaves, scales, read)
+            out = policy_attention(
+                q_in, k_in, v_in, spec, rope, self.pads, sinks, bias, leaves, scales, shown
+            )
         self.outputs.append(self._disturbed(out, model_dtype()))
         if len(self.outputs) == self.count < len(self.sites):
             raise Enough
