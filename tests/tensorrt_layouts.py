@@ -40,6 +40,8 @@ OWN: dict[str, dict[str, Any]] = {
 # The caches that an engine updates in place: floating, [B, H, T, D], a row per token, in the order of tokens.
 IN_PLACE = {
     "baseline": {"keys_data", "values_data"},
+    "quest": {"keys_data", "values_data"},
+    "nf4": {"keys_scale", "values_scale"},
     "int4": {"keys_scale", "keys_minimum", "values_scale", "values_minimum"},
     "kivi2": {"values_scale", "values_minimum"},
     "kivi4": {"values_scale", "values_minimum"},
@@ -59,7 +61,7 @@ def check_layout(layout: str, folder: Path) -> None:
     source = written(tiny(torch.float16, layers=1), folder, "tensorrt", recipe_of(layout), package=PACKAGE)
     manifest = Manifest.read(folder)
     phases = [graph.phase for graph in manifest.graphs]
-    assert phases == (["prefill", "decode"] if layout in SCORED else ["step"])
+    assert phases == (["prefill", "decode"] if layout in (*SCORED, "quest", "quest_int8") else ["step"])
     for graph in manifest.graphs:
         assert (folder / graph.file).stat().st_size > 100_000
         in_place = {alias.input.split("_", 2)[2] for alias in graph.aliases if alias.in_place}
