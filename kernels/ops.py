@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from kvcompile.expression import ScoreMod
-from kvcompile.kernels import reference, scored
+from kvcompile.kernels import reference
 from kvcompile.kernels.expression import Places, evaluate
+from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.layouts import Scored
 
 _LIB = torch.library.Library("kvcompile", "FRAGMENT")
 _LIB.define(
@@ -44,31 +44,14 @@ def cached_attention_function(
     page_table: Tensor | None = None,
 ) -> Tensor:
     site = SiteSpec.from_json(spec)
-    if site.kernels == "triton":
-        generated = importlib.import_module("kvcompile.kernels.triton.attention")
-        out: Tensor = generated.cached_attention(
-            q,
-            k,
-            v,
-            list(buffers),
-            positions,
-            seq_lens,
-            list(rope),
-            span,
-            site,
-            sinks,
-            bias,
-            leaves,
-            page_table,
-        )
-        return out
-    if isinstance(site.layout.retention, Scored):
-        return scored.cached_attention(
-            q, k, v, list(buffers), positions, seq_lens, list(rope), site, sinks, bias, leaves, page_table
-        )
-    return reference.cached_attention(
+    x = AttendInputs(
         q, k, v, list(buffers), positions, seq_lens, list(rope), span, site, sinks, bias, leaves, page_table
     )
+    if site.kernels == "triton":
+        generated = importlib.import_module("kvcompile.kernels.triton.attention")
+        out: Tensor = generated.cached_attention(x)
+        return out
+    return reference.cached_attention(x)
 
 
 _LIB.impl("cached_attention", cached_attention_function, "CompositeImplicitAutograd")

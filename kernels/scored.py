@@ -1,6 +1,6 @@
 """Append and attend where scores say which tokens stay (`layouts/scored.py`): slots in any order, a token in each.
 
-Shapes as in `reference`; besides K's and V's parts a layer has, per slot, the position of its token [B, Hs, N] (int32)
+Shapes as in `inputs.py`; besides K's and V's parts a layer has, per slot, the position of its token [B, Hs, N] (int32)
 and its score [B, Hs, N] (fp32), Hs = Hkv, or 1 where a layer has one score for all heads. Slots fill in order: of a
 sequence of `length` tokens the first min(length, N) hold one, and what stands in the others means nothing.
 
@@ -16,129 +16,69 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels import codec, columns, forms, paged, recent
+from kvcompile.kernels.attend_one import attend_one
 from kvcompile.kernels.dialect import current
+from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.retained import LATEST, chosen, held_in, ranks, scores_after
 from kvcompile.kernels.rope import rotate, rotated_first
-from kvcompile.kernels.score_mod import applied, modified
-from kvcompile.kernels.scores import bias_by_heads, soft_capped
-from kvcompile.kernels.sides import as_read, sides, turned_back, weighed
-from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.sides import as_read, sides, turned_back
 from kvcompile.kernels.symbolic import evaluate
 from kvcompile.layouts import CacheLayout, Scored
 from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.storage import is_fp8
 
 
-def cached_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    buffers: list[Tensor],
-    positions: Tensor,
-    seq_lens: Tensor,
-    rope: list[Tensor],
-    spec: SiteSpec,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    leaves: list[Tensor] | None = None,
-    page_table: Tensor | None = None,
-) -> Tensor:
-    """Append k, v to `buffers` (in place) and attend; returns [B, Hq, S, Dv] in q's dtype.
+def cached_attention(x: AttendInputs) -> Tensor:
+    """Append k, v to the buffers (in place) and attend; returns [B, Hq, S, Dv] in q's dtype.
 
-    Args: as `reference.cached_attention`; buffers: K's parts, V's, then token and score of each slot.
+    The buffers are K's parts, V's, then token and score of each slot.
     """
-    layout, dtype = spec.layout, q.dtype
-    q, k, rope = rotated_first(q, k, positions, rope, spec)
+    layout, dtype = x.spec.layout, x.q.dtype
+    q, k, rope = rotated_first(x.q, x.k, x.positions, x.rope, x.spec)
     one = q.shape[2] == 1
-    reading = replace(spec, layout=as_read(layout, bool(rope), q.shape[-1]))
+    read = as_read(layout, bool(rope), q.shape[-1])
     if not rope:
         q = codec.turned(layout.keys, q) if one else codec.turned(layout.keys, q).to(dtype)
-    attend = _one if one else _many
-    out = attend(
-        q, k, v, buffers, positions, seq_lens, rope, layout, reading, sinks, bias, leaves, page_table
-    )
-    return turned_back(out, layout, reading.layout).to(dtype)
+    x = replace(x, q=q, k=k, rope=rope)
+    out = _one(x, read) if one else _many(x, read)
+    return turned_back(out, layout, read).to(dtype)
 
 
-def _one(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    buffers: list[Tensor],
-    positions: Tensor,
-    seq_lens: Tensor,
-    rope: list[Tensor],
-    layout: CacheLayout,
-    spec: SiteSpec,
-    sinks: Tensor | None,
-    bias: Tensor | None,
-    leaves: list[Tensor] | None,
-    page_table: Tensor | None,
-) -> Tensor:
+def _one(x: AttendInputs, read: CacheLayout) -> Tensor:
     """One query per sequence: fp32 [B, Hq, 1, Dv]."""
-    retention, read = _retention(layout), spec.layout
-    parts, token, score = buffers[:-2], buffers[-2], buffers[-1]
+    layout, positions = x.spec.layout, x.positions
+    retention, (token, score) = _retention(layout), x.notes
     slot = _slot_for(token, score, positions[:, None], layout)
-    for storage, x, own in sides(layout, k, v, parts):
-        recent.append(storage, x, own, positions, seq_lens)
-        _, encoded = recent.settled(storage, x, own, positions)
+    for storage, vectors, own in sides(layout, x.k, x.v, x.parts):
+        recent.append(storage, vectors, own, positions, x.seq_lens)
+        _, encoded = recent.settled(storage, vectors, own, positions)
         for buffer, part in zip(own, encoded, strict=False):  # what is kept in full is not among them
-            _write(buffer, slot, part, page_table)
+            _write(buffer, slot, part, x.page_table)
     _write(token, slot, positions[:, None].to(token.dtype))
     _write(score, slot, torch.zeros((), device=score.device))
 
-    length = positions[:, -1] + 1
-    held = held_in(token, length)
-    heads = (k.shape[1], q.shape[1] // k.shape[1])
-    keys, values = _stored(parts, layout, page_table)
-    query_place, place = positions, held
+    held = held_in(token, x.new_lens)
+    keys, values = _stored(x.parts, layout, x.page_table)
+    places = None
     if retention.in_cache:
-        query_place = positions.clamp(max=retention.tokens - 1)
-        place = ranks(held)
-    if rope:
-        q = rotate(q, query_place, *rope, form=spec.rotary)
-        rotated = rotate(
-            recent.decode(read.keys, keys, held, length, q.dtype), place, *rope, form=spec.rotary
-        )
-        scores = codec.dot_keys(codec.MODEL, q.squeeze(2).unflatten(1, heads), [rotated])
-    else:
-        scores = recent.dot_keys(read.keys, q.squeeze(2).unflatten(1, heads), keys, held, length)
-    scores = soft_capped(scores * spec.sm_scale, spec.score.softcap)
-    if spec.score.bias is not None:
-        assert bias is not None
-        scores = scores + bias_by_heads(spec.score.bias, bias, query_place, place, heads[1]).squeeze(3)
+        places = (positions.clamp(max=retention.tokens - 1), ranks(held))
     # A padding query sees everything, so that its softmax has something to sum to.
     seen = (held >= 0) | (positions < 0)[:, None]
-    mod = applied(spec.score.mod, query_place, place, heads, leaves)
-    p = modified(mod, scores.unsqueeze(3), seen[:, :, None, None], sinks).squeeze(3)
-    out = weighed(read, p, keys, values, held, length)
+    out, p = attend_one(x, read, keys, values, held, seen, places)
     # Slots without a token collect what means nothing: it is gone when a token comes.
     share = columns.pooled(p, retention)
     if retention.score == "last":
         score.copy_(share)
     elif retention.score != "vote":
         score.add_(share)
-    return out.flatten(1, 2).unsqueeze(2)
+    return out
 
 
-def _many(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    buffers: list[Tensor],
-    positions: Tensor,
-    seq_lens: Tensor,
-    rope: list[Tensor],
-    layout: CacheLayout,
-    spec: SiteSpec,
-    sinks: Tensor | None,
-    bias: Tensor | None,
-    leaves: list[Tensor] | None,
-    page_table: Tensor | None,
-) -> Tensor:
+def _many(x: AttendInputs, read: CacheLayout) -> Tensor:
     """Many queries against the slots and themselves: [B, Hq, S, Dv]."""
-    retention, read, dtype = _retention(layout), spec.layout, q.dtype
-    parts, token, score = buffers[:-2], buffers[-2], buffers[-1]
+    layout, spec, positions, seq_lens = x.spec.layout, x.spec, x.positions, x.seq_lens
+    q, k, v, rope, parts, page_table = x.q, x.k, x.v, x.rope, x.parts, x.page_table
+    retention, dtype, (token, score) = _retention(layout), x.q.dtype, x.notes
     keys, values = _stored(parts, layout, page_table)
     held = held_in(token, seq_lens)
     own = torch.where(positions < 0, -1, positions)[:, None].expand(-1, held.shape[1], -1)
@@ -167,20 +107,20 @@ def _many(
         positions,
         query_place,
         places,
-        spec.to_json(),
+        replace(spec, layout=read).to_json(),
         [forms.PAIRS.index(form) for form in seen.forms],
-        sinks=sinks,
-        bias=bias,
-        leaves=leaves,
+        sinks=x.sinks,
+        bias=x.bias,
+        leaves=x.leaves,
     )
     gained = gained.unflatten(2, (count, -1)).sum(2)
     last = positions[:, -1:, None]
     scores = scores_after(score, gained, tokens, last, retention)
     stay = chosen(tokens, scores, last, token.shape[2], retention)
     slots = torch.arange(token.shape[2], device=token.device)[None]
-    for (storage, x, mine), old in zip(sides(layout, k, v, parts), (keys, values), strict=False):
-        _, encoded = recent.settled(storage, x, mine, positions)
-        recent.append(storage, x, mine, positions, seq_lens)
+    for (storage, vectors, mine), old in zip(sides(layout, k, v, parts), (keys, values), strict=False):
+        _, encoded = recent.settled(storage, vectors, mine, positions)
+        recent.append(storage, vectors, mine, positions, seq_lens)
         for buffer, before, part in zip(mine, old, encoded, strict=False):
             if page_table is None:
                 buffer.copy_(_take(before, part, stay))

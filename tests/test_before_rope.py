@@ -13,7 +13,7 @@ from torch._inductor.utils import fresh_cache
 import kvcompile
 from kvcompile.api import build
 from kvcompile.errors import LimitError, PlanError, RecipeError, VerificationError
-from kvcompile.kernels import reference, rounding
+from kvcompile.kernels import attend_many, attend_one, rounding
 from kvcompile.kernels.policy import policy_attention
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
@@ -208,7 +208,8 @@ def test_broken_on_purpose(monkeypatch: pytest.MonkeyPatch) -> None:
         """Keys one place on, where they are read together with many queries."""
         return rotate(x, positions + (x.shape[1] == 2), *tables, form=form)
 
-    monkeypatch.setattr(reference, "rotate", late)
+    for module in (attend_one, attend_many):
+        monkeypatch.setattr(module, "rotate", late)
     with pytest.raises(VerificationError, match="layer 0"):
         verify(model, front, plan, "quick")
 

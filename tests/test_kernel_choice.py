@@ -23,6 +23,7 @@ from kvcompile.explain import Explanation
 from kvcompile.expression import Instruction, ScoreMod
 from kvcompile.kernels import ops, reference
 from kvcompile.kernels.choice import KernelChoice, choose
+from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import available
 from kvcompile.kernels.triton import device as devices
@@ -303,9 +304,9 @@ def test_the_op_goes_to_the_generated_kernels(monkeypatch: pytest.MonkeyPatch, t
     model, front, recipe, _ = triton_plan
     asked: list[SiteSpec] = []
 
-    def cached_attention(q: Tensor, *args: Any) -> Tensor:
-        asked.append(args[7])
-        return reference.cached_attention(q, *args)
+    def cached_attention(x: AttendInputs) -> Tensor:
+        asked.append(x.spec)
+        return reference.cached_attention(x)
 
     stand_in = ModuleType("kvcompile.kernels.triton.attention")
     stand_in.cached_attention = cached_attention  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import kvcompile
 from kvcompile import api
 from kvcompile.errors import DetectionError, PlanError, VerificationError
-from kvcompile.kernels import reference
+from kvcompile.kernels import attend_many, attend_one
 from kvcompile.pipeline import Front, plan_for, understand
 from kvcompile.recipe import Recipe
 from kvcompile.verify import verify
@@ -440,8 +440,9 @@ def test_a_wrong_bias_is_seen_by_verification(monkeypatch: pytest.MonkeyPatch) -
     model = Decoder(FORMS["buckets"][0]).eval()
     front = understand(model)
     plan = plan_for(front, Recipe.load({}, max_tokens=LIMIT))
-    inner = reference.applied
-    monkeypatch.setattr(reference, "applied", lambda mod, q, k, *rest: inner(mod, q + 1, k, *rest))
+    inner = attend_one.applied
+    for module in (attend_one, attend_many):
+        monkeypatch.setattr(module, "applied", lambda mod, q, k, *rest: inner(mod, q + 1, k, *rest))
     with pytest.raises(VerificationError, match="layer 0"):
         verify(model, front, plan, "quick")
 

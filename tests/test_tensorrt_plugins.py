@@ -20,6 +20,7 @@ from kvcompile.emit.tensorrt.plugins.launched import launched
 from kvcompile.emit.tensorrt.plugins.ptx import Ptx
 from kvcompile.errors import KernelError
 from kvcompile.kernels import reference
+from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.device import acting_as
@@ -157,7 +158,7 @@ def test_a_chain_of_plugins_is_the_op(layout: str, tokens: int, tmp_path: Path) 
 
     buffers = [buffer.clone() for buffer in own["buffers"]]
     args = own["q"], own["k"], own["v"], buffers, own["positions"], past, [own["cos"], own["sin"]], LIMIT
-    want = reference.cached_attention(*args, first.spec.site, page_table=own["page_table"])
+    want = reference.cached_attention(AttendInputs(*args, first.spec.site, page_table=own["page_table"]))
     within(given["out"], want, attended(own, buffers, first.spec.site, past), torch.float32)
     assert all(torch.equal(kept[name], buffer) for name, buffer in zip(names, buffers, strict=True))
 

@@ -16,6 +16,7 @@ from kvcompile.emit.tensorrt.plugins.description import Plugin, plugin_of
 from kvcompile.emit.tensorrt.plugins.launched import launched
 from kvcompile.errors import KernelError
 from kvcompile.kernels import reference
+from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.types import ScoreSpec
 from tests import carried_scores as scores
 from tests.budget import within
@@ -57,7 +58,7 @@ def test_a_chain_of_plugins_is_the_op(name: str, layout: str, tokens: int, tmp_p
     buffers, site = [buffer.clone() for buffer in own["buffers"]], first.spec.site
     args = own["q"], own["k"], own["v"], buffers, own["positions"], past, [own["cos"], own["sin"]], LIMIT
     leaves = list(carried.leaves)
-    want = reference.cached_attention(*args, site, leaves=leaves, page_table=own["page_table"])
+    want = reference.cached_attention(AttendInputs(*args, site, leaves=leaves, page_table=own["page_table"]))
     within(given["out"], want, attended(own, buffers, site, past, carried), torch.float32)
 
 

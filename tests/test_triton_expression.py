@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvcompile.expression import SCORE, Expr, H, K, Q, ScoreMod, integer
+from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import ranges
 from kvcompile.kernels.triton.assemble import Request, assemble
@@ -219,7 +220,7 @@ def test_a_call_that_no_plan_makes_is_an_error() -> None:
     site = SiteSpec(CacheLayout(), 0.25, score=ScoreSpec(mod=REFUSED["a sine"][0]), kernels="triton")
     x, at = torch.zeros(1, 2, 1, 16), torch.zeros(1, 1, dtype=torch.int64)
     with pytest.raises(TypeError, match=r"sin of torch\.float32"):
-        cached_attention(x, x, x, [], at, at[0], [], 1, site, leaves=[])
+        cached_attention(AttendInputs(x, x, x, [], at, at[0], [], 1, site, leaves=[]))
 
 
 def test_there_is_no_sample_of_expressions() -> None:

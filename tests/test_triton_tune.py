@@ -100,8 +100,8 @@ def test_a_configuration_in_use_reaches_the_launch(monkeypatch: pytest.MonkeyPat
     )
     one = sample(replace(SITE, share="middle"), (4, 2), (16, 16), (40,), torch.float32, CPU)
     with using("decode", Config(block_n=32, waves=8.0)):
-        wide = cached_attention(*one.arguments(0))
-    usual = cached_attention(*one.arguments(0))
+        wide = cached_attention(one.inputs(0))
+    usual = cached_attention(one.inputs(0))
     assert [entry[0] for entry in launched[::2]] == [32, 16]
     assert launched[0][1] == 2 and launched[2][1] == 2  # three tiles of the table's, for two heads
     torch.testing.assert_close(wide, usual)

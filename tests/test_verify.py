@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 import kvcompile
 from kvcompile import pipeline
 from kvcompile.errors import VerificationError
-from kvcompile.kernels import codec, columns, ops, paged, recent, reference, scored
+from kvcompile.kernels import attend_one, codec, columns, ops, paged, recent, reference, scored, visibility
 from kvcompile.layouts import Ring
 from kvcompile.layouts import symbols as sy
 from kvcompile.pipeline import Front, plan_for, understand
@@ -254,21 +254,21 @@ def _others_rows(take: Any) -> Any:
 # what is broken: (how, recipe, model, the layer that differs first; None: any)
 BROKEN: dict[str, tuple[Patch, str, str, int | None]] = {
     "a query does not see itself": (
-        _attribute(reference, "_visible", _blind_to_itself),
+        _attribute(visibility, "visible", _blind_to_itself),
         "baseline",
         "llama",
         0,
     ),
-    "a query sees the next": (_attribute(reference, "_visible", _sees_the_next), "baseline", "llama", 0),
-    "window one short": (_attribute(reference, "_visible", _window_one_short), "streaming", "llama", 0),
-    "own window one short": (_attribute(reference, "_visible", _window_one_short), "baseline", "mistral", 0),
-    "sinks are forgotten": (_attribute(reference, "_visible", _sinks_forgotten), "streaming", "llama", 0),
-    "padding is seen": (_attribute(reference, "_visible", _padding_seen), "baseline", "llama", 0),
+    "a query sees the next": (_attribute(visibility, "visible", _sees_the_next), "baseline", "llama", 0),
+    "window one short": (_attribute(visibility, "visible", _window_one_short), "streaming", "llama", 0),
+    "own window one short": (_attribute(visibility, "visible", _window_one_short), "baseline", "mistral", 0),
+    "sinks are forgotten": (_attribute(visibility, "visible", _sinks_forgotten), "streaming", "llama", 0),
+    "padding is seen": (_attribute(visibility, "visible", _padding_seen), "baseline", "llama", 0),
     "the next slot of the ring": (_attribute(Ring, "address", _next_slot), "streaming", "llama", 0),
     "the next slot, int8": (_attribute(Ring, "address", _next_slot), "streaming_int8", "llama", 0),
     "a token is not appended": (_attribute(reference, "append", _last_token_lost), "baseline", "llama", 0),
     "a place in the cache off by one": (
-        _attribute(reference, "rotate", _q_one_place_on),
+        _attribute(attend_one, "rotate", _q_one_place_on),
         "streaming",
         "llama",
         0,

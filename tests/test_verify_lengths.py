@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from kvcompile import pipeline
 from kvcompile import verify as verification
 from kvcompile.errors import ModelError, VerificationError
-from kvcompile.kernels import ops, recent, reference
+from kvcompile.kernels import ops, recent, visibility
 from kvcompile.pipeline import Front, plan_for, understand
 from kvcompile.recipe import Recipe
 from kvcompile.verify import Check, long, verify
@@ -181,8 +181,8 @@ def short(kind: str, recipe: str) -> None:
 
 def _visible(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
     def apply(patch: pytest.MonkeyPatch) -> None:
-        inner = reference._visible
-        patch.setattr(reference, "_visible", lambda q, k, *rest: inner(q, k, *rest) & change(q, k))
+        inner = visibility.visible
+        patch.setattr(visibility, "visible", lambda q, k, *rest: inner(q, k, *rest) & change(q, k))
 
     return apply
 

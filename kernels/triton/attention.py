@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.expression import ScoreMod
-from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.triton import attention_scored, expression
 from kvcompile.kernels.triton.call import (
     Call,
@@ -38,41 +38,28 @@ from kvcompile.kernels.triton.site_kernels import kernels_of
 from kvcompile.layouts import InKeys, Scored
 
 
-def cached_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    buffers: list[Tensor],
-    positions: Tensor,
-    seq_lens: Tensor,
-    rope: list[Tensor],
-    span: int,
-    site: SiteSpec,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    leaves: list[Tensor] | None = None,
-    page_table: Tensor | None = None,
-) -> Tensor:
-    """Append k, v to `buffers` (in place) and attend; returns [B, Hq, S, Dv] in q's dtype.
+def cached_attention(x: AttendInputs) -> Tensor:
+    """Append k, v to the buffers (in place) and attend; returns [B, Hq, S, Dv] in q's dtype.
 
-    Args: as `reference.cached_attention`. `seq_lens` says no more than positions do. A site whose scores have an
-        expression has what no kernel computes is refused when a plan is made (`supports.py`).
+    `seq_lens` says no more than positions do. A site whose scores have an expression that no kernel computes is refused
+    when a plan is made (`supports.py`).
     """
+    site, q, k, v, bias = x.spec, x.q, x.k, x.v, x.bias
     if site.score.mod is not None and (problem := expression.refusal(site.score.mod)):
         raise TypeError(f"there are no kernels for this site, and its plan should have said so: {problem}")
     site = replace(site, kernels="triton")
     v_dim = site.layout.values.channels if isinstance(site.layout.values, InKeys) else v.shape[3]
     one_bias = bias is not None and bias.shape[0] == 1
     made = kernels_of(site, (q.shape[1], k.shape[1]), (q.shape[3], v_dim), q.dtype, q.device, one_bias)
-    q, k, v = (_dense(x) for x in (q, k, v))
-    rope = [table.float().contiguous() for table in rope]
-    sinks = None if sinks is None else sinks.float()
+    q, k, v = (_dense(vectors) for vectors in (q, k, v))
+    rope = [table.float().contiguous() for table in x.rope]
+    sinks = None if x.sinks is None else x.sinks.float()
     bias = None if bias is None else bias.float().contiguous()
-    read = _read(site.score.mod, leaves or [])
-    call = Call(made, q, k, v, buffers, positions, rope, sinks, bias, page_table, read)
+    read = _read(site.score.mod, x.leaves or [])
+    call = Call(made, q, k, v, x.buffers, x.positions, rope, sinks, bias, x.page_table, read)
     if isinstance(site.layout.retention, Scored):
         return attention_scored.one(call) if q.shape[2] == 1 else attention_scored.many(call)
-    return _one(call, span) if q.shape[2] == 1 else _many(call)
+    return _one(call, x.span) if q.shape[2] == 1 else _many(call)
 
 
 def _one(call: Call, span: int) -> Tensor:

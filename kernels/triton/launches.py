@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import expression
 from kvcompile.kernels.triton.attention import cached_attention
@@ -78,7 +79,7 @@ def call(
     q, k = vectors(queries, dim), vectors(kv_heads, dim)
     v = k[..., :v_dim] if layout.in_keys else vectors(kv_heads, v_dim)
     width = site.rotary.rotary_dim if site.rotary else 0
-    cached_attention(
+    x = AttendInputs(
         q,
         k,
         v,
@@ -93,6 +94,7 @@ def call(
         _leaves(site, limit, leaves),
         torch.empty(batch, pages, dtype=torch.int32) if page else None,
     )
+    cached_attention(x)
 
 
 def _bias(site: SiteSpec, heads: int, limit: int) -> Tensor | None:

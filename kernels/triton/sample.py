@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import BufferSpec, CacheLayout, Paged, Scored
 from kvcompile.layouts import symbols as sy
@@ -47,20 +47,22 @@ class Sample:
         slots = seen_bytes(self.site, self.heads[1], self.dims, self.lengths, self.q.dtype)
         return slots + self.q.nbytes + self.q.nbytes // self.dims[0] * self.dims[1]
 
-    def arguments(self, cache: int, site: SiteSpec | None = None) -> tuple[Any, ...]:
+    def inputs(self, cache: int, site: SiteSpec | None = None) -> AttendInputs:
         """What `cached_attention` takes, for one of the caches."""
-        before = self.positions[:, 0]
-        asked: tuple[Any, ...] = (
+        return AttendInputs(
             self.q,
             self.k,
             self.v,
             self.caches[cache],
             self.positions,
-            before,
+            self.positions[:, 0],
             [],
             max(self.lengths),
+            site or self.site,
+            self.sinks,
+            self.bias,
+            page_table=self.table,
         )
-        return (*asked, site or self.site, self.sinks, self.bias, None, self.table)
 
 
 def sample(

@@ -198,7 +198,7 @@ def _times(role: Role, pair: tuple[Config, Config], one: Sample, rounds: int) ->
 def _call(role: Role, candidate: Config, one: Sample, cache: int) -> Callable[[], object]:
     def run() -> object:
         with using(role, candidate):
-            return cached_attention(*one.arguments(cache))
+            return cached_attention(one.inputs(cache))
 
     return run
 

@@ -90,7 +90,7 @@ def test_ragged_lengths_of_a_large_batch(device: torch.device, rows: int = 64) -
     sized = SITES["int8, pages of 64"]
     lengths = [1 + 37 * row for row in range(rows)]
     one = sample(sized.site(share="middle"), sized.heads, sized.dims, lengths, torch.bfloat16, device)
-    together = cached_attention(*one.arguments(0))
+    together = cached_attention(one.inputs(0))
     assert one.table is not None
     for row in range(0, rows, 7):
         alone = replace(
@@ -104,7 +104,7 @@ def test_ragged_lengths_of_a_large_batch(device: torch.device, rows: int = 64) -
         )
         plain = replace(one.site, kernels="reference")
         wide = replace(alone, **{name: getattr(alone, name).float() for name in "qkv"})
-        torchs, truth = (reference.cached_attention(*of.arguments(0, plain)) for of in (alone, wide))
+        torchs, truth = (reference.cached_attention(of.inputs(0, plain)) for of in (alone, wide))
         # Splits differ, so sums have another order.
-        for out in (together[row : row + 1], cached_attention(*alone.arguments(0))):
+        for out in (together[row : row + 1], cached_attention(alone.inputs(0))):
             within(out, torchs, truth, torch.bfloat16, f"{lengths[row]} tokens")
