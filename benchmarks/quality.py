@@ -54,8 +54,8 @@ KIVI3 = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "K int8, V int4": {"keys": {"dtype": "int8"}, "values": {"dtype": "int4", "group": 32}},
     "int4, Hadamard": _both(dtype="int4", group=32, rotate="hadamard"),
-    "nf4, Hadamard": _both(dtype="nf4", group=32, rotate="hadamard"),
-    "mxfp4, Hadamard": _both(dtype="mxfp4", rotate="hadamard"),
+    "nf4 as it is": _both(dtype="nf4", group=32),
+    "mxfp4 as it is": _both(dtype="mxfp4"),
     "K int8, V mxfp4": {"keys": {"dtype": "int8"}, "values": {"dtype": "mxfp4"}},
     "kivi3": KIVI3,
     "kivi2 before RoPE": KIVI2_BEFORE,

@@ -18,7 +18,7 @@ from tests.exports import SHIPPED, small, tiny, written
 from tests.marks import cases
 
 # What is in place in prefill and decode: nothing but writing reads the old values.
-EVERY_STEP = {"baseline", "int8", "fp8", "int4", "paged", "paged_int8", "chat"}
+EVERY_STEP = {"baseline", "int8", "fp8", "int4", "nf4", "mxfp4", "paged", "paged_int8", "chat"}
 
 
 # Slots in order, groups of tokens, bits, pages, a ring with sinks, scores with fp8 and rows in full.

@@ -125,7 +125,7 @@ def _dequantized(part: Reader, source: Source, index: int, masked: bool) -> list
     name, c, kept = f"{part.letter}{index}", part.channels(index), part.storage
     code = kept.element
     if code.kind == "codebook":
-        wide = codebook_number(code, name)
+        wide = f"{codebook_number(code, name)}.to(tl.float32)"
     else:
         plain = f"fp8_{code.name}_bits({name})" if code.kind == "fp8" and part.fp8 == "bits" else name
         wide = f"{plain}.to(tl.float32)"

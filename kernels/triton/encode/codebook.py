@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from kvcompile.kernels.triton.encode.packing import packed
 from kvcompile.kernels.triton.encode.tile import Encoded, Store, Tile, divisor, kept_scale, quotient
 from kvcompile.kernels.triton.numbers import scale_number
@@ -47,11 +49,12 @@ def _scale(storage: Storage) -> str:
 
 def _code(code: Code) -> list[str]:
     """Statements that define `found`, the codes int32 of `q`."""
-    size = "tl.abs(q)" if code.signed else "q"
-    lines = [f"size = {size}"]
-    for place, (threshold, upper) in enumerate(code.thresholds):
-        term = f"(size {'>=' if upper else '>'} {threshold!r}).to(tl.int32)"
-        lines.append(f"found = found + {term}" if place else f"found = {term}")
-    if code.signed:
-        lines.append(f"found = found + (q < 0.0).to(tl.int32) * {len(code.levels)}")
-    return lines
+    # A number on a threshold that belongs to the upper level is above the float before the threshold.
+    last = [
+        np.nextafter(np.float32(t), np.float32(0)) if upper else np.float32(t) for t, upper in code.thresholds
+    ]
+    below = ", ".join(repr(float(threshold)) for threshold in last)
+    if not code.signed:
+        return [f"found = above{len(last)}(q, {below})"]
+    sign = f"(q < 0.0).to(tl.int32) * {len(code.levels)}"
+    return [f"found = above{len(last)}(tl.abs(q), {below}) + {sign}"]
