@@ -31,6 +31,16 @@ def read(pool: Tensor, table: Tensor, rows: Tensor) -> Tensor:
     return pool[page, head, row]
 
 
+def at(pool: Tensor, table: Tensor, rows: Tensor) -> Tensor:
+    """Rows [B, Hkv, N], each head's own, of each sequence: [B, Hkv, N, ...]."""
+    size = pool.shape[2]
+    page = table.gather(1, (rows // size).flatten(1)).view(rows.shape).long()
+    head = torch.arange(pool.shape[1], device=pool.device)[None, :, None]
+    if is_fp8(pool.dtype):  # torch gathers no fp8
+        return pool.view(torch.uint8)[page, head, rows % size].view(pool.dtype)
+    return pool[page, head, rows % size]
+
+
 def write(pool: Tensor, table: Tensor, rows: Tensor, values: Tensor) -> None:
     """Row rows[:, n] of each sequence becomes values [B, Hkv, n, ...].
 

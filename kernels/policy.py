@@ -35,6 +35,7 @@ def policy_attention(
     bias: Tensor | None = None,
     leaves: Sequence[Tensor] | None = None,
     scales: Scales = (None, None),
+    read: Tensor | None = None,
 ) -> Tensor:
     """q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv] of whole sequences -> [B, Hq, T, Dv], in q's dtype.
 
@@ -44,13 +45,24 @@ def policy_attention(
         sinks: logits [Hq]; bias: as `spec.score.bias` says; None where the site has none.
         leaves: what `spec.score.mod` reads, of the whole sequences: [B, T, ..] of tokens, [B or 1, T, T, ..] of pairs.
         scales: the calibrated scales of K and V, fp32 [Hkv] each; None where their storage has none.
+        read: which keys each query reads, bool [B, Hq, T, T] (`policy_selected.py`); None: all that it is shown.
     """
     rows = []
     for row in range(q.shape[0]):
         first = 0 if padding is None else int(padding[row])
         own = leaves_of(spec.score.mod, leaves or (), row, first)
+        shown = None if read is None else read[row, :, first:, first:]
         out = _sequence(
-            q[row, :, first:], k[row, :, first:], v[row, :, first:], spec, rope, sinks, bias, own, scales
+            q[row, :, first:],
+            k[row, :, first:],
+            v[row, :, first:],
+            spec,
+            rope,
+            sinks,
+            bias,
+            own,
+            scales,
+            shown,
         )
         rows.append(torch.cat([out.new_zeros(out.shape[0], first, out.shape[2]), out], dim=1))
     return torch.stack(rows)
@@ -66,12 +78,14 @@ def _sequence(
     bias: Tensor | None,
     leaves: Sequence[Tensor],
     scales: Scales,
+    read: Tensor | None = None,
 ) -> Tensor:
     """One sequence, no padding: q [Hq, T, D], k [Hkv, T, D], v [Hkv, T, Dv] -> [Hq, T, Dv]."""
     layout = spec.layout
     group = q.shape[0] // k.shape[0]
     index = torch.arange(q.shape[1], device=q.device)
     kept = _kept(index, spec)
+    kept = kept if read is None else kept & read
     ks = rounding.older_and_newest(layout.keys, k, scales[0])
     k_full = v_full = _in_full(layout.keys, index)
     if isinstance(layout.values, InKeys):

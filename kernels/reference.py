@@ -22,15 +22,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcompile.kernels import codec, forms, linear_write, paged, recent
+from kvcompile.kernels import codec, forms, linear_write, page_selection, paged, recent
 from kvcompile.kernels.dialect import current
 from kvcompile.kernels.rope import rotate, rotated_first
 from kvcompile.kernels.score_mod import applied, modified
-from kvcompile.kernels.scores import bias_at, grouped, probabilities, soft_capped
+from kvcompile.kernels.scores import bias_at, bias_by_heads, grouped, probabilities, soft_capped
 from kvcompile.kernels.sides import as_read, sides, turned_back, weighed
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.symbolic import evaluate
-from kvcompile.layouts import CacheLayout, InKeys
+from kvcompile.layouts import CacheLayout, InKeys, TopPages
 from kvcompile.layouts import symbols as sy
 
 
@@ -52,7 +52,8 @@ def cached_attention(
     """Append k, v to `buffers` (in place) and attend; returns [B, Hq, S, Dv] in q's dtype.
 
     Args:
-        buffers: the layout's parts, K's then V's, each [B, Hkv, slots, ...]; pools of them where it is paged.
+        buffers: the layout's parts, K's then V's, each [B, Hkv, slots, ...]; pools of them where it is paged; then
+            what a selection notes of its pages (`kernels/page_selection.py`).
         rope: [cos, sin] tables [P, R] where keys are stored before RoPE, or `spec.rotates_on_append` (q and k are then
             before it), else [].
         span: slots to read where slots stand in the order of tokens, at least the longest sequence with the new tokens.
@@ -66,6 +67,15 @@ def cached_attention(
     q, k, rope = rotated_first(q, k, positions, rope, spec)
     new_lens = positions[:, -1] + 1
     one = q.shape[2] == 1
+    buffers, notes = buffers[: len(buffers) - layout.num_notes], buffers[len(buffers) - layout.num_notes :]
+    selection, page = layout.selection, None
+    if isinstance(selection, TopPages):
+        smallest, largest, read_pages = notes
+        page_selection.summarise(selection, k, positions, smallest, largest)
+        # Of a known span all pages may be read: then it is the cache without a selection.
+        if one and not (isinstance(span, int) and span <= selection.tokens):
+            page = page_selection.choose(selection, q, spec.sm_scale, smallest, largest, positions, span)
+        page_selection.note(read_pages, page, positions, selection)
     reading = replace(spec, layout=as_read(layout, bool(rope), q.shape[-1]))
     read = reading.layout
     if not rope:
@@ -74,7 +84,7 @@ def cached_attention(
     if one or layout.in_order:
         if spec.share in ("none", "first"):
             append(k, v, buffers, positions, seq_lens, layout, page_table)
-        keys, values, key_positions = _stored(buffers, new_lens, span, layout, page_table)
+        keys, values, key_positions = _stored(buffers, new_lens, span, layout, page_table, page)
         if one:
             out = _decode(
                 q, keys, values, key_positions, positions, new_lens, rope, reading, sinks, bias, leaves
@@ -179,10 +189,24 @@ def _valid(held: Tensor, length: Tensor, slots: int, layout: CacheLayout) -> Ten
 
 
 def _stored(
-    buffers: list[Tensor], length: Tensor, span: int, layout: CacheLayout, page_table: Tensor | None = None
+    buffers: list[Tensor],
+    length: Tensor,
+    span: int,
+    layout: CacheLayout,
+    page_table: Tensor | None = None,
+    page: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """K's parts, V's parts and the positions [B, T] of the tokens in them; -1 where there is none."""
+    """K's parts, V's parts and the positions [B, T] of the tokens in them; -1 where there is none.
+
+    page: the pages [B, Hkv, n] that are read, and then positions are [B, Hkv, T]; None: all slots
+    """
     keys, values = buffers[: layout.num_key_parts], buffers[layout.num_key_parts :]
+    if page is not None:
+        assert isinstance(layout.selection, TopPages)
+        slot = page_selection.slots_of(layout.selection, page)
+        keys = page_selection.gathered(layout.keys, keys, slot, span, page_table)
+        values = page_selection.gathered(layout.values, values, slot, span, page_table)
+        return keys, values, torch.where(slot < length[:, None, None], slot, -1)
     slots = buffers[0].shape[2]
     if page_table is not None:
         slots = span if layout.in_order else layout.slots(None)
@@ -257,17 +281,21 @@ def _decode(
     else:
         of_heads = q.squeeze(2).unflatten(1, heads)
         scores = recent.dot_keys(layout.keys, of_heads, keys, key_positions, new_lens)
-    seen = _visible(positions[:, :, None], key_positions[:, None], spec)
+    by_heads = key_positions.dim() == 3
+    seen = _visible(positions[:, :, None], key_positions if by_heads else key_positions[:, None], spec)
     scores = soft_capped(scores * spec.sm_scale, spec.score.softcap)
     if spec.score.bias is not None:
         assert bias is not None
-        scores = scores + grouped(bias_at(spec.score.bias, bias, query_place, place).squeeze(2), heads[0])
+        if by_heads:
+            scores = scores + bias_by_heads(spec.score.bias, bias, query_place, place, heads[1]).squeeze(3)
+        else:
+            scores = scores + grouped(bias_at(spec.score.bias, bias, query_place, place).squeeze(2), heads[0])
     mod = applied(spec.score.mod, query_place, place, heads, leaves)
     if mod is None:
-        p = probabilities(scores.masked_fill(~seen[:, None], float("-inf")), sinks)
+        p = probabilities(scores.masked_fill(~seen[:, :, None], float("-inf")), sinks)
     else:
-        p = modified(mod, scores.unsqueeze(3), seen[:, None, None], sinks).squeeze(3)
-    out = weighed(layout, p, keys, values, key_positions, new_lens, layout.in_order)
+        p = modified(mod, scores.unsqueeze(3), seen[:, :, None, None], sinks).squeeze(3)
+    out = weighed(layout, p, keys, values, key_positions, new_lens, layout.in_order and not by_heads)
     return out.flatten(1, 2).unsqueeze(2)
 
 

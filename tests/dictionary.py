@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvcompile.kernels import rounding
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.layouts import Full, InKeys, SinkWindow, Window
+from kvcompile.layouts import Full, InKeys, SinkWindow, TopPages, Window
 
 Rotate = Callable[[Tensor, int], Tensor]  # one vector, at a position
 
@@ -31,10 +31,12 @@ def attend(
     bias: Tensor | None = None,
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
     carried: Callable[[float, int, int, int], float | None] | None = None,
+    read: Callable[[int, int], set[int] | None] | None = None,
 ) -> Tensor:
     """One sequence: q [Hq, T, D], k [Hkv, T, D], v [Hkv, T, Dv] -> float64 [Hq, T, Dv].
 
     rotate: where keys (and queries) come before RoPE.
+    read: the pages that a KV head's step at a place reads; None: all.
     carried: of a score, the query's place, the key's, and the head: what it becomes, None where the key is not seen.
     """
     layout, group = spec.layout, q.shape[0] // k.shape[0]
@@ -52,6 +54,10 @@ def attend(
             for token in [t for t in kept if forgotten(spec, t, now)]:
                 del kept[token]
             tokens = [t for t in sorted(kept) if not hidden(spec, t, now)]
+            pages = None if read is None else read(head // group, now)
+            if pages is not None:
+                assert isinstance(layout.selection, TopPages)
+                tokens = [t for t in tokens if t // layout.selection.page_size in pages]
             k_new, v_new = (rounding.newest_from(s, now + 1) for s in (layout.keys, owner))
             # Positions in the cache are counted over what is kept.
             place = dict(zip(sorted(kept), range(len(kept)), strict=True))
@@ -74,6 +80,21 @@ def attend(
             for t, weight in zip(tokens, weights, strict=True):
                 out[head, now] += weight / total * values[t >= v_new][kept[t], t]
     return out
+
+
+def bounds(spec: SiteSpec, q: Tensor, k: Tensor, head: int, now: int) -> list[float]:
+    """The most that a key of each page could score with any query of a KV head's group at `now`, in float64."""
+    assert isinstance(spec.layout.selection, TopPages)
+    size, group = spec.layout.selection.page_size, q.shape[0] // k.shape[0]
+    found = []
+    for first in range(0, now + 1, size):
+        page = k[head, first : min(first + size, now + 1)].double().tolist()
+        of_heads = []
+        for query in q[head * group : (head + 1) * group, now].double().tolist():
+            terms = zip(query, zip(*page, strict=True), strict=True)
+            of_heads.append(sum(max(x * spec.sm_scale * c for c in column) for x, column in terms))
+        found.append(max(of_heads))
+    return found
 
 
 def forgotten(spec: SiteSpec, token: int, now: int) -> bool:

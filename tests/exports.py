@@ -20,6 +20,7 @@ from tests.models import tiny_hf
 
 _SINKS_HEAVY_RECENT = {"retention": {"sinks": 4, "heavy": 8, "recent": 8}}
 _KIVI = {"keys": {"residual": 32}, "values": {"residual": 32}}
+_PAGES = {"selection": {"page_size": 8, "pages": 3, "dense_layers": 0}}
 SMALL: dict[str, dict[str, Any]] = {
     "streaming": {"retention": {"window": 12}},
     "streaming_int8": {"retention": {"window": 12}},
@@ -30,14 +31,20 @@ SMALL: dict[str, dict[str, Any]] = {
     "snapkv": {"retention": {"heavy": 12, "recent": 20, "rows": 8}},
     "kivi2": _KIVI,
     "kivi4": _KIVI,
+    "quest": _PAGES,
+    "quest_int8": _PAGES,
 }
 SHIPPED = (
     "baseline",
     "int8",
     "fp8",
     "int4",
+    "nf4",
+    "mxfp4",
     "kivi2",
     "kivi4",
+    "quest",
+    "quest_int8",
     "streaming",
     "streaming_int8",
     "h2o",

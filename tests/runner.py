@@ -24,7 +24,8 @@ _SPARE = 3  # pages of nobody
 class Ran:
     """Results [B, Hq, T, Dv], and the layer's buffers after the last chunk.
 
-    held: where scores say what stays: the tokens [B, Hs, N] in the slots after each chunk, -1 for none
+    held: where scores say what stays: the tokens [B, Hs, N] in the slots after each chunk, -1 for none; where pages are
+        selected: those [B, Hkv, K] that the chunk's step read, -1 for none, or where it read all
     """
 
     out: Tensor
@@ -89,7 +90,9 @@ def run(
             ops.cached_attention(*new, buffers, positions, seq_lens, list(rope), span, spec.to_json(), **step)
         )
         seq_lens, start = positions[:, -1] + 1, end
-        if isinstance(layout.retention, Scored):
+        if layout.selection.selects:
+            held.append(buffers[-1].long())
+        elif isinstance(layout.retention, Scored):
             slot = torch.arange(buffers[-2].shape[2], device=device)
             held.append(torch.where(slot < seq_lens[:, None, None], buffers[-2].long(), -1))
     return Ran(torch.cat(outs, 2), buffers, held)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvcompile.layouts.storage import Code, Scale
 
-
 # Helpers for codes whose bits are nearly those of a number: exact in float16.
 _SHORTER = {"e2m1": "e2m1_number"}
 

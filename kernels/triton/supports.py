@@ -9,6 +9,7 @@ import torch
 
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
+    AllTokens,
     CacheLayout,
     Contiguous,
     Full,
@@ -37,6 +38,7 @@ _CODES = {
 }
 _PLACEMENTS = (Contiguous, Ring, Slots, Paged)
 _RETENTIONS = (Full, Window, SinkWindow, Scored)
+_SELECTIONS = (AllTokens,)
 SMALLEST_DIM, LARGEST_DIM = 4, 576  # of keys: what a Hadamard rotation turns; MLA's latent and rotary rows
 
 
@@ -79,6 +81,7 @@ def unsupported(layout: CacheLayout, dtype: torch.dtype) -> str | None:
     for axis, chosen, written in (
         ("placement", layout.placement, _PLACEMENTS),
         ("retention", layout.retention, _RETENTIONS),
+        ("selection", layout.selection, _SELECTIONS),
     ):
         if type(chosen) not in written:
             return f"no kernels are written for {axis} '{chosen}'"

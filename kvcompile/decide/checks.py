@@ -42,6 +42,8 @@ def check(layout: CacheLayout, site: AttentionSite, readers: Sequence[int]) -> N
         )
     if isinstance(layout.retention, Scored):
         _check_scored(layout.retention, site, readers)
+    if layout.selection.selects:
+        _check_selection(site, readers)
     bias = site.score.bias
     if mod is not None and isinstance(layout.retention, Scored) and set(mod.leaves) - {"table"}:
         raise ValueError(
@@ -79,6 +81,32 @@ def check(layout: CacheLayout, site: AttentionSite, readers: Sequence[int]) -> N
             f"cache.retention.positions: in_cache counts from the first kept token, which a {site.mask} mask hides; "
             f"give {site.mask.kind} layers a retention of their own: "
             f"layers: [{{where: {{attention: {site.mask.kind}}}, cache: {{retention: {{kind: window}}}}}}]"
+        )
+
+
+def _check_selection(site: AttentionSite, readers: Sequence[int]) -> None:
+    """Refuse a selection of pages where it makes no sense, or is not written.
+
+    Raises:
+        ValueError: with the reason and what to do.
+    """
+    full = "selection: {kind: full}"
+    if site.mask.window is not None:
+        raise ValueError(
+            f"cache.selection: top_pages chooses among all tokens, of which a {site.mask} mask hides most; give "
+            f"{site.mask.kind} layers {full}: layers: [{{where: {{attention: {site.mask.kind}}}, cache: {{{full}}}}}]"
+        )
+    others = [*readers] if site.kv_source == site.layer else [site.kv_source]
+    if others:
+        layers = ", ".join(map(str, sorted((site.layer, *others))))
+        raise ValueError(
+            f"cache.selection: a selection is one layer's, and this cache is shared with layer {others[0]}; give both "
+            f"{full}: layers: [{{where: {{index: [{layers}]}}, cache: {{{full}}}}}]"
+        )
+    if site.score.mod is not None and set(site.score.mod.leaves) - {"table"}:
+        raise ValueError(
+            "cache.selection: the scores of this layer depend on activations of each token, which are read in the "
+            f"order of tokens; use {full}"
         )
 
 

@@ -64,6 +64,9 @@ def decide(
         because.append(f"scales calibrated on {scales.text.tokens:,} tokens ({scales.digest()})")
     exact_retention, why = _exact(layout, site.mask)
     because.append(why)
+    if layout.selection.selects:
+        exact_retention = False
+        because.append(f"a decode step reads the {layout.selection} tokens whose keys may matter most to it")
     exact_storage = layout.keys.exact(site.dtype) and layout.values.exact(site.dtype)
     lossless = exact_retention and exact_storage
     return Decision(

@@ -1,10 +1,11 @@
-"""The three axes of a KV cache: storage x placement x retention, and their symbolic address and bytes."""
+"""The four axes of a KV cache: storage x placement x retention x selection, and their symbolic address and bytes."""
 
 from kvcompile.layouts.layout import BufferSpec, CacheLayout
 from kvcompile.layouts.pages import PageGroup
 from kvcompile.layouts.placement import Contiguous, Paged, Placement, Ring, Slots
 from kvcompile.layouts.retention import Full, Retention, SinkWindow, Window
 from kvcompile.layouts.scored import Scored
+from kvcompile.layouts.selection import AllTokens, Selection, TopPages
 from kvcompile.layouts.storage import (
     CODES,
     Code,
@@ -25,6 +26,7 @@ from kvcompile.layouts.storage import (
 
 __all__ = [
     "CODES",
+    "AllTokens",
     "BufferSpec",
     "CacheLayout",
     "Code",
@@ -38,9 +40,11 @@ __all__ = [
     "Ring",
     "Scale",
     "Scored",
+    "Selection",
     "SinkWindow",
     "Slots",
     "Storage",
+    "TopPages",
     "Window",
     "float_dtype",
     "fp8",

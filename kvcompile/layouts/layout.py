@@ -1,4 +1,4 @@
-"""CacheLayout: storage x placement x retention of one layer, with its address and bytes as sympy."""
+"""CacheLayout: storage x placement x retention x selection of one layer, with its address and bytes as sympy."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvcompile.layouts.pages import SPARE_PAGES, offset, page_index
 from kvcompile.layouts.placement import Contiguous, Paged, Placement, Ring, Slots, placement_from
 from kvcompile.layouts.retention import Full, Retention, retention_from
 from kvcompile.layouts.scored import STATE_BYTES, Scored
+from kvcompile.layouts.selection import AllTokens, Selection, TopPages, selection_from
 from kvcompile.layouts.storage import InKeys, Part, Storage, storage_from
 
 _NONE = sympy.Integer(0)
@@ -54,6 +55,7 @@ class CacheLayout:
     placement: Placement = Contiguous()
     retention: Retention = Full()
     before_rope: bool = False
+    selection: Selection = AllTokens()
 
     def check(self) -> str | None:
         """Why this combination makes no sense, or None."""
@@ -68,7 +70,28 @@ class CacheLayout:
                 f"sinks: {sinks} keeps tokens in full that retention '{self.retention}' forgets: use a retention with "
                 f"as many sinks, or sinks: {self.retention.sinks}"
             )
-        return self.placement.check(self.retention) or self._check_groups()
+        return self._check_selection() or self.placement.check(self.retention) or self._check_groups()
+
+    def _check_selection(self) -> str | None:
+        """Why pages cannot be selected here, or None."""
+        if not isinstance(self.selection, TopPages):
+            return None
+        if not isinstance(self.retention, Full):
+            return (
+                f"selection: top_pages reads some of all tokens, and retention '{self.retention}' forgets most: use "
+                "one of the two"
+            )
+        if self.rotates_on_read:
+            return (
+                "selection: top_pages bounds scores by keys as attention gets them, and rope: before keeps them before "
+                "their RoPE; use rope: after"
+            )
+        if self.keys.channelwise or self.values.channelwise:
+            return (
+                "selection: top_pages reads single pages, and axis: channel keeps tokens in groups, of which it reads "
+                "all; use axis: token"
+            )
+        return None
 
     def _check_groups(self) -> str | None:
         """Why the tokens that share a row do not fill pages, or None."""
@@ -121,7 +144,7 @@ class CacheLayout:
     @property
     def chunk_invariant(self) -> bool:
         """Whether a text leaves the same cache, and gives the same logits, in whatever pieces it comes."""
-        return not isinstance(self.retention, Scored)
+        return not isinstance(self.retention, Scored) and not self.selection.selects
 
     @property
     def num_slots(self) -> sympy.Expr:
@@ -150,7 +173,8 @@ class CacheLayout:
     @property
     def bytes_per_slot(self) -> sympy.Expr:
         """Bytes that one more token takes over all KV heads, in H, D, Dv, P; on average, where tokens share some."""
-        return self._vectors_per_slot + STATE_BYTES * self.state_heads
+        summaries = sy.H * self.selection.bytes_per_slot() if isinstance(self.selection, TopPages) else 0
+        return self._vectors_per_slot + STATE_BYTES * self.state_heads + summaries
 
     @property
     def _vectors_per_slot(self) -> sympy.Expr:
@@ -164,6 +188,8 @@ class CacheLayout:
         """
         slots = self.num_slots
         state = sy.B * STATE_BYTES * self.state_heads * slots
+        if isinstance(self.selection, TopPages):
+            state += sy.B * sy.H * self.selection.bytes(sy.T)
         if isinstance(self.placement, Paged):
             pages = self.placement.pages
             if pages is None:
@@ -182,6 +208,11 @@ class CacheLayout:
         return sy.H if self.retention.granularity == "kv_head" else sympy.Integer(1)
 
     @property
+    def num_notes(self) -> int:
+        """How many buffers, the last ones, note something of slots or pages, and hold no vectors."""
+        return 3 if self.selection.selects else 2 if isinstance(self.retention, Scored) else 0
+
+    @property
     def num_key_parts(self) -> int:
         """How many of the buffers are K's (the rest are V's); no storage has fewer parts for other dims."""
         return len(_parts(self.keys))
@@ -195,7 +226,7 @@ class CacheLayout:
         self, num_kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, max_tokens: int | None
     ) -> tuple[BufferSpec, ...]:
         """The layer's tensors for one sequence, or one page of a pool: K's parts, V's, and what a retention by scores
-        notes of each slot (which is never paged)."""
+        notes of each slot, or a selection of its own pages (which are never in a pool)."""
         paged = self.placement.page_size if isinstance(self.placement, Paged) else 0
         slots = paged or self.slots(max_tokens)
         state: tuple[BufferSpec, ...] = ()
@@ -204,6 +235,13 @@ class CacheLayout:
             state = (
                 BufferSpec("slots.token", shape, torch.int32),
                 BufferSpec("slots.score", shape, torch.float32),
+            )
+        if isinstance(self.selection, TopPages):
+            rows = self.selection.rows(self.slots(max_tokens))
+            state = (
+                BufferSpec("pages.smallest", (num_kv_heads, rows, head_dim), dtype),
+                BufferSpec("pages.largest", (num_kv_heads, rows, head_dim), dtype),
+                BufferSpec("pages.read", (num_kv_heads, self.selection.pages), torch.int32, fixed=True),
             )
         vectors = tuple(
             BufferSpec(
@@ -219,7 +257,10 @@ class CacheLayout:
         return (*vectors, *state)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        data = asdict(self)
+        if not self.selection.selects:  # which says nothing that a layout without it does not
+            del data["selection"]
+        return data
 
     def to_json(self) -> str:
         """A stable text of the layout, carried by graph nodes and hashed into digests."""
@@ -235,13 +276,15 @@ class CacheLayout:
             placement_from(data["placement"]),
             retention_from(data["retention"]),
             data["before_rope"],
+            selection_from(data["selection"]) if "selection" in data else AllTokens(),
         )
 
     def __str__(self) -> str:
         same = self.keys == self.values and not self.before_rope
         keys = f"{self.keys} before RoPE" if self.before_rope else str(self.keys)
         storage = keys if same else f"K {keys}, V {self.values}"
-        return f"{storage} · {self.placement} · {self.retention}"
+        selection = f" · {self.selection}" if self.selection.selects else ""
+        return f"{storage} · {self.placement} · {self.retention}{selection}"
 
 
 def _own(data: dict[str, Any]) -> Storage:

@@ -6,6 +6,7 @@
 | rings (a window, with or without sinks) | until a slot has been taken back |
 | groups of tokens that share scales, the newest in full beside | never: what was rounded is not in full any more |
 | tokens chosen by scores | never: scores are sums over all queries so far |
+| pages with summaries of their keys | never: a summary does not know whose extremes it has |
 | recurrent state | never |
 """
 
@@ -55,6 +56,8 @@ def _of(layout: CacheLayout) -> StepsBack:
         return StepsBack(
             0, f"'{layout.retention}' has given up tokens by scores that no token can be taken out of"
         )
+    if layout.selection.selects:
+        return StepsBack(0, f"'{layout.selection}' has summaries of pages that no token can be taken out of")
     for storage in (layout.keys, layout.values):
         if storage.residual or storage.channelwise:
             return StepsBack(

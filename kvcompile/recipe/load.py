@@ -17,6 +17,7 @@ from kvcompile.errors import RecipeError
 from kvcompile.recipe.retention import KINDS
 from kvcompile.recipe.scales import Scales
 from kvcompile.recipe.schema import CacheConfig, Recipe, RuntimeConfig, merge_cache
+from kvcompile.recipe.selection import KINDS as SELECTION_KINDS
 from kvcompile.recipe.yaml_text import YamlProblems, read_yaml
 
 _LONGEST = 255  # characters of a name in a message
@@ -184,7 +185,7 @@ def _tuples(data: dict[str, Any]) -> dict[str, Any]:
 
 def _say(item: Any, prefix: tuple[str | int, ...] = ()) -> str:
     """One pydantic error as `path: what was expected, got what came`."""
-    tags = set(KINDS)
+    tags = {*KINDS, *SELECTION_KINDS}
     loc = [
         part
         for i, part in enumerate((*prefix, *item["loc"]))
@@ -201,7 +202,8 @@ def _say(item: Any, prefix: tuple[str | int, ...] = ()) -> str:
     if kind == "union_tag_invalid":
         return f"{path}.kind: expected one of {context['expected_tags']}, got {shown(context['tag'])}"
     if kind == "union_tag_not_found":
-        return f"{path}.kind: is required, one of {', '.join(map(repr, KINDS))}"
+        kinds = SELECTION_KINDS if "selection" in loc else KINDS
+        return f"{path}.kind: is required, one of {', '.join(map(repr, kinds))}"
     if kind == "value_error":
         return f"{path}: {context['error']}"
     message = item["msg"][0].lower() + item["msg"][1:]
@@ -211,7 +213,7 @@ def _say(item: Any, prefix: tuple[str | int, ...] = ()) -> str:
 def _is_tag(item: Any, part: object) -> bool:
     """pydantic puts the chosen kind of a tagged union into the path; it is no key of the file."""
     loc = item["loc"]
-    return any(loc[i] == part and loc[i - 1] == "retention" for i in range(1, len(loc)))
+    return any(loc[i] == part and loc[i - 1] in ("retention", "selection") for i in range(1, len(loc)))
 
 
 def _allowed(loc: list[Any]) -> str:

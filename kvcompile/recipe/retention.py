@@ -41,7 +41,7 @@ class Place:
 
 
 # Any place, for what can be told of a recipe without a model.
-ANYWHERE = Place(own_window=1, tokens=1 << 20)
+ANYWHERE = Place(own_window=1, tokens=1 << 20, layer=1 << 20)
 
 BEYOND = 1 << 31  # kernels count tokens and slots in 32 bits
 Count = Annotated[int, Field(ge=0, lt=BEYOND)]

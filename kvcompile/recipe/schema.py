@@ -1,6 +1,6 @@
 """The recipe as YAML has it, checked by pydantic; `layout_for` turns it into a CacheLayout per site.
 
-cache:     keys, values, placement, retention   the three axes, K and V apart
+cache:     keys, values, placement, retention, selection   the four axes, K and V apart
 layers:    [{where: ..., cache: ...}]           later entries win
 scales:    a file of calibrated scales
 runtime:   max_batch, max_tokens, prefill_chunk
@@ -28,6 +28,7 @@ from kvcompile.recipe.retention import (
     RetentionConfig,
     Strict,
 )
+from kvcompile.recipe.selection import AllTokensConfig, SelectionConfig
 from kvcompile.recipe.storage import CALIBRATED, KeysConfig, StorageConfig
 
 
@@ -66,6 +67,7 @@ class CacheConfig(Strict):
     values: StorageConfig = StorageConfig()
     placement: PlacementConfig | None = None
     retention: RetentionConfig = FullConfig()
+    selection: SelectionConfig = AllTokensConfig()
     latent: Literal["auto", "off"] = Field(
         "auto",
         description="auto: latent attention (MLA) keeps its latent rows where that is proven equal; off: K and V",
@@ -96,7 +98,10 @@ class CacheConfig(Strict):
         else:
             placement = layouts.Slots() if isinstance(retention, layouts.Scored) else layouts.Ring()
         before = self.keys.rope == "before"
-        return layouts.CacheLayout(self.keys.build(), self.values.build(), placement, retention, before)
+        selection = self.selection.build(place)
+        return layouts.CacheLayout(
+            self.keys.build(), self.values.build(), placement, retention, before, selection
+        )
 
 
 class Where(Strict):

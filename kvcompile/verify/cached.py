@@ -22,13 +22,13 @@ from kvcompile.verify.runs import Run, chosen, of_every_token
 
 
 class Kept:
-    """Notes what layers whose retention goes by scores hold after each chunk."""
+    """Notes what layers whose retention goes by scores hold after each chunk, and which pages a selection read."""
 
     def __init__(self, plan: Plan, rewritten: Rewritten):
         self.names = {
-            decision.layer: f"cache_{decision.layer}_slots_token"
+            decision.layer: f"cache_{decision.layer}_{'pages_read' if pages else 'slots_token'}"
             for decision in plan.decisions
-            if isinstance(decision.layout.retention, Scored)
+            if (pages := decision.layout.selection.selects) or isinstance(decision.layout.retention, Scored)
         }
         known = {name for names in rewritten.caches for name in names}
         assert known >= set(self.names.values())
@@ -37,7 +37,10 @@ class Kept:
     def note(self, buffers: Mapping[str, Tensor], lengths: Tensor) -> None:
         """lengths: tokens that each sequence has seen by now [B]; not positive where it has seen none."""
         for layer, name in self.names.items():
-            token = buffers[name].to(lengths.device).long()
+            token = buffers[name].to(lengths.device).long().clone()
+            if name.endswith("pages_read"):
+                self.by_layer[layer].append(token)
+                continue
             slot = torch.arange(token.shape[2], device=token.device)
             self.by_layer[layer].append(torch.where(slot < lengths[:, None, None], token, -1))
 

@@ -8,7 +8,7 @@ that moves the outputs is what two correct orders of summation may differ by (`c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -20,12 +20,14 @@ from kvcompile.errors import VerificationError
 from kvcompile.kernels import opaque
 from kvcompile.kernels.policy import policy_attention
 from kvcompile.kernels.policy_scored import Choice, scored_attention
+from kvcompile.kernels.policy_selected import read_by
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.layouts import InKeys, Scored, Storage, model_dtype
+from kvcompile.layouts import InKeys, Scored, Storage, TopPages, model_dtype
 from kvcompile.passes.insert_cache import Rewritten
 from kvcompile.passes.opaque import is_mixer
 from kvcompile.pipeline import Front, example_inputs
-from kvcompile.plan import Plan
+from kvcompile.plan import Decision, Plan
+from kvcompile.types import AttentionSite
 from kvcompile.verify.compare import Check
 from kvcompile.verify.runs import REPORT, Run, chosen, of_every_token
 
@@ -201,23 +203,39 @@ class Oracle(Interpreter):
         rope = self.tables.get(site.layer, [])
         if isinstance(decision.layout.retention, Scored):
             kept = self.kept[site.layer]
-            try:
+            with self._told(site, decision):
                 out, self.choices[site.layer] = scored_attention(
                     q_in, k_in, v_in, spec, rope, self.chunks, self.pads, sinks, bias, kept, scales, leaves
                 )
-            except ValueError as error:
-                raise VerificationError(
-                    f"verification failed: layer {site.layer} ({site.module_path}, {site.source}; {decision.layout}) "
-                    f"{error}. {REPORT}",
-                    site.layer,
-                    float("inf"),
-                ) from error
         else:
-            out = policy_attention(q_in, k_in, v_in, spec, rope, self.pads, sinks, bias, leaves, scales)
+            shown: Tensor | None = None
+            selection = decision.layout.selection
+            if isinstance(selection, TopPages):
+                pages = self.kept.get(site.layer)
+                with self._told(site, decision):
+                    shown, self.choices[site.layer] = read_by(
+                        selection, q_in, k_in, spec.sm_scale, self.chunks or q_in.shape[2:3], self.pads, pages
+                    )
+            out = policy_attention(
+                q_in, k_in, v_in, spec, rope, self.pads, sinks, bias, leaves, scales, shown
+            )
         self.outputs.append(self._disturbed(out, model_dtype()))
         if len(self.outputs) == self.count < len(self.sites):
             raise Enough
         return self.outputs[-1]
+
+    @contextmanager
+    def _told(self, site: AttentionSite, decision: Decision) -> Iterator[None]:
+        """What the cached run kept or read and cannot be is a failure of this site."""
+        try:
+            yield
+        except ValueError as error:
+            raise VerificationError(
+                f"verification failed: layer {site.layer} ({site.module_path}, {site.source}; {decision.layout}) "
+                f"{error}. {REPORT}",
+                site.layer,
+                float("inf"),
+            ) from error
 
     def _mixer(self, n: Node) -> list[Tensor]:
         """A module with recurrent state, over each whole sequence and without its state."""

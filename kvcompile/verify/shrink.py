@@ -15,13 +15,14 @@ from kvcompile.layouts import (
     Scored,
     SinkWindow,
     Storage,
+    TopPages,
     Window,
 )
 from kvcompile.plan import Decision, Plan
 
 _SMALL_WINDOW, _SMALL_SINKS, _SMALL_HEAVY, SMALL_TOKENS = 5, 2, 3, 48
 _SMALL_RESIDUAL = 4  # in two groups
-_SMALL_PAGE = 4
+_SMALL_PAGE, _SMALL_PAGES = 4, 3
 
 
 def as_lossless(plan: Plan, tokens: int = SMALL_TOKENS) -> Plan:
@@ -69,7 +70,17 @@ def shrink(plan: Plan) -> Plan:
         placement = decision.layout.placement
         if isinstance(placement, Paged):
             placement = Paged(_SMALL_PAGE)  # several for a sequence
-        layout = replace(decision.layout, keys=keys, values=values, placement=placement, retention=retention)
+        selection = decision.layout.selection
+        if isinstance(selection, TopPages):
+            selection = TopPages(min(selection.page_size, _SMALL_PAGE), min(selection.pages, _SMALL_PAGES))
+        layout = replace(
+            decision.layout,
+            keys=keys,
+            values=values,
+            placement=placement,
+            retention=retention,
+            selection=selection,
+        )
         return _with_kernels(decision, layout, replace(layout, placement=decision.layout.placement))
 
     limit = plan.limits.max_tokens

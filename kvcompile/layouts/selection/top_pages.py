@@ -1,0 +1,57 @@
+"""TopPages: a decode step reads the pages of tokens that may matter most to its query (Quest, Tang et al. 2024).
+
+Of each page of `page_size` consecutive tokens the cache keeps, channel by channel, the smallest and the largest of its
+keys, as attention gets them (after RoPE, before they are quantized). Whatever key k is in the page,
+
+    sm_scale q . k  <=  sum_c max(sm_scale q_c min_c, sm_scale q_c max_c)        (section 3.2, figure 5)
+
+so the page with the highest bound is that whose tokens may have the highest scores. A step reads the `pages` pages
+with the highest bounds; the page of its own token is always among them. Query heads that share a KV head read the same
+pages: a page's bound is the highest of any of them, so that what is read once serves the whole group.
+
+A pass over many tokens (a prompt) reads everything, as in the paper. So a result depends on how a text is cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import sympy
+
+from kvcompile.layouts import symbols as sy
+
+
+@dataclass(frozen=True)
+class TopPages:
+    """page_size: tokens of a page; pages: how many a query reads, its own among them."""
+
+    page_size: int = 16
+    pages: int = 64
+    kind: Literal["top_pages"] = "top_pages"
+
+    @property
+    def selects(self) -> bool:
+        """Whether some tokens that are kept are not read."""
+        return True
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a query reads at most."""
+        return self.page_size * self.pages
+
+    def rows(self, slots: int) -> int:
+        """Pages of so many slots."""
+        return -(-slots // self.page_size)
+
+    def bytes(self, slots: sympy.Expr) -> sympy.Expr:
+        """Bytes of one KV head's summaries of `slots` slots, and of the pages that were read last."""
+        rows = sympy.ceiling(slots / sympy.Integer(self.page_size))
+        return rows * 2 * sy.D * sy.P + 4 * self.pages
+
+    def bytes_per_slot(self) -> sympy.Expr:
+        """Bytes that one more token takes in one KV head's summaries, on average."""
+        return 2 * sy.D * sy.P / sympy.Integer(self.page_size)
+
+    def __str__(self) -> str:
+        return f"top {self.pages} pages of {self.page_size}"
