@@ -158,7 +158,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "latent rows": lambda: Latent(),
     "latent rows, rope first": lambda: Latent("rope first"),
     **{
-        f"spelled {rope.__name__}": lambda rope=rope: test_rope.with_hadamard(rope)  # type: ignore[misc]
+        f"spelled {rope.__name__}": lambda rope=rope: test_rope.Rotated(rope)  # type: ignore[misc]
         for rope in (
             test_rope.interleaved,
             test_rope.deinterleaved,
