@@ -14,7 +14,6 @@ from kvcompile.dump import Dump
 from kvcompile.emit.cudagraph import CudaRecorder, StepGraphs
 from kvcompile.emit.executor import Executor, RegionCompiler
 from kvcompile.emit.regions import cut
-from kvcompile.emit.torch_tensorrt import TorchTensorRT
 from kvcompile.errors import ModelError, VerificationError
 from kvcompile.inference_tensors import as_normal
 from kvcompile.kernels import opaque, ops
@@ -187,6 +186,8 @@ def _compiler(plan: Plan, recipe: Recipe) -> RegionCompiler | None:
     """The region compiler of the plan's backend; None: Inductor."""
     if plan.backend != "torch_tensorrt":
         return None
+    from kvcompile.emit.torch_tensorrt import TorchTensorRT  # only where it is asked for
+
     limits = plan.limits
     most = limits.max_tokens if plan.whole_prompts else limits.prefill_chunk
     return TorchTensorRT(limits.max_batch, most or limits.prefill_chunk, recipe.compile.mode)

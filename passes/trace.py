@@ -24,11 +24,10 @@ import torch
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from kvcompile.collector import paused
 from kvcompile.errors import CaptureError
 from kvcompile.passes.calls import CapturedInputs, Wrapper, example
 from kvcompile.passes.traced_once import Once
-from kvcompile.quiet import quiet
+from kvcompile.tracing import quiet, uncollected
 
 Way = Literal["export", "strict export"]
 WAYS: tuple[Way, ...] = ("export", "strict export")
@@ -74,7 +73,7 @@ def trace(
     given = example(inputs, *sizes, KEEP, device)
     shapes = tuple(dims[name] for name in names)
     # export prints its half-made graph where it fails
-    with paused(), redirect_stderr(io.StringIO()), _asked() as own, _unanswered() as refused:
+    with uncollected(), redirect_stderr(io.StringIO()), _asked() as own, _unanswered() as refused:
         if way == "export":
             with _symbolic_math(), once.patched(wrapper) if once is not None else nullcontext():
                 program = torch.export.export(wrapper, given, dynamic_shapes=shapes, strict=False)

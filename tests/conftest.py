@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,29 +35,39 @@ def _quick() -> None:
     gc.set_threshold(100_000, 50, 100)
 
 
+def _name(path: Path) -> str:
+    """A file of tests by its path from here, without `.py`: names alone may be the same in two folders."""
+    folder = Path(__file__).parent
+    return path.relative_to(folder).with_suffix("").as_posix() if path.is_relative_to(folder) else path.stem
+
+
 # What looks at how models are understood. Tests that patch anything understand for themselves, too.
 ANEW = [
-    "capture",
-    "coverage",
-    "coverage_sizes",
-    "detect",
-    "dump",
-    "dynamic_mask",
-    "first_day",
-    "forms",
-    "functionalize",
-    "latent",
-    "modes",
-    "opaque",
-    "pass_table",
-    "positions",
-    "progress",
-    "rope",
-    "scores",
-    "shared_kv",
-    "state",
-    "threads",
-    "traced_once",
+    "test_capture",
+    "test_capture_autocast",
+    "test_capture_routes",
+    "test_capture_sizes",
+    "test_capture_state",
+    "test_coverage",
+    "test_coverage_sizes",
+    "test_detect",
+    "test_dump",
+    "test_dynamic_mask",
+    "test_first_day",
+    "test_forms",
+    "test_functionalize",
+    "test_latent",
+    "test_modes",
+    "test_opaque",
+    "test_pass_table",
+    "test_positions",
+    "test_progress",
+    "test_rope",
+    "test_scores",
+    "test_shared_kv",
+    "test_state",
+    "test_threads",
+    "test_traced_once",
 ]
 
 
@@ -64,27 +75,26 @@ ANEW = [
 def _understood_once(request: pytest.FixtureRequest) -> None:
     from tests.understood_once import known
 
-    name = request.path.stem.removeprefix("test_")
     known.begin()
     patches = "monkeypatch" in request.fixturenames  # what is patched must be what runs, and in no other test
-    known.on = name not in ANEW and not name.startswith("capture_") and not patches
+    known.on = _name(request.path) not in ANEW and not patches
 
 
 # The longest files come first, so that no worker is left alone with one of them.
 LONGEST = [
-    "coverage",
-    "export_onnx",
-    "compile",
-    "smollm2",
-    "triton_models",
-    "aoti",
-    "traced_once",
-    "export_once",
-    "examples",
-    "quanto",
+    "test_coverage",
+    "test_export_onnx",
+    "test_compile",
+    "test_smollm2",
+    "test_triton_models",
+    "test_aoti",
+    "test_traced_once",
+    "test_export_once",
+    "test_examples",
+    "test_quanto",
 ]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(_name(item.path), len(order)))

@@ -247,14 +247,14 @@ def test_all_problems_of_a_recipe_at_once() -> None:
         kvcompile.optimize(make(NanoGPT), recipe)
     assert caught.value.problems == (
         "cache.keys.dtype: expected 'model', 'float32', 'float16', 'bfloat16', 'fp8_e4m3', 'fp8_e5m2', 'int8', 'int4', "
-        "'int3' or 'int2', got 'int5'",
+        "'int3', 'int2', 'nf4' or 'mxfp4', got 'int5'",
         "cache.retention.size: expected greater than or equal to 1, got 0",
-        "cache.plcement: unknown key; allowed: keys, values, placement, retention, latent",
+        "cache.plcement: unknown key; allowed: keys, values, placement, retention, selection, latent",
         "runtime.max_batch: expected greater than or equal to 1, got 0",
         "runtime.max_token: unknown key; allowed: max_batch, max_tokens, prefill_chunk",
         "verify: expected 'quick', 'thorough' or 'off', got 'sometimes'",
         "speed: unknown key; allowed: name, description, auto, cache, layers, scales, runtime, compile, verify",
-        "layers[0].cache.values: group is for int2, int3, int4 and int8 with mode: asymmetric only, not for int8",
+        "layers[0].cache.values: group is for int2, int3, int4, nf4 and int8 with mode: asymmetric only, not for int8",
     )
 
 

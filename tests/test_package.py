@@ -24,16 +24,16 @@ LEVELS = {
     "kvcompile.errors": 0,
     "kvcompile.recipes": 0,
     "kvcompile.adapters": 1,
-    "kvcompile.collector": 1,
     "kvcompile.model_checks": 1,
     "kvcompile.console": 1,
     "kvcompile.progress": 0,
-    "kvcompile.quiet": 1,
+    "kvcompile.tracing": 1,
     "kvcompile.expression": 0,
     "kvcompile.inference_tensors": 0,
     "kvcompile.model_digest": 0,
     "kvcompile.outputs": 0,
     "kvcompile.serial": 0,
+    "kvcompile.targets": 0,
     "kvcompile.types": 1,
     "kvcompile.user_cache": 1,
     "kvcompile.layouts": 2,
@@ -57,9 +57,10 @@ LEVELS = {
 
 
 def part_of(module: str) -> str:
-    """The line of LEVELS that `module` (of kvcompile) belongs to."""
-    name = ".".join(module.split(".")[:2])
-    return name if name in LEVELS else "kvcompile"
+    """The line of LEVELS that `module` (of kvcompile) belongs to: the longest that its name begins with."""
+    parts = module.split(".")
+    names = (".".join(parts[:size]) for size in range(len(parts), 0, -1))
+    return next(name for name in names if name in LEVELS)
 
 
 def sources() -> Iterator[tuple[str, Path]]:

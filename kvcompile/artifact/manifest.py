@@ -17,10 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvcompile.console import shown
 from kvcompile.errors import ArtifactError
+from kvcompile.targets.registry import Target
 
 FORMAT_VERSION = 1
 FILE = "manifest.json"
-Target = Literal["onnx", "tensorrt", "aoti"]
 Role = Literal["input_ids", "positions", "seq_lens", "keep", "slots", "page_table", "cache", "logits"]
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]  # graphs count in 32 bits, but for bytes
 Positive = Annotated[Count, Field(ge=1)]

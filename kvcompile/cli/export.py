@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,13 +23,7 @@ from kvcompile.cli.common import (
     waiting,
 )
 from kvcompile.console import format_bytes
-
-
-class Target(StrEnum):
-    ONNX = "onnx"
-    TENSORRT = "tensorrt"
-    AOTI = "aoti"
-
+from kvcompile.targets.registry import Target
 
 Options = Annotated[
     list[str] | None,
@@ -41,7 +34,7 @@ Options = Annotated[
 @command
 def export(
     out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the artifact goes.")],
-    target: Annotated[Target, typer.Option("--target", "-t", help="What shall run it.")] = Target.ONNX,
+    target: Annotated[Target, typer.Option("--target", "-t", help="What shall run it.")] = "onnx",
     model: Model = "smollm2",
     recipe: RecipeName = "baseline",
     dtype: Dtype = None,
@@ -69,7 +62,7 @@ def export(
         manifest = kvcompile.export(
             loaded.model,
             out,
-            target.value,
+            target,
             recipe=loaded_recipe,
             tokenizer=loaded.tokenizer,
             progress=progress,

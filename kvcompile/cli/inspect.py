@@ -119,7 +119,7 @@ def passes(json: Json = False, debug: Debug = False) -> None:
     if json:
         typer.echo(jsonlib.dumps([asdict(each) for each in PASSES], indent=2))
         return
-    rows = table("pass", "what it does", "file", "may be left out", grow=("what it does",))
+    rows = table("pass", "what it does", "file", "optional", grow=("what it does",))
     for each in PASSES:
         rows.add_row(each.name, each.does, each.file, "yes" if each.optional else "")
     show(rows)

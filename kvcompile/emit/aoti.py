@@ -29,7 +29,7 @@ from torch.fx import GraphModule
 from kvcompile.emit.functional import Functional, Phase, example, traced
 from kvcompile.emit.gemv import give_gemv
 from kvcompile.errors import ExportError
-from kvcompile.quiet import quiet
+from kvcompile.tracing import quiet
 
 # What compilers call the CPUs that a package may be for, and the width of their vectors in bits.
 LEVELS: dict[str, tuple[str, int] | None] = {

@@ -21,7 +21,6 @@ from torch.fx import GraphModule
 
 from kvcompile.artifact.manifest import Role
 from kvcompile.cache_shape import CacheShape
-from kvcompile.collector import paused
 from kvcompile.emit import experts
 from kvcompile.emit.region_calls import RegionCalls
 from kvcompile.errors import ExportError
@@ -31,7 +30,7 @@ from kvcompile.layouts.storage import is_fp8
 from kvcompile.passes.insert_cache import ROWS
 from kvcompile.pipeline import Front, absorbed, rewrite
 from kvcompile.plan import Plan
-from kvcompile.quiet import quiet
+from kvcompile.tracing import quiet, uncollected
 
 Phase = Literal["prefill", "decode", "step"]
 # Sizes that stand for the dynamic ones while tracing: different, and none of 0, 1 or any size of a model.
@@ -218,7 +217,7 @@ def traced(function: Functional, one: bool, alone: bool = False) -> ExportedProg
         {i: Dim.DYNAMIC for i, size in enumerate(shape) if isinstance(size, str)} for shape in names
     )
     try:
-        with speaking(function.dialect), torch.no_grad(), paused(), quiet():
+        with speaking(function.dialect), torch.no_grad(), uncollected(), quiet():
             return torch.export.export(
                 function, example(function, one, alone), dynamic_shapes=(dynamic,), strict=False
             )

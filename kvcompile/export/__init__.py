@@ -14,19 +14,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from kvcompile.errors import ExportError
 from kvcompile.progress import told
 from kvcompile.serial import traces
+from kvcompile.targets.registry import TARGETS, Target
 
 if TYPE_CHECKING:  # torch comes when something is exported
     from torch import nn
 
     from kvcompile.artifact.manifest import Manifest
-
-Target = Literal["onnx", "tensorrt", "aoti"]
-TARGETS: tuple[Target, ...] = ("onnx", "tensorrt", "aoti")
 
 
 @traces
@@ -68,7 +66,7 @@ def export(
     if target not in TARGETS:
         raise ExportError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}")
     folder.check_replaceable(Path(out).expanduser().absolute())
-    module = import_module(f"kvcompile.export.{target}")  # and what it needs, before the model is looked at
+    module = import_module(TARGETS[target].writer)  # and what it needs, before the model is looked at
     if hasattr(module, "ready"):
         module.ready(options or {})
     write: Callable[..., Manifest] = module.write

@@ -19,7 +19,6 @@ from kvcompile.artifact.manifest import (
     ModelInfo,
     PlanInfo,
     RecipeInfo,
-    Target,
 )
 from kvcompile.emit.functional import Functional
 from kvcompile.errors import ExportError
@@ -29,6 +28,7 @@ from kvcompile.pipeline import Front, absorbed, plan_for, understand
 from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe
 from kvcompile.runtime.module import CachedModel
+from kvcompile.targets.registry import TARGETS, Target
 from kvcompile.verify import verify
 
 Tell = Callable[[str, int, int], None]
@@ -141,7 +141,7 @@ def source_of(
         recipe = model.recipe if recipe is None else recipe
         model = model.model
     checked = Recipe.load("baseline" if recipe is None else recipe, **overrides)
-    if target != "aoti":
+    if not TARGETS[target].triton:
         compiled = checked.compile.model_copy(update={"kernels": "reference", "mode": "default"})
         checked = checked.model_copy(update={"compile": compiled})
     tell("capture and detect", 0, 1)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.artifact import folder as files
-from kvcompile.artifact.manifest import Graph, Manifest, Target
+from kvcompile.artifact.manifest import Graph, Manifest
 from kvcompile.artifact.shape import cache_shape
 from kvcompile.errors import ArtifactError, InputError
 from kvcompile.runtime.cache import SPAN_STEP, KVCache
@@ -28,6 +28,7 @@ from kvcompile.runtime.padding import check_prompt, pads_of
 from kvcompile.runtime.passes import in_passes
 from kvcompile.runtime.sampling import check_sampling, pick
 from kvcompile.runtime.turns import Turns, alone
+from kvcompile.targets.registry import Target
 
 
 class Session(ABC):

@@ -15,7 +15,6 @@ import torch
 from torch.export import ExportedProgram
 
 from kvcompile.artifact.manifest import Graph, TensorInfo, dtype_name
-from kvcompile.collector import paused
 from kvcompile.emit.functional import Functional, Phase, traced
 from kvcompile.emit.onnx import copies
 from kvcompile.emit.onnx.aliases import aliases
@@ -24,7 +23,7 @@ from kvcompile.emit.onnx.translate import translations
 from kvcompile.emit.onnx.weights import WeightFile
 from kvcompile.errors import ExportError
 from kvcompile.passes.traced_once import NotOnce
-from kvcompile.quiet import quiet
+from kvcompile.tracing import quiet, uncollected
 
 log = logging.getLogger(__name__)
 OPSET = 24
@@ -111,7 +110,7 @@ def _model(function: Functional, one: bool, opset: int) -> ir.Model:
 
 def _translated(program: ExportedProgram, opset: int, digest: str) -> ir.Model:
     try:
-        with paused(), quiet("torch.onnx", "onnxscript", "onnx_ir"):
+        with uncollected(), quiet("torch.onnx", "onnxscript", "onnx_ir"):
             exported = torch.onnx.export(
                 program,
                 (),
