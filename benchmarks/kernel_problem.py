@@ -10,13 +10,13 @@ from kernel_cases import Case
 from kernel_peers import Dense
 from torch import Tensor
 
-from kvcompile.kernels import reference
+from kvcompile.kernels.reference import attention as reference
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.kernels.triton.attention import cached_attention
-from kvcompile.kernels.triton.sample import Sample, sample
+from kvcompile.kernels.triton.host.attention import cached_attention
+from kvcompile.kernels.triton.tools.synthetic_cache import Sample, sample
 from kvcompile.layouts import CacheLayout
 from kvcompile.recipe import load_recipe
-from kvcompile.recipe.retention import Place
+from kvcompile.recipe.retention import LayerContext
 from kvcompile.types import BiasSpec, MaskSpec, ScoreSpec
 
 _SCORES = {
@@ -38,7 +38,7 @@ def problem_of(case: Case, device: torch.device, dtype: torch.dtype, room: int) 
 def layout_of(case: Case) -> CacheLayout:
     """The layout that a recipe with the case's `cache` gives."""
     recipe = load_recipe({"name": "bench", "cache": {key: dict(value) for key, value in case.cache.items()}})
-    built: CacheLayout = recipe.cache_for(0, 1, "causal")[0].build(Place(tokens=max(case.lengths)))
+    built: CacheLayout = recipe.cache_for(0, 1, "causal")[0].build(LayerContext(tokens=max(case.lengths)))
     return built
 
 

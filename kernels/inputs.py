@@ -1,7 +1,7 @@
 """AttendInputs: what one call of `kvcompile::cached_attention` is given, as one record.
 
-The op has a flat signature, as PyTorch's schemas have it (`ops.py`). Right behind it this record is made, and
-everything that computes the op takes it: the reference and the generated kernels.
+The op has a flat signature, as PyTorch's schemas have it (`kernels/ops/cached_attention.py`). Right behind it this
+record is made, and everything that computes the op takes it: the reference and the generated kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AttendInputs:
     bias:       what `spec.score.bias` says is added to the scores, or None
     leaves:     what `spec.score.mod` reads, as `ScoreMod.leaves` says: by position, [.., span, ..], where it is of
                 tokens; None where the site has no mod
-    page_table: int32 [B, pages], where the layout is paged; see `kernels/paged.py`
+    page_table: int32 [B, pages], where the layout is paged; see `kernels/reference/paged.py`
     """
 
     q: Tensor

@@ -4,9 +4,9 @@ On a few shared cores, the threads of tiny models cost more than they save; so d
 make of shapes, which pays where layers repeat, and collecting garbage among the objects of a whole session all the
 time: together a quarter of what tests of tracing take. Triton decides at its first import whether kernels are
 interpreted, and torch._dynamo imports it, so the variable is set before either; what needs the compiler runs in a
-process of its own (`kernels/triton/assemble.py`).
+process of its own (`kernels/triton/tools/assemble.py`).
 
-Equal models of transformers are understood once in a session (`tests/understood_once.py`), but in tests of what
+Equal models of transformers are understood once in a session (`tests/support/understood_once.py`), but in tests of what
 understands them.
 """
 
@@ -43,37 +43,37 @@ def _name(path: Path) -> str:
 
 # What looks at how models are understood. Tests that patch anything understand for themselves, too.
 ANEW = [
-    "test_capture",
-    "test_capture_autocast",
-    "test_capture_routes",
-    "test_capture_sizes",
-    "test_capture_state",
-    "test_coverage",
-    "test_coverage_sizes",
-    "test_detect",
-    "test_dump",
-    "test_dynamic_mask",
-    "test_first_day",
-    "test_forms",
-    "test_functionalize",
-    "test_latent",
-    "test_modes",
-    "test_opaque",
-    "test_pass_table",
-    "test_positions",
-    "test_progress",
-    "test_rope",
-    "test_scores",
-    "test_shared_kv",
-    "test_state",
-    "test_threads",
-    "test_traced_once",
+    "passes/capture/test_capture",
+    "passes/capture/test_autocast",
+    "passes/capture/test_trace",
+    "passes/capture/test_guards",
+    "passes/capture/test_harmless",
+    "coverage/test_coverage",
+    "coverage/test_sizes",
+    "passes/detect/test_detect",
+    "report/test_dump",
+    "passes/detect/test_dynamic_mask",
+    "api/test_first_day",
+    "passes/detect/test_forms",
+    "passes/capture/test_functionalize",
+    "passes/rules/test_latent",
+    "runtime/test_modes",
+    "passes/capture/test_opaque",
+    "passes/test_table",
+    "passes/rewrite/test_positions",
+    "util/test_progress",
+    "passes/rules/test_rope",
+    "passes/score_mod/test_scores",
+    "passes/detect/test_shared_kv",
+    "passes/recurrent/test_state",
+    "runtime/test_threads",
+    "passes/capture/test_traced_once",
 ]
 
 
 @pytest.fixture(autouse=True)
 def _understood_once(request: pytest.FixtureRequest) -> None:
-    from tests.understood_once import known
+    from tests.support.understood_once import known
 
     known.begin()
     patches = "monkeypatch" in request.fixturenames  # what is patched must be what runs, and in no other test
@@ -82,16 +82,16 @@ def _understood_once(request: pytest.FixtureRequest) -> None:
 
 # The longest files come first, so that no worker is left alone with one of them.
 LONGEST = [
-    "test_coverage",
-    "test_export_onnx",
-    "test_compile",
-    "test_smollm2",
-    "test_triton_models",
-    "test_aoti",
-    "test_traced_once",
-    "test_export_once",
-    "test_examples",
-    "test_quanto",
+    "coverage/test_coverage",
+    "targets/onnx/test_session",
+    "compile/test_compile",
+    "api/test_smollm2",
+    "kernels/triton/test_models",
+    "targets/aoti/test_session",
+    "passes/capture/test_traced_once",
+    "targets/onnx/test_copies",
+    "examples/test_examples",
+    "kernels/reference/test_quanto",
 ]
 
 

@@ -9,15 +9,15 @@ from kvcompile.kernels.triton.spec import KernelSpec, Role
 
 # Each has `generate(spec: KernelSpec) -> KernelSource`. They are imported when first asked for.
 _MODULES: dict[Role, str] = {
-    "append": "kvcompile.kernels.triton.append",
-    "group": "kvcompile.kernels.triton.group",
+    "append": "kvcompile.kernels.triton.append.append",
+    "group": "kvcompile.kernels.triton.append.group",
     "decode": "kvcompile.kernels.triton.attend",
-    "combine": "kvcompile.kernels.triton.combine",
+    "combine": "kvcompile.kernels.triton.attend.combine",
     "prefill": "kvcompile.kernels.triton.attend",
-    "columns": "kvcompile.kernels.triton.columns",
-    "score": "kvcompile.kernels.triton.score",
-    "evict": "kvcompile.kernels.triton.evict",
-    "page_copy": "kvcompile.kernels.triton.page_copy",
+    "columns": "kvcompile.kernels.triton.retention.score_sums",
+    "score": "kvcompile.kernels.triton.retention.score",
+    "evict": "kvcompile.kernels.triton.retention.evict",
+    "page_copy": "kvcompile.kernels.triton.append.page_copy",
 }
 
 

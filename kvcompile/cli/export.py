@@ -22,8 +22,8 @@ from kvcompile.cli.common import (
     stages,
     waiting,
 )
-from kvcompile.console import format_bytes
 from kvcompile.targets.registry import Target
+from kvcompile.util.console import format_bytes
 
 Options = Annotated[
     list[str] | None,
@@ -101,9 +101,9 @@ def verify(
     Example: kvcompile verify engine/ --model smollm2
     """
     with waiting("starting"):
-        from kvcompile.artifact import Manifest
         from kvcompile.models import load_model
-        from kvcompile.verify.artifact import verify_artifact
+        from kvcompile.targets.manifest import Manifest
+        from kvcompile.targets.verify import verify_artifact
 
         manifest = Manifest.read(artifact)
     with waiting(f"loading {model}"):

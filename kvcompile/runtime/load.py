@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kvcompile.artifact.manifest import FILE, Manifest
 from kvcompile.runtime.session import Session
+from kvcompile.targets.manifest import FILE, Manifest
 from kvcompile.targets.registry import TARGETS
 
 

@@ -44,14 +44,16 @@ class ExportTarget:
     triton: bool = False
 
 
-_ONNX = SessionKind("onnx", "kvcompile.runtime.onnx", "Session")
+_ONNX = SessionKind("onnx", "kvcompile.targets.onnx.session", "Session")
 TARGETS: dict[Target, ExportTarget] = {
-    "onnx": ExportTarget("kvcompile.export.onnx", (_ONNX,)),
+    "onnx": ExportTarget("kvcompile.targets.onnx.write", (_ONNX,)),
     "tensorrt": ExportTarget(
-        "kvcompile.export.tensorrt",
-        (SessionKind("tensorrt", "kvcompile.runtime.tensorrt", "Engine"), _ONNX),
+        "kvcompile.targets.tensorrt.write",
+        (SessionKind("tensorrt", "kvcompile.targets.tensorrt.session", "Engine"), _ONNX),
     ),
     "aoti": ExportTarget(
-        "kvcompile.export.aoti", (SessionKind("aoti", "kvcompile.runtime.aoti", "Package"),), triton=True
+        "kvcompile.targets.aoti.write",
+        (SessionKind("aoti", "kvcompile.targets.aoti.session", "Package"),),
+        triton=True,
     ),
 }

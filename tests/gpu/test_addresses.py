@@ -8,10 +8,10 @@ from torch import Tensor
 
 from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.kernels.triton.attention import cached_attention
+from kvcompile.kernels.triton.host.attention import cached_attention
 from kvcompile.layouts import CacheLayout, Paged
 from kvcompile.types import MaskSpec
-from tests.budget import within
+from tests.support.budget import within
 
 pytestmark = pytest.mark.gpu
 HEADS, DIM, WINDOW = 8, 128, 512

@@ -11,11 +11,11 @@ import torch
 from torch._dynamo.utils import counters
 
 import kvcompile
-from kvcompile.kernels.triton.attention import cached_attention
-from kvcompile.kernels.triton.sample import Sample, sample
-from tests.budget import within
+from kvcompile.kernels.triton.host.attention import cached_attention
+from kvcompile.kernels.triton.tools.synthetic_cache import Sample, sample
 from tests.gpu.sites import SITES
-from tests.models import tiny_hf
+from tests.support.budget import within
+from tests.support.models import tiny_hf
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 MODEL = {
