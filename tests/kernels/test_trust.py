@@ -27,6 +27,7 @@ SHARED = {
     },
     ("reference", "triton"): {
         "spec",
+        "inputs",  # what a call is given: data
         "shared.rope",  # tables, not the rotation: kernels have their own
         "shared.hadamard",  # the matrix
         "shared.retention",  # which tokens stay after many came: one sort by PyTorch, held against a loop over tokens
