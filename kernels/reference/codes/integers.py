@@ -15,5 +15,5 @@ def signed(x: Tensor, largest: float) -> Tensor:
 
 def unsigned(x: Tensor, largest: float) -> Tensor:
     """x fp32 -> codes from 0, as `unpack` gives them."""
-    q = torch.round(x).clamp(0, largest)
+    q = torch.round(x).clamp(0.0, largest)
     return q if current().portable else q.to(torch.uint8)
