@@ -65,7 +65,14 @@ def choose(
     page = torch.arange(pages, device=q.device)
     newest = position.clamp(min=0)[:, None] // selection.page_size
     bound = torch.where(page > newest, float("-inf"), bound)
-    bound = torch.where(page == newest, float("inf"), bound)
+    return highest(selection, torch.where(page == newest, float("inf"), bound))
+
+
+def highest(selection: TopPages, bound: Tensor) -> Tensor:
+    """The pages with the highest of the bounds [B, Hkv, P], int64 [B, Hkv, K], ascending.
+
+    bound: inf for the page that is read in any case, -inf for pages without tokens
+    """
     more = bound.new_full((*bound.shape[:2], selection.pages), float("-inf"))
     found = torch.cat([bound, more], dim=-1).topk(selection.pages, dim=-1, sorted=False).indices
     return found.sort(-1).values

@@ -11,7 +11,20 @@ pytest.importorskip("onnxruntime")
 from tests.marks import cases
 from tests.tensorrt_layouts import check_bf16, check_layout
 
-LAYOUTS = ("baseline", "int8", "fp8", "int4", "nf4", "mxfp4", "kivi2", "kivi4", "quest", "paged", "paged_int8", "chat")
+LAYOUTS = (
+    "baseline",
+    "int8",
+    "fp8",
+    "int4",
+    "nf4",
+    "mxfp4",
+    "kivi2",
+    "kivi4",
+    "quest",
+    "paged",
+    "paged_int8",
+    "chat",
+)
 FAST = ("baseline", "int8", "int4", "kivi2", "chat")
 
 

@@ -17,6 +17,7 @@ _MODULES: dict[Role, str] = {
     "columns": "columns",
     "score": "score",
     "evict": "evict",
+    "page_bounds": "page_bounds",
     "page_copy": "page_copy",
 }
 

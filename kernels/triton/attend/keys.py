@@ -12,7 +12,7 @@ from kvcompile.kernels.triton.attend.parts import Attend
 from kvcompile.kernels.triton.pieces import paired
 from kvcompile.kernels.triton.rows import Source
 from kvcompile.kernels.triton.symbolic import printed
-from kvcompile.layouts import Scored
+from kvcompile.layouts import Scored, TopPages
 from kvcompile.layouts import symbols as sy
 from kvcompile.types import RotaryForm
 
@@ -22,6 +22,8 @@ def bounds(attend: Attend, source: Source) -> seen.Bounds:
     spec = attend.spec
     if source.prefix:
         return seen.ordered(spec, "first", "tokens", attend.mixed)
+    if source.chosen:
+        return seen.chosen(spec, not _conditions(attend, source) and not attend.mixed)
     if attend.in_order:
         return seen.ordered(spec, "0", "", attend.mixed)
     before = "tl.maximum(first, 0)" if attend.many else "tl.maximum(length, 0)"
@@ -55,13 +57,25 @@ def _conditions(attend: Attend, source: Source) -> list[str]:
     return seen.conditions(spec, query, key, causal=attend.many and not by_score)
 
 
+def chosen(attend: Attend, source: Source, masked: bool) -> list[str]:
+    """The line that defines `slot`, where pages were chosen: tokens `start` .. of those pages, one behind the other."""
+    if not source.chosen:
+        return []
+    selection, size = attend.spec.layout.selection, source.chosen
+    assert isinstance(selection, TopPages)
+    row = f"(batch * {source.num_kv_heads} + head) * {selection.pages}"
+    at = "(start + n)" if source.scattered else "start"
+    guard = ", mask=inside, other=0" if masked and source.scattered else ""
+    return [f"slot = tl.load(pages_read_ptr + {row} + {at} // {size}{guard}) * {size} + {at} % {size}"]
+
+
 def positions(attend: Attend, source: Source, masked: bool) -> list[str]:
     """Lines that define `key`, where it can be told."""
     spec, retention = attend.spec, attend.spec.layout.retention
     if source.prefix:
         return ["key = first + start + n"]
     if attend.in_order:
-        return ["key = start + n"]
+        return [f"key = {source.each}"]
     if isinstance(retention, Scored):
         if not attend.needs_token:
             return []
