@@ -181,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     from rich.console import Console
 
-    from kvcompile.console import render, table
+    from kvcompile.util.console import render, table
 
     progress = Console(stderr=True)
     starts: dict[str, dict[str, Any]] = {}

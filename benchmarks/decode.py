@@ -316,7 +316,7 @@ def _alone(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _tables(result: dict[str, Any]) -> list[Any]:
-    from kvcompile.console import format_bytes, table
+    from kvcompile.util.console import format_bytes, table
 
     tables = []
     for context, speeds in result["contexts"].items():
@@ -371,8 +371,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     from rich.console import Console
 
-    from kvcompile.console import render
     from kvcompile.errors import KVCompileError
+    from kvcompile.util.console import render
 
     progress = Console(stderr=True)
     result: dict[str, Any] = {"benchmark": "decode", "model": options.model, "machine": machine()}

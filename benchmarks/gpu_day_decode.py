@@ -97,7 +97,7 @@ def measure(options: argparse.Namespace) -> None:
     """One variant at all contexts, in this process. Prints a line of JSON for each context."""
     import torch
 
-    from kvcompile.kernels.triton.clock import copy_bandwidth
+    from kvcompile.kernels.triton.tools.timing import copy_bandwidth
 
     rehearse, name = options.rehearse, options.worker
     device = torch.device("cpu" if rehearse else "cuda")

@@ -93,7 +93,7 @@ def bandwidth(rehearse: bool) -> dict[str, float]:
     """GB/s that a copy reads and writes."""
     import torch
 
-    from kvcompile.kernels.triton.clock import copy_bandwidth
+    from kvcompile.kernels.triton.tools.timing import copy_bandwidth
 
     device = torch.device("cpu" if rehearse else "cuda")
     return {"copy_gb_s": round(copy_bandwidth(device, (1 << 20) if rehearse else (2 << 30), 20) / 1e9, 1)}

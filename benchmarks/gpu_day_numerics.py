@@ -21,7 +21,7 @@ from gpu_day_record import read, update
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUGINS = {"xdist": "pytest-xdist", "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis"}
-REHEARSED = "tests/test_triton_tune.py"  # a few seconds in Triton's interpreter
+REHEARSED = "tests/kernels/triton/tools/test_tune.py"  # a few seconds in Triton's interpreter
 LONGEST = 1200  # characters of a message; the log has the rest
 
 

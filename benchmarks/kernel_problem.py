@@ -10,13 +10,13 @@ from kernel_cases import Case
 from kernel_peers import Dense
 from torch import Tensor
 
-from kvcompile.kernels import reference, scored
+from kvcompile.kernels.reference import attention as reference
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.kernels.triton.attention import cached_attention
-from kvcompile.kernels.triton.sample import Sample, sample
-from kvcompile.layouts import CacheLayout, Scored
+from kvcompile.kernels.triton.host.attention import cached_attention
+from kvcompile.kernels.triton.tools.synthetic_cache import Sample, sample
+from kvcompile.layouts import CacheLayout
 from kvcompile.recipe import load_recipe
-from kvcompile.recipe.retention import Place
+from kvcompile.recipe.retention import LayerContext
 from kvcompile.types import BiasSpec, MaskSpec, ScoreSpec
 
 _SCORES = {
@@ -38,22 +38,20 @@ def problem_of(case: Case, device: torch.device, dtype: torch.dtype, room: int) 
 def layout_of(case: Case) -> CacheLayout:
     """The layout that a recipe with the case's `cache` gives."""
     recipe = load_recipe({"name": "bench", "cache": {key: dict(value) for key, value in case.cache.items()}})
-    built: CacheLayout = recipe.cache_for(0, 1, "causal")[0].build(Place(tokens=max(case.lengths)))
+    built: CacheLayout = recipe.cache_for(0, 1, "causal")[0].build(LayerContext(tokens=max(case.lengths)))
     return built
 
 
 def call_of(problem: Sample, cache: int = 0) -> Callable[[], Tensor]:
     """Attention over one of the caches, by generated kernels."""
-    arguments = problem.arguments(cache)
-    return lambda: cached_attention(*arguments)
+    x = problem.inputs(cache)
+    return lambda: cached_attention(x)
 
 
 def error_of(problem: Sample) -> float:
     """Relative error of the first and the last sequence against the reference; nothing of the sample changes."""
     rows = sorted({0, len(problem.lengths) - 1})
-    made = cached_attention(*_with(problem, [buffer.clone() for buffer in problem.caches[0]]).arguments(0))[
-        rows
-    ]
+    made = cached_attention(_with(problem, [buffer.clone() for buffer in problem.caches[0]]).inputs(0))[rows]
     heads, layout = problem.heads[1], problem.site.layout
     specs = layout.buffers(heads, *problem.dims, problem.q.dtype, max(problem.lengths))
     pairs = zip(problem.caches[0], specs, strict=True)
@@ -68,12 +66,7 @@ def error_of(problem: Sample) -> float:
         table=None if problem.table is None else problem.table[rows],
     )
     site = replace(problem.site, kernels="reference")
-    arguments = few.arguments(0, site)
-    if isinstance(layout.retention, Scored):
-        q, k, v, parts, positions, before, rope, _, _, sinks, bias, _, table = arguments
-        expected = scored.cached_attention(q, k, v, parts, positions, before, rope, site, sinks, bias, table)
-    else:
-        expected = reference.cached_attention(*arguments)
+    expected = reference.cached_attention(few.inputs(0, site))
     return float((made.float() - expected.float()).norm() / expected.float().norm())
 
 

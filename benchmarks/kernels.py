@@ -1,8 +1,8 @@
 """Generated attention kernels on a GPU: microseconds, bytes and share of the copy bandwidth, beside other kernels.
 
 Everything stands in one process: the copy bandwidth, our kernels and the peers, each over several copies of its cache
-(`kernels/triton/clock.py`) and in turns; figures are medians. Each case is compared with the reference before it is
-measured. Attention alone is measured, without the write of the new token, unless a case says so.
+(`kernels/triton/tools/timing.py`) and in turns; figures are medians. Each case is compared with the reference before it
+is measured. Attention alone is measured, without the write of the new token, unless a case says so.
 
     make bench-kernels                        # all cases; a few minutes on an H200
     python benchmarks/kernels.py --only int8 --rounds 50
@@ -28,7 +28,7 @@ COPY = 2 << 30
 LARGEST_ERROR = {
     "bf16": 0.01,
     "other": 0.02,
-}  # kernels round what they multiply; see tests/test_gpu.py for budgets
+}  # kernels round what they multiply; see tests/support/budget.py
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from compile_time import machine, write
     from kernel_cases import APPENDS, CASES, GOALS, Figure
 
-    from kvcompile.kernels.triton.clock import copy_bandwidth
+    from kvcompile.kernels.triton.tools.timing import copy_bandwidth
 
     device = torch.device("cpu" if options.dry_run else "cuda")
     dtype = torch.float32 if options.dry_run else torch.bfloat16
@@ -97,7 +97,7 @@ def measure(
     from kernel_peers import PEERS, attempt
     from kernel_problem import call_of, dense_of, error_of, problem_of
 
-    from kvcompile.kernels.triton.clock import Timed, medians
+    from kvcompile.kernels.triton.tools.timing import Timed, medians
 
     if case.name.startswith("append"):
         return measure_append(case, device, dtype, bandwidth, options)
@@ -141,10 +141,11 @@ def measure_append(
     import torch
     from kernel_problem import problem_of
 
-    from kvcompile.kernels.triton import append, ops_write
-    from kvcompile.kernels.triton.clock import Timed, medians
+    from kvcompile.kernels.triton.append import append
     from kvcompile.kernels.triton.device import interpreted
+    from kvcompile.kernels.triton.host import ops_write
     from kvcompile.kernels.triton.spec import KernelSpec
+    from kvcompile.kernels.triton.tools.timing import Timed, medians
     from kvcompile.types import RotaryForm
 
     problem = problem_of(case, device, dtype, 0)

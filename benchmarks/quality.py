@@ -119,8 +119,8 @@ def blocks(row: dict[str, Any]) -> list[float]:
 
 def page(result: dict[str, Any]) -> dict[str, str]:
     """The tables of docs/quality.md, by the name of their place."""
-    from kvcompile.quality.report import QualityReport
-    from kvcompile.quality.table import tables
+    from kvcompile.report.quality.report import QualityReport
+    from kvcompile.report.quality.table import tables
 
     made = {
         part: "\n".join(tables(QualityReport.from_dict(result[part])))
@@ -158,7 +158,7 @@ def merged(old: dict[str, Any] | None, new: dict[str, Any], part: str) -> dict[s
     Raises:
         SystemExit: they were measured on another model or text, or by other settings, and stand in no table together.
     """
-    from kvcompile.quality.report import QualityReport
+    from kvcompile.report.quality.report import QualityReport
 
     if old is None:
         return new
@@ -196,8 +196,8 @@ def main(argv: list[str] | None = None) -> int:
     import kvcompile
     from kvcompile.cli.quality import bars
     from kvcompile.models import load_model
-    from kvcompile.quality import plot
-    from kvcompile.quality.report import QualityReport
+    from kvcompile.report.quality import plot
+    from kvcompile.report.quality.report import QualityReport
 
     only = chosen.only
 

@@ -188,7 +188,7 @@ def _agreement(fast: Any, model: Any, prompt: Any, tokens: list[int]) -> str:
 
 def _speeds(fast: Any, prompt_tokens: int, ours: list[Run], plain: list[Run], agree: str) -> Any:
     """Table: the recipe's cache beside transformers' own."""
-    from kvcompile.console import format_bytes, table
+    from kvcompile.util.console import format_bytes, table
 
     def row(name: str, mine: float, other: float, unit: str) -> None:
         theirs = [f"{other:.2f} {unit}", f"{mine / other:.2f}×"] if plain else ["", ""]
@@ -219,7 +219,7 @@ def _starts(options: argparse.Namespace, fast: Any, start: dict[str, float]) -> 
     from torch._dynamo.utils import counters
 
     from kvcompile.cli.common import waiting
-    from kvcompile.console import table
+    from kvcompile.util.console import table
 
     compiled = fast.executor.compiled
     hits, misses = (counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("hit", "miss"))

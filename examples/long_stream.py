@@ -52,9 +52,9 @@ def _stream(options: argparse.Namespace) -> None:
         import typer
 
         import kvcompile
-        from kvcompile.console import format_bytes
         from kvcompile.models import load_model
-        from kvcompile.quality.text import help_topics
+        from kvcompile.report.quality.text import help_topics
+        from kvcompile.util.console import format_bytes
 
         try:
             recipe = kvcompile.Recipe.load(options.recipe, **overrides_from(options.settings))
@@ -90,7 +90,7 @@ def _stream(options: argparse.Namespace) -> None:
 
 def _resident() -> str:
     """Memory of this process, weights and all, where the system says it."""
-    from kvcompile.console import format_bytes
+    from kvcompile.util.console import format_bytes
 
     try:
         with open("/proc/self/statm", encoding="ascii") as file:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 # submodule of the same name would otherwise put the module in the function's place.
 from kvcompile.calibrate import calibrate
 from kvcompile.errors import KVCompileError
-from kvcompile.estimate import estimate
-from kvcompile.explain import explain
-from kvcompile.export import export
-from kvcompile.quality import quality
+from kvcompile.report.estimate import estimate
+from kvcompile.report.explain import explain
+from kvcompile.report.quality import quality
+from kvcompile.targets.export import export
 
 if TYPE_CHECKING:
     from kvcompile.api import optimize as optimize

@@ -9,25 +9,25 @@ from typing import Any
 
 from torch import nn
 
-from kvcompile.adapters import base_of
-from kvcompile.dump import Dump
-from kvcompile.emit.cudagraph import CudaRecorder, StepGraphs
-from kvcompile.emit.executor import Executor, RegionCompiler
-from kvcompile.emit.regions import cut
-from kvcompile.emit.torch_tensorrt import TorchTensorRT
+from kvcompile.compile.cudagraph import CudaRecorder, StepGraphs
+from kvcompile.compile.executor import Executor, RegionCompiler
+from kvcompile.compile.regions import cut
 from kvcompile.errors import ModelError, VerificationError
-from kvcompile.inference_tensors import as_normal
-from kvcompile.kernels import opaque, ops
-from kvcompile.model_checks import hooks_of, not_finite
+from kvcompile.kernels.ops import cached_attention as ops
+from kvcompile.kernels.ops import opaque
+from kvcompile.original.adapters import base_of
+from kvcompile.original.checks import hooks_of, not_finite
+from kvcompile.original.inference_tensors import as_normal
 from kvcompile.passes.table import PassRun, totals, watched
 from kvcompile.pipeline import Front, absorbed, analysis_of, plan_for, rewrite, understand
 from kvcompile.plan import Plan
-from kvcompile.progress import Progress, told
 from kvcompile.recipe import Recipe
+from kvcompile.report.dump import Dump
 from kvcompile.runtime.module import CachedModel, PlainCachedModel
 from kvcompile.runtime.program import Program
 from kvcompile.runtime.report import Report
-from kvcompile.serial import traces
+from kvcompile.util.progress import Progress, told
+from kvcompile.util.serial import traces
 from kvcompile.verify import Check, check_program, verify
 from kvcompile.verify.ids import bounds
 
@@ -187,6 +187,8 @@ def _compiler(plan: Plan, recipe: Recipe) -> RegionCompiler | None:
     """The region compiler of the plan's backend; None: Inductor."""
     if plan.backend != "torch_tensorrt":
         return None
+    from kvcompile.backends.torch_tensorrt import TorchTensorRT  # only where it is asked for
+
     limits = plan.limits
     most = limits.max_tokens if plan.whole_prompts else limits.prefill_chunk
     return TorchTensorRT(limits.max_batch, most or limits.prefill_chunk, recipe.compile.mode)

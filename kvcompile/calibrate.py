@@ -13,9 +13,9 @@ import hashlib
 import math
 from typing import TYPE_CHECKING, Any
 
-from kvcompile.adapters import base_of
 from kvcompile.errors import InputError, ModelError
-from kvcompile.progress import Progress, told
+from kvcompile.original.adapters import base_of
+from kvcompile.util.progress import Progress, told
 
 # Light on purpose: torch is imported when calibrate() is called.
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _measure(front: Front, ids: Tensor) -> dict[Node, Tensor]:
     import torch
     from torch.fx import Interpreter
 
-    from kvcompile.kernels.hadamard import hadamard
+    from kvcompile.kernels.shared.hadamard import hadamard
     from kvcompile.pipeline import example_inputs
 
     wanted = {node for site in front.sites for node in _wanted(site)}

@@ -11,7 +11,8 @@ An expression is a tree (with shared parts) over
               the query's token, for the key's token, or for the pair of them
 
 Equal expressions are one object, so comparing two of them is comparing identities. An operator computes in the dtype
-that its operands have; casts are spelled out, so that evaluating (`kernels/expression.py`) rounds where the model does.
+that its operands have; casts are spelled out, so that evaluating (`kernels/shared/expression.py`) rounds where the
+model does.
 """
 
 from __future__ import annotations

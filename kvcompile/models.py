@@ -32,8 +32,8 @@ from typing import Any
 import torch
 
 from kvcompile.errors import ModelError
-from kvcompile.shapes import as_transformers, dtype_name
-from kvcompile.user_cache import cache_dir, make_cache_dir
+from kvcompile.original.model_config import as_transformers, dtype_name
+from kvcompile.util.cache_dir import cache_dir, make_cache_dir
 
 logger = logging.getLogger(__name__)
 

@@ -11,28 +11,28 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from kvcompile.adapters import base_of
-from kvcompile.auto import choose, free_memory
-from kvcompile.backend import with_backend
 from kvcompile.decide import make_plan
+from kvcompile.decide.auto import choose, free_memory
+from kvcompile.decide.backend import with_backend
+from kvcompile.decide.decode_step import with_step
+from kvcompile.decide.rope_on_append import rope_on_append
 from kvcompile.errors import PlanError
-from kvcompile.inference_tensors import as_normal
-from kvcompile.model_checks import check_model
-from kvcompile.passes.absorb import absorb
-from kvcompile.passes.canonicalize import canonicalize
-from kvcompile.passes.capture import Captured, capture
-from kvcompile.passes.detect import Detection, detect
-from kvcompile.passes.insert_cache import Rewritten, insert_cache
-from kvcompile.passes.opaque import describe, states_of
-from kvcompile.passes.positions import offset_positions
-from kvcompile.passes.rope_on_append import rope_on_append
-from kvcompile.passes.rotation import NotRotary, Rotations
+from kvcompile.original.adapters import base_of
+from kvcompile.original.checks import check_model
+from kvcompile.original.inference_tensors import as_normal
+from kvcompile.passes.capture.capture import Captured, capture
+from kvcompile.passes.capture.opaque import describe, states_of
+from kvcompile.passes.detect.detect import Detection, detect
+from kvcompile.passes.detect.rotation import NotRotary, Rotations
+from kvcompile.passes.rewrite.absorb import absorb
+from kvcompile.passes.rewrite.canonicalize import canonicalize
+from kvcompile.passes.rewrite.insert_cache import Rewritten, insert_cache
+from kvcompile.passes.rewrite.positions import offset_positions
 from kvcompile.plan import Decision, Plan
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.scales import ModelId
-from kvcompile.serial import traces
-from kvcompile.step import with_step
 from kvcompile.types import AttentionSite, NoMatch, RecurrentState, RopeSpec
+from kvcompile.util.serial import traces
 
 log = logging.getLogger(__name__)
 

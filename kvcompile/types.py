@@ -123,7 +123,7 @@ class RopeSpec:
 
     form:             rotate((a, b)) = (-b, a) on these pairs of channels; the others pass
     q_input, k_input: [B, H, S, D] what the rotation starts from: queries and keys as at position 0
-    q, k:             the rotations, from which cos and sin are tabulated (`passes/rotation.py`)
+    q, k:             the rotations, from which cos and sin are tabulated (`passes/detect/rotation.py`)
     table:            a name of what turns positions into cos and sin; sites with equal names rotate alike
     """
 
@@ -338,7 +338,8 @@ class PositionalPart:
 
 @dataclass(frozen=True)
 class DynamicMask:
-    """A mask that depends on activations, and how to build it for new queries over all slots (`passes/dynamic_mask`).
+    """A mask that depends on activations, and how to build it for new queries over all slots
+    (`passes/detect/dynamic_mask.py`).
 
     node:      over queries and keys, and perhaps the batch and heads; of any meaning
     region:    its subgraph over both axes, in graph order; `queries`, `keys` and `static` are what enters it

@@ -36,38 +36,40 @@ class Pass:
 
 
 PASSES = (
-    Pass("capture", "traces the model into one graph with free sizes", "passes/capture.py"),
-    Pass("inline", "makes submodules of the traced graph part of it", "passes/inline.py"),
+    Pass("capture", "traces the model into one graph with free sizes", "passes/capture/capture.py"),
+    Pass("inline", "makes submodules of the traced graph part of it", "passes/capture/inline.py"),
     Pass(
         "traced_once",
         "traces the first of equal layers, and copies its nodes for the others",
-        "passes/traced_once.py",
+        "passes/capture/traced_once.py",
         optional=True,
     ),
-    Pass("flex", "spells FlexAttention out", "passes/flex.py"),
-    Pass("functionalize", "makes in-place writes values", "passes/functionalize.py"),
-    Pass("subclasses", "opens weights that are tensor subclasses", "passes/subclasses.py"),
-    Pass("clean", "drops guards, no-ops and dead code, and spells operators one way", "passes/clean.py"),
+    Pass("flex", "spells FlexAttention out", "passes/capture/flex.py"),
+    Pass("functionalize", "makes in-place writes values", "passes/capture/functionalize.py"),
+    Pass("subclasses", "opens weights that are tensor subclasses", "passes/capture/subclasses.py"),
+    Pass(
+        "clean", "drops guards, no-ops and dead code, and spells operators one way", "passes/rewrite/clean.py"
+    ),
     Pass(
         "last_token",
         "gives the logits of chosen tokens where the model gives the last's",
-        "passes/last_token.py",
+        "passes/capture/last_token.py",
     ),
-    Pass("detect", "finds the attention sites, or says what is in the way", "passes/detect.py"),
-    Pass("canonicalize", "makes each attention block one node", "passes/canonicalize.py"),
-    Pass("positions", "puts new tokens behind the cached ones", "passes/positions.py"),
+    Pass("detect", "finds the attention sites, or says what is in the way", "passes/detect/detect.py"),
+    Pass("canonicalize", "makes each attention block one node", "passes/rewrite/canonicalize.py"),
+    Pass("positions", "puts new tokens behind the cached ones", "passes/rewrite/positions.py"),
     Pass(
         "rope_on_append",
         "gives RoPE to the generated kernels that append",
-        "passes/rope_on_append.py",
+        "kvcompile/decide/rope_on_append.py",
         optional=True,
     ),
-    Pass("absorb", "lets sites attend over latent rows (MLA)", "passes/absorb.py"),
-    Pass("insert_cache", "makes each attention node one with a cache", "passes/insert_cache.py"),
+    Pass("absorb", "lets sites attend over latent rows (MLA)", "passes/rewrite/absorb.py"),
+    Pass("insert_cache", "makes each attention node one with a cache", "passes/rewrite/insert_cache.py"),
     Pass(
         "cpu_gemv",
         "writes one-token linear layers on CPUs as a product and a sum, while they are compiled",
-        "kvcompile/emit/gemv.py",
+        "kvcompile/compile/gemv.py",
         optional=True,
     ),
 )

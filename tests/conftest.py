@@ -4,9 +4,9 @@ On a few shared cores, the threads of tiny models cost more than they save; so d
 make of shapes, which pays where layers repeat, and collecting garbage among the objects of a whole session all the
 time: together a quarter of what tests of tracing take. Triton decides at its first import whether kernels are
 interpreted, and torch._dynamo imports it, so the variable is set before either; what needs the compiler runs in a
-process of its own (`kernels/triton/assemble.py`).
+process of its own (`kernels/triton/tools/assemble.py`).
 
-Equal models of transformers are understood once in a session (`tests/understood_once.py`), but in tests of what
+Equal models of transformers are understood once in a session (`tests/support/understood_once.py`), but in tests of what
 understands them.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,57 +35,66 @@ def _quick() -> None:
     gc.set_threshold(100_000, 50, 100)
 
 
+def _name(path: Path) -> str:
+    """A file of tests by its path from here, without `.py`: names alone may be the same in two folders."""
+    folder = Path(__file__).parent
+    return path.relative_to(folder).with_suffix("").as_posix() if path.is_relative_to(folder) else path.stem
+
+
 # What looks at how models are understood. Tests that patch anything understand for themselves, too.
 ANEW = [
-    "capture",
-    "coverage",
-    "coverage_sizes",
-    "detect",
-    "dump",
-    "dynamic_mask",
-    "first_day",
-    "forms",
-    "functionalize",
-    "latent",
-    "modes",
-    "opaque",
-    "pass_table",
-    "positions",
-    "progress",
-    "rope",
-    "scores",
-    "shared_kv",
-    "state",
-    "threads",
-    "traced_once",
+    "passes/capture/test_capture",
+    "passes/capture/test_autocast",
+    "passes/capture/test_trace",
+    "passes/capture/test_guards",
+    "passes/capture/test_harmless",
+    "coverage/test_coverage",
+    "coverage/test_sizes",
+    "passes/detect/test_detect",
+    "report/test_dump",
+    "passes/detect/test_dynamic_mask",
+    "api/test_first_day",
+    "passes/detect/test_forms",
+    "passes/capture/test_functionalize",
+    "passes/rules/test_latent",
+    "runtime/test_modes",
+    "passes/capture/test_opaque",
+    "passes/test_table",
+    "passes/rewrite/test_positions",
+    "util/test_progress",
+    "passes/rules/test_rope",
+    "passes/score_mod/test_scores",
+    "passes/detect/test_shared_kv",
+    "passes/recurrent/test_state",
+    "runtime/test_threads",
+    "passes/capture/test_traced_once",
 ]
 
 
 @pytest.fixture(autouse=True)
 def _understood_once(request: pytest.FixtureRequest) -> None:
-    from tests.understood_once import known
+    from tests.support.understood_once import known
 
-    name = request.path.stem.removeprefix("test_")
     known.begin()
     patches = "monkeypatch" in request.fixturenames  # what is patched must be what runs, and in no other test
-    known.on = name not in ANEW and not name.startswith("capture_") and not patches
+    known.on = _name(request.path) not in ANEW and not patches
 
 
 # The longest files come first, so that no worker is left alone with one of them.
 LONGEST = [
-    "coverage",
-    "export_onnx",
-    "compile",
-    "smollm2",
-    "triton_models",
-    "aoti",
-    "traced_once",
-    "export_once",
-    "examples",
-    "quanto",
+    "coverage/test_coverage",
+    "targets/onnx/test_session",
+    "compile/test_compile",
+    "api/test_smollm2",
+    "kernels/triton/test_models",
+    "targets/aoti/test_session",
+    "passes/capture/test_traced_once",
+    "targets/onnx/test_copies",
+    "examples/test_examples",
+    "kernels/reference/test_quanto",
 ]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(_name(item.path), len(order)))

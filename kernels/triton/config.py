@@ -29,7 +29,7 @@ from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.device import Device, device_of
 from kvcompile.kernels.triton.spec import Role
 from kvcompile.layouts import Paged, Storage
-from kvcompile.user_cache import cache_dir
+from kvcompile.util.cache_dir import cache_dir
 
 __all__ = [
     "Case",

@@ -9,21 +9,21 @@ from kvcompile.kernels.triton.spec import KernelSpec, Role
 
 # Each has `generate(spec: KernelSpec) -> KernelSource`. They are imported when first asked for.
 _MODULES: dict[Role, str] = {
-    "append": "append",
-    "group": "group",
-    "decode": "attend",
-    "combine": "combine",
-    "prefill": "attend",
-    "columns": "columns",
-    "score": "score",
-    "evict": "evict",
-    "page_bounds": "page_bounds",
-    "page_copy": "page_copy",
+    "append": "kvcompile.kernels.triton.append.append",
+    "group": "kvcompile.kernels.triton.append.group",
+    "decode": "kvcompile.kernels.triton.attend",
+    "combine": "kvcompile.kernels.triton.attend.combine",
+    "prefill": "kvcompile.kernels.triton.attend",
+    "columns": "kvcompile.kernels.triton.retention.score_sums",
+    "score": "kvcompile.kernels.triton.retention.score",
+    "evict": "kvcompile.kernels.triton.retention.evict",
+    "page_bounds": "kvcompile.kernels.triton.selection.page_bounds",
+    "page_copy": "kvcompile.kernels.triton.append.page_copy",
 }
 
 
 def generate(spec: KernelSpec) -> KernelSource:
     """The kernel's text and arguments; equal specs give equal ones."""
-    module = import_module(f"{__package__}.{_MODULES[spec.role]}")
+    module = import_module(_MODULES[spec.role])
     source: KernelSource = module.generate(spec)
     return source

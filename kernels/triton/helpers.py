@@ -12,7 +12,7 @@ runs by itself.
 | floor_divided, floor_remainder, trunc_divided | integers that may be negative: Triton's own differ interpreted |
 | product | a product that no sum takes up unrounded |
 | butterflies | the Hadamard rotation of a tile, without its factor; `hadamard` prints the call |
-| packed | small integers into bytes, as kernels/bits.py has them |
+| packed | small integers into bytes, as kernels/reference/packing.py has them |
 """
 
 from __future__ import annotations

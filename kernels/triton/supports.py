@@ -69,7 +69,7 @@ def refusal(
 
 def _unprinted(site: SiteSpec) -> str | None:
     """Why the expression of a site's scores is not printed, or None; the printer is loaded where there is one."""
-    from kvcompile.kernels.triton import expression
+    from kvcompile.kernels.triton.tile import expression
 
     assert site.score.mod is not None
     return expression.refusal(site.score.mod)

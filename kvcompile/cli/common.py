@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 import typer
 
 from kvcompile.errors import DetectionError, KVCompileError
-from kvcompile.progress import Progress, taken
+from kvcompile.util.progress import Progress, taken
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -87,7 +87,7 @@ def show(renderable: RenderableType) -> None:
     """Print to stdout in at most 100 columns, with colours on a terminal."""
     from rich.console import Console
 
-    from kvcompile.console import WIDTH
+    from kvcompile.util.console import WIDTH
 
     console = Console(file=sys.stdout)
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,14 +22,8 @@ from kvcompile.cli.common import (
     stages,
     waiting,
 )
-from kvcompile.console import format_bytes
-
-
-class Target(StrEnum):
-    ONNX = "onnx"
-    TENSORRT = "tensorrt"
-    AOTI = "aoti"
-
+from kvcompile.targets.registry import Target
+from kvcompile.util.console import format_bytes
 
 Options = Annotated[
     list[str] | None,
@@ -41,7 +34,7 @@ Options = Annotated[
 @command
 def export(
     out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the artifact goes.")],
-    target: Annotated[Target, typer.Option("--target", "-t", help="What shall run it.")] = Target.ONNX,
+    target: Annotated[Target, typer.Option("--target", "-t", help="What shall run it.")] = "onnx",
     model: Model = "smollm2",
     recipe: RecipeName = "baseline",
     dtype: Dtype = None,
@@ -69,7 +62,7 @@ def export(
         manifest = kvcompile.export(
             loaded.model,
             out,
-            target.value,
+            target,
             recipe=loaded_recipe,
             tokenizer=loaded.tokenizer,
             progress=progress,
@@ -108,9 +101,9 @@ def verify(
     Example: kvcompile verify engine/ --model smollm2
     """
     with waiting("starting"):
-        from kvcompile.artifact import Manifest
         from kvcompile.models import load_model
-        from kvcompile.verify.artifact import verify_artifact
+        from kvcompile.targets.manifest import Manifest
+        from kvcompile.targets.verify import verify_artifact
 
         manifest = Manifest.read(artifact)
     with waiting(f"loading {model}"):

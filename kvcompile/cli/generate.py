@@ -23,8 +23,8 @@ from kvcompile.cli.common import (
     stderr,
     waiting,
 )
-from kvcompile.console import format_bytes
 from kvcompile.errors import ModelError
+from kvcompile.util.console import format_bytes
 
 
 class Verify(StrEnum):

@@ -39,9 +39,9 @@ def explain(
     """
     overrides = overrides_from(settings, scales)
     with waiting("starting"):
-        from kvcompile.explain import explain as run
         from kvcompile.models import load_model
         from kvcompile.recipe import Recipe
+        from kvcompile.report.explain import explain as run
 
         loaded_recipe = Recipe.load(recipe, **overrides)
     with waiting(f"loading {model}"):
@@ -86,7 +86,7 @@ def estimate(
         raise typer.BadParameter("give --model or --config, not both")
     overrides = overrides_from(settings, scales)
     with waiting("reading the config"):
-        from kvcompile.estimate import estimate as run
+        from kvcompile.report.estimate import estimate as run
 
         cost = run(
             config or model or "smollm2",
@@ -113,13 +113,13 @@ def passes(json: Json = False, debug: Debug = False) -> None:
     """
     from dataclasses import asdict
 
-    from kvcompile.console import table
     from kvcompile.passes.table import PASSES
+    from kvcompile.util.console import table
 
     if json:
         typer.echo(jsonlib.dumps([asdict(each) for each in PASSES], indent=2))
         return
-    rows = table("pass", "what it does", "file", "may be left out", grow=("what it does",))
+    rows = table("pass", "what it does", "file", "optional", grow=("what it does",))
     for each in PASSES:
         rows.add_row(each.name, each.does, each.file, "yes" if each.optional else "")
     show(rows)

@@ -13,7 +13,7 @@ from kvcompile.errors import InputError, PlanError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvcompile.kernels.triton.launches import Launch
+    from kvcompile.kernels.triton.host.launches import Launch
 
 ARCHES = {80: ("sm_80", 108), 90: ("sm_90", 132), 100: ("sm_100", 148)}  # with multiprocessors of the largest
 _MANY = 64
@@ -75,14 +75,16 @@ def _launches(
 
     from kvcompile.kernels.spec import SiteSpec
     from kvcompile.kernels.triton.config import Device
-    from kvcompile.kernels.triton.launches import launches
+    from kvcompile.kernels.triton.host.launches import launches
     from kvcompile.kernels.triton.supports import refusal
     from kvcompile.recipe import load_recipe
-    from kvcompile.recipe.retention import Place
+    from kvcompile.recipe.retention import LayerContext
     from kvcompile.types import RotaryForm
 
     recipe = load_recipe(name, **overrides_from(settings))
-    layout = recipe.cache_for(0, 1, "causal")[0].build(Place(tokens=recipe.runtime.max_tokens or 32768))
+    layout = recipe.cache_for(0, 1, "causal")[0].build(
+        LayerContext(tokens=recipe.runtime.max_tokens or 32768)
+    )
     site = SiteSpec(layout, dim**-0.5, rotary=RotaryForm("half", 0, dim))
     dims, dtype = (dim, dim), torch.bfloat16
     for storage in (layout.keys, layout.values):
@@ -115,7 +117,7 @@ def _written(found: list[tuple[str, Launch]], folder: Path) -> None:
 
 
 def _listed(found: list[tuple[str, Launch]]) -> Table:
-    from kvcompile.console import table
+    from kvcompile.util.console import table
 
     shown = table("for", "role", "key", "tile", "warps", "stages", "options", right=("warps", "stages"))
     for when, launch in found:
@@ -127,7 +129,7 @@ def _listed(found: list[tuple[str, Launch]]) -> Table:
 
 
 def _assembled(found: list[tuple[str, Launch]], arch: int) -> Table:
-    from kvcompile.kernels.triton.assemble import Request, assemble, table
+    from kvcompile.kernels.triton.tools.assemble import Request, assemble, table
 
     distinct = list(dict.fromkeys(launch for _, launch in found))
     with waiting(f"assembling {len(distinct)} kernels"):

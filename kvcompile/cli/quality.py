@@ -23,7 +23,7 @@ from kvcompile.cli.common import (
     waiting,
 )
 from kvcompile.errors import QualityError
-from kvcompile.progress import Progress, taken
+from kvcompile.util.progress import Progress, taken
 
 Number = TypeVar("Number", int, float)
 
@@ -95,11 +95,11 @@ def quality(
         raise typer.BadParameter(f"--step: expected auto or a whole number, got {step!r}")
     with waiting("starting"):
         from kvcompile.models import load_model
-        from kvcompile.quality import REFERENCE
-        from kvcompile.quality.run import check, run
-        from kvcompile.quality.settings import Settings as What
-        from kvcompile.quality.text import read_text
         from kvcompile.recipe import Recipe, shipped_recipes
+        from kvcompile.report.quality import REFERENCE
+        from kvcompile.report.quality.run import check, run
+        from kvcompile.report.quality.settings import Settings as What
+        from kvcompile.report.quality.text import read_text
 
         what = What(
             metrics=tuple(_words(metrics)),

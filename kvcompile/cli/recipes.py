@@ -20,8 +20,8 @@ app = typer.Typer(
 @command
 def list_recipes(debug: Debug = False) -> None:
     """List the shipped recipes, one line each."""
-    from kvcompile.console import table
     from kvcompile.recipe import load_recipe, shipped_recipes
+    from kvcompile.util.console import table
 
     rows = table("recipe", "what it does")
     for name in shipped_recipes():

@@ -10,14 +10,14 @@ import typer
 
 from kvcompile.cli.common import Debug, Dtype, command, show, stages, stderr, waiting
 from kvcompile.cli.kernels import Dim, Heads, heads_of
-from kvcompile.console import table
 from kvcompile.errors import InputError
+from kvcompile.util.console import table
 
 if TYPE_CHECKING:
     import torch
 
     from kvcompile.kernels.triton.spec import Role
-    from kvcompile.kernels.triton.tune import Subject
+    from kvcompile.kernels.triton.tools.tune import Subject
 
 Recipes = Annotated[
     str,
@@ -58,8 +58,8 @@ def tune(
         import torch
 
         from kvcompile.kernels.triton import config as configs
-        from kvcompile.kernels.triton import tune as tuner
-        from kvcompile.shapes import dtype_name
+        from kvcompile.kernels.triton.tools import tune as tuner
+        from kvcompile.original.model_config import dtype_name
     asked = [role.strip() for role in roles.split(",")]
     if unknown := [role for role in asked if role not in tuner.ROLES]:
         raise InputError(f"--roles: expected {' or '.join(tuner.ROLES)}, got {unknown[0]!r}")
@@ -96,11 +96,11 @@ def _subject(
 ) -> Subject:
     """The cache of a recipe's layers with full attention, at every batch and context."""
     from kvcompile.kernels.spec import SiteSpec
-    from kvcompile.kernels.triton.tune import Point, Subject
+    from kvcompile.kernels.triton.tools.tune import Point, Subject
     from kvcompile.recipe import load_recipe
-    from kvcompile.recipe.retention import Place
+    from kvcompile.recipe.retention import LayerContext
 
-    layout = load_recipe(name).cache_for(0, 1, "causal")[0].build(Place(tokens=max(contexts)))
+    layout = load_recipe(name).cache_for(0, 1, "causal")[0].build(LayerContext(tokens=max(contexts)))
     tokens = 1 if role == "decode" else prompt
     points = tuple(Point(b, max(c, tokens), tokens) for b, c in product(batches, contexts))
     return Subject(name, role, SiteSpec(layout, dim**-0.5), heads, (dim, dim), dtype, points)

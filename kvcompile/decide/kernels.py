@@ -1,4 +1,5 @@
-"""Deciding what runs a site: generated kernels, or PyTorch that Inductor compiles (kernels/choice.py)."""
+"""Deciding what runs a site: generated kernels, or PyTorch that Inductor compiles
+(kvcompile/decide/kernel_choice.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from kvcompile.kernels.choice import choose
+from kvcompile.decide.kernel_choice import choose
 from kvcompile.plan import Decision
 from kvcompile.recipe import Recipe
 

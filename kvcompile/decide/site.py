@@ -10,7 +10,7 @@ from kvcompile.decide.scales import calibrated
 from kvcompile.layouts import CacheLayout, Full, InKeys
 from kvcompile.plan import Decision
 from kvcompile.recipe import Recipe
-from kvcompile.recipe.retention import Place
+from kvcompile.recipe.retention import LayerContext
 from kvcompile.recipe.scales import Scales
 from kvcompile.types import AttentionSite, MaskSpec, StateSlot
 
@@ -36,7 +36,7 @@ def decide(
     """
     config, rules = recipe.cache_for(site.layer, len(sites), site.mask.kind)
     tokens = recipe.runtime.max_tokens or model_max_tokens
-    layout = config.build(Place(site.mask.window, tokens, site.layer, len(sites)))
+    layout = config.build(LayerContext(site.mask.window, tokens, site.layer, len(sites)))
     because = [f"layers[{i}] of the recipe: {_where(recipe, i)}" for i in rules] or ["the recipe's cache"]
     readers = [other.layer for other in sites if other.kv_source == site.layer != other.layer]
     latent = site.latent is not None and config.latent == "auto" and not readers

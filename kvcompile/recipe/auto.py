@@ -18,9 +18,9 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from kvcompile.console import parse_bytes
 from kvcompile.errors import KVCompileError
 from kvcompile.recipe.retention import Positive, Strict
+from kvcompile.util.console import parse_bytes
 
 Workload = Literal["chat", "document", "stream"]
 Loss = Literal["none", "rounding", "any"]

@@ -12,13 +12,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kvcompile.console import shown
 from kvcompile.errors import RecipeError
 from kvcompile.recipe.retention import KINDS
 from kvcompile.recipe.scales import Scales
 from kvcompile.recipe.schema import CacheConfig, Recipe, RuntimeConfig, merge_cache
 from kvcompile.recipe.selection import KINDS as SELECTION_KINDS
 from kvcompile.recipe.yaml_text import YamlProblems, read_yaml
+from kvcompile.util.console import shown
 
 _LONGEST = 255  # characters of a name in a message
 _SECTIONS = tuple(Recipe.model_fields)

@@ -27,7 +27,7 @@ class Strict(BaseModel):
 
 
 @dataclass(frozen=True)
-class Place:
+class LayerContext:
     """The layer that a retention is built for.
 
     own_window: the window of the model's own mask, where it has one
@@ -41,7 +41,7 @@ class Place:
 
 
 # Any place, for what can be told of a recipe without a model.
-ANYWHERE = Place(own_window=1, tokens=1 << 20, layer=1 << 20)
+ANYWHERE = LayerContext(own_window=1, tokens=1 << 20, layer=1 << 20)
 
 BEYOND = 1 << 31  # kernels count tokens and slots in 32 bits
 Count = Annotated[int, Field(ge=0, lt=BEYOND)]
@@ -50,7 +50,7 @@ Share = Count | Annotated[float, Field(gt=0, lt=1)]
 Positions = Literal["original", "in_cache"]
 
 
-def tokens_of(share: int | float, key: str, place: Place) -> int:
+def tokens_of(share: int | float, key: str, place: LayerContext) -> int:
     """A number of tokens, or a fraction of all.
 
     Raises:
@@ -66,7 +66,7 @@ def tokens_of(share: int | float, key: str, place: Place) -> int:
     return max(1, int(share * place.tokens))
 
 
-def pyramid_share(heavy: int, ratio: float, place: Place) -> int:
+def pyramid_share(heavy: int, ratio: float, place: LayerContext) -> int:
     """A layer's part of a budget that falls evenly with depth, the first layer's `ratio` times the last's.
 
     The layers together have exactly as many as without (PyramidKV, Cai et al. 2024, section 4.2).
@@ -87,7 +87,7 @@ def pyramid_share(heavy: int, ratio: float, place: Place) -> int:
 class FullConfig(Strict):
     kind: Literal["full"] = "full"
 
-    def build(self, place: Place) -> layouts.Retention:
+    def build(self, place: LayerContext) -> layouts.Retention:
         return layouts.Full()
 
 
@@ -95,7 +95,7 @@ class WindowConfig(Strict):
     kind: Literal["window"] = "window"
     size: Positive | None = Field(None, description="tokens; the model's own window if absent")
 
-    def build(self, place: Place) -> layouts.Retention:
+    def build(self, place: LayerContext) -> layouts.Retention:
         window = self.size if self.size is not None else place.own_window
         if window is None:
             raise ValueError("retention window has no size, and the layer has no window of its own")
@@ -108,7 +108,7 @@ class SinkWindowConfig(Strict):
     window: Positive
     positions: Positions = "original"
 
-    def build(self, place: Place) -> layouts.Retention:
+    def build(self, place: LayerContext) -> layouts.Retention:
         return layouts.SinkWindow(self.sinks, self.window, self.positions)
 
 
@@ -145,7 +145,7 @@ class H2OConfig(_ByScore):
         1.0, description="how many times the last layer's heavy tokens the first layer has"
     )
 
-    def build(self, place: Place) -> layouts.Retention:
+    def build(self, place: LayerContext) -> layouts.Retention:
         heavy = pyramid_share(tokens_of(self.heavy, "heavy", place), self.pyramid, place)
         recent = max(1, tokens_of(self.recent, "recent", place))
         return layouts.Scored(
@@ -166,7 +166,7 @@ class TovaConfig(_ByScore):
     kind: Literal["tova"] = "tova"
     budget: Share = Field(description="tokens in all, or a fraction of runtime.max_tokens")
 
-    def build(self, place: Place) -> layouts.Retention:
+    def build(self, place: LayerContext) -> layouts.Retention:
         budget = tokens_of(self.budget, "budget", place)
         if budget < 2:
             raise ValueError(
@@ -211,7 +211,7 @@ class SnapKVConfig(_ByScore):
             )
         return self
 
-    def build(self, place: Place) -> layouts.Retention:
+    def build(self, place: LayerContext) -> layouts.Retention:
         return layouts.Scored(
             self.sinks,
             pyramid_share(tokens_of(self.heavy, "heavy", place), self.pyramid, place),

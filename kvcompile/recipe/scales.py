@@ -18,10 +18,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvcompile.console import shown
 from kvcompile.errors import InputError, RecipeError
 from kvcompile.layouts import Storage
 from kvcompile.layouts.storage.codes.fp8 import FP8_RANGE
+from kvcompile.util.console import shown
 
 FORMAT, VERSION = "kvcompile.scales", 1
 _Count = Annotated[int, Field(ge=1)]

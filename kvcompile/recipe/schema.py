@@ -23,7 +23,7 @@ from kvcompile.recipe.retention import (
     ANYWHERE,
     BEYOND,
     FullConfig,
-    Place,
+    LayerContext,
     Positive,
     RetentionConfig,
     Strict,
@@ -83,7 +83,7 @@ class CacheConfig(Strict):
             raise ValueError(problem)
         return self
 
-    def build(self, place: Place) -> layouts.CacheLayout:
+    def build(self, place: LayerContext) -> layouts.CacheLayout:
         """The layout of one layer.
 
         Raises:

@@ -13,13 +13,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from kvcompile import layouts
-from kvcompile.recipe.retention import Count, Place, Positive, Strict
+from kvcompile.recipe.retention import Count, LayerContext, Positive, Strict
 
 
 class AllTokensConfig(Strict):
     kind: Literal["full"] = "full"
 
-    def build(self, place: Place) -> layouts.Selection:
+    def build(self, place: LayerContext) -> layouts.Selection:
         return layouts.AllTokens()
 
 
@@ -31,7 +31,7 @@ class TopPagesConfig(Strict):
     )
     dense_layers: Count = Field(2, description="first layers, whose steps read all tokens")
 
-    def build(self, place: Place) -> layouts.Selection:
+    def build(self, place: LayerContext) -> layouts.Selection:
         if place.layer < self.dense_layers:
             return layouts.AllTokens()
         return layouts.TopPages(self.page_size, self.pages)

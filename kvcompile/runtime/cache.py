@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcompile.cache_shape import CacheShape
 from kvcompile.errors import InputError, LimitError
-from kvcompile.kernels.page_copy import page_copy
+from kvcompile.kernels.ops.page_copy import page_copy
 from kvcompile.layouts.pages import SPARE_PAGES
+from kvcompile.runtime.cache_spec import CacheShape
 from kvcompile.runtime.growing import Growing, make_growing
 from kvcompile.runtime.pages import PagePool
 from kvcompile.runtime.text import Text

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvcompile.console import format_bytes
 from kvcompile.errors import LimitError
+from kvcompile.util.console import format_bytes
 
 log = logging.getLogger(__name__)
 _SUPPORTED = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED

@@ -21,9 +21,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvcompile.console import format_bytes
 from kvcompile.errors import LimitError
 from kvcompile.runtime.cuda_memory import Driver, MappedRange, driver_of
+from kvcompile.util.console import format_bytes
 
 # What is smaller is allocated as it is: a page for each head would be more than the buffer.
 LEAST = 1 << 18

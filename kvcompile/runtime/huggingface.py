@@ -16,7 +16,7 @@ from transformers import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from kvcompile.emit.executor import Executor
+from kvcompile.compile.executor import Executor
 from kvcompile.errors import InputError, LimitError, MethodError
 from kvcompile.plan import Plan
 from kvcompile.runtime.handle import CacheHandle

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kvcompile.artifact.manifest import FILE, Manifest, Target
 from kvcompile.runtime.session import Session
-
-# Imported when they are asked for: each needs a package of its own.
-_ONNX = ("onnx", "kvcompile.runtime.onnx", "Session")
-_SESSIONS: dict[Target, tuple[tuple[str, str, str], ...]] = {
-    "onnx": (_ONNX,),
-    "tensorrt": (("tensorrt", "kvcompile.runtime.tensorrt", "Engine"), _ONNX),
-    "aoti": (("aoti", "kvcompile.runtime.aoti", "Package"),),
-}
+from kvcompile.targets.manifest import FILE, Manifest
+from kvcompile.targets.registry import TARGETS
 
 
 def load(path: str | Path, **options: Any) -> Any:
@@ -53,5 +45,5 @@ def _target(folder: Path) -> Any:
 
 def openers(manifest: Manifest) -> Iterator[tuple[str, Callable[..., Session]]]:
     """Sessions that an artifact can be run with, by name, its target's own first."""
-    for name, module, cls in _SESSIONS[manifest.target]:
-        yield name, getattr(import_module(module), cls)
+    for kind in TARGETS[manifest.target].sessions:
+        yield kind.name, kind.load()

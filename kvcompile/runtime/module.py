@@ -10,27 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcompile.adapters import Adapters
-from kvcompile.cache_shape import CacheShape
-from kvcompile.emit.executor import Executor, Symbolic
-from kvcompile.emit.inductor import Compiled, ShapeClass
+from kvcompile.compile.executor import Executor, Symbolic
+from kvcompile.compile.inductor import Compiled, ShapeClass
 from kvcompile.errors import InputError, KVCompileError
-from kvcompile.model_digest import of_model
+from kvcompile.original.adapters import Adapters
+from kvcompile.original.digest import of_model
 from kvcompile.pipeline import Analysis
 from kvcompile.plan import Plan
-from kvcompile.progress import Progress, told
 from kvcompile.recipe import Recipe
 from kvcompile.runtime.cache import SPAN_STEP, KVCache
+from kvcompile.runtime.cache_spec import CacheShape
+from kvcompile.runtime.chunked_prefill import in_passes
 from kvcompile.runtime.handle import CacheHandle
 from kvcompile.runtime.ids import check_ids, check_vocabulary, reads_at_once
 from kvcompile.runtime.padding import check_prompt, pads_of
-from kvcompile.runtime.passes import in_passes
 from kvcompile.runtime.program import Program
 from kvcompile.runtime.report import Report
 from kvcompile.runtime.sampling import check_sampling, pick
 from kvcompile.runtime.turns import Turns, alone
 from kvcompile.runtime.weights import Weights
-from kvcompile.serial import TRACING
+from kvcompile.util.progress import Progress, told
+from kvcompile.util.serial import TRACING
 
 _GRAPH_SPAN = 512  # the least span of a captured step
 

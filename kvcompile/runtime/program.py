@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.opaque import OpaqueModule
+from kvcompile.kernels.ops.opaque import OpaqueModule
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Session: an artifact that runs. The same for every target; how a graph is called is the subclass's.
 
-    session = kvcompile.runtime.onnx.Session("artifact/")
+    session = kvcompile.targets.onnx.session.Session("targets/")
     logits = session.prefill(input_ids)                  [B, 1, V]: of the last token
     logits = session.decode(next_ids)                    [B, 1, V]
     text   = session.generate("Why is the sky blue?", max_new_tokens=64, streamer=print)
@@ -18,16 +18,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvcompile.artifact import folder as files
-from kvcompile.artifact.manifest import Graph, Manifest, Target
-from kvcompile.artifact.shape import cache_shape
 from kvcompile.errors import ArtifactError, InputError
 from kvcompile.runtime.cache import SPAN_STEP, KVCache
+from kvcompile.runtime.chunked_prefill import in_passes
 from kvcompile.runtime.ids import check_ids, check_vocabulary
 from kvcompile.runtime.padding import check_prompt, pads_of
-from kvcompile.runtime.passes import in_passes
 from kvcompile.runtime.sampling import check_sampling, pick
 from kvcompile.runtime.turns import Turns, alone
+from kvcompile.targets import folder as files
+from kvcompile.targets.cache_spec import cache_shape
+from kvcompile.targets.manifest import Graph, Manifest
+from kvcompile.targets.registry import Target
 
 
 class Session(ABC):

@@ -6,7 +6,7 @@ Short runs are compared site by site, and measure by how much two correct ways m
                the next one measures the same, and only to name the half that failed
     cache      the cached graph in several passes (a prompt, single tokens, chunks; ragged where the model can),
                with the plan's budgets made small so that every ring wraps and every budget is met within a few
-               tokens, against the oracle of the same policy (kernels/policy.py)
+               tokens, against the oracle of the same policy (kernels/oracle/attention.py)
 
 Long runs (`long.py`) are planned (`lengths.py`) from the constants that positions and lengths can meet in graph and
 plan (`constants.py`), over texts with the ids that the model treats apart (`ids.py`):

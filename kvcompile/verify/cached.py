@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from kvcompile.kernels import ops
+from kvcompile.kernels.ops import cached_attention as ops
 from kvcompile.layouts import PageGroup, Scored
-from kvcompile.passes.insert_cache import Rewritten
+from kvcompile.passes.rewrite.insert_cache import Rewritten
 from kvcompile.pipeline import Front, example_inputs
 from kvcompile.plan import Plan
 from kvcompile.verify.oracle import Enough

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from kvcompile.layouts import CacheLayout
-from kvcompile.passes.base import descendants, source_line, target_name
-from kvcompile.passes.evaluate import fetch_attr
+from kvcompile.passes.graph import descendants, source_line, target_name
+from kvcompile.passes.probe.evaluate import fetch_attr
 from kvcompile.pipeline import Front
 from kvcompile.plan import Plan
 from kvcompile.verify.lengths import Constant

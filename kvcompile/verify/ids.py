@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node, map_arg
 
-from kvcompile.passes.base import ancestors, descendants, target_name
-from kvcompile.passes.evaluate import fetch_attr
+from kvcompile.passes.graph import ancestors, descendants, target_name
+from kvcompile.passes.probe.evaluate import fetch_attr
 from kvcompile.pipeline import Front
 
 _COMPARES = frozenset(

@@ -1,8 +1,8 @@
 """The oracle's runs: the canonical graph, every attention by its policy over the whole sequence.
 
-The policies are `kernels/policy.py` and, where scores choose, `kernels/policy_scored.py`. A run may be disturbed: every
-q, k, v and attention result times 1 + a u, u uniform in [-1, 1), a of a few units in the last place (`ULPS`). How far
-that moves the outputs is what two correct orders of summation may differ by (`compare.py`).
+The policies are `kernels/oracle/attention.py` and, where scores choose, `kernels/oracle/retention.py`. A run may be
+disturbed: every q, k, v and attention result times 1 + a u, u uniform in [-1, 1), a of a few units in the last place
+(`ULPS`). How far that moves the outputs is what two correct orders of summation may differ by (`compare.py`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.fx import Interpreter, Node
 
 from kvcompile.errors import VerificationError
-from kvcompile.kernels import opaque
-from kvcompile.kernels.policy import policy_attention
-from kvcompile.kernels.policy_scored import Choice, scored_attention
-from kvcompile.kernels.policy_selected import read_by
+from kvcompile.kernels.ops import opaque
+from kvcompile.kernels.oracle.attention import policy_attention
+from kvcompile.kernels.oracle.retention import Choice, scored_attention
+from kvcompile.kernels.oracle.selection import read_by
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import InKeys, Scored, Storage, TopPages, model_dtype
-from kvcompile.passes.insert_cache import Rewritten
-from kvcompile.passes.opaque import is_mixer
+from kvcompile.passes.capture.opaque import is_mixer
+from kvcompile.passes.rewrite.insert_cache import Rewritten
 from kvcompile.pipeline import Front, example_inputs
 from kvcompile.plan import Decision, Plan
 from kvcompile.types import AttentionSite

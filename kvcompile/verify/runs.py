@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from kvcompile.errors import ModelError
-from kvcompile.kernels.policy_scored import Choice
-from kvcompile.passes.capture import eval_mode
-from kvcompile.passes.state import attributes_restored
+from kvcompile.kernels.oracle.retention import Choice
+from kvcompile.passes.capture.capture import eval_mode
+from kvcompile.passes.recurrent.state import attributes_restored
 from kvcompile.pipeline import Front
 from kvcompile.verify.ids import Vocabulary, vocabulary
 

@@ -12,7 +12,6 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from kvcompile.passes.base import expr, shape, source_line, target_name
 from kvcompile.passes.dependence import (
     attention,
     contractions,
@@ -46,6 +45,7 @@ from kvcompile.passes.dependence.facts import (
 )
 from kvcompile.passes.dependence.reductions import POSITION
 from kvcompile.passes.dependence.sizes import Size
+from kvcompile.passes.graph import expr, shape, source_line, target_name
 from kvcompile.types import NoMatch
 
 log = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from kvcompile.kernels.opaque import TensorSpec, find
-from kvcompile.passes.base import shape
+from kvcompile.kernels.ops.opaque import TensorSpec, find
 from kvcompile.passes.dependence.context import Context, Result, Rule, arguments, nodes_in
 from kvcompile.passes.dependence.facts import Dim, Fact, Factor, Level, anything, joined, settled
 from kvcompile.passes.dependence.pointwise import aligned, as_values, told
 from kvcompile.passes.dependence.sizes import ONE, Size
+from kvcompile.passes.graph import shape
 
 
 def cut(ctx: Context, node: Node) -> Fact:

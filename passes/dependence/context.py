@@ -10,9 +10,9 @@ import sympy
 import torch
 from torch.fx import Node
 
-from kvcompile.passes.base import expr, shape
 from kvcompile.passes.dependence.facts import Dim, Fact, Factor, Level
 from kvcompile.passes.dependence.sizes import ONE, Size
+from kvcompile.passes.graph import expr, shape
 
 Result = Fact | tuple[Fact, ...]
 

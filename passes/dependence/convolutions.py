@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from kvcompile.passes.base import shape, target_name
 from kvcompile.passes.dependence.context import Context, Result, Rule, arguments
 from kvcompile.passes.dependence.facts import Dim, Factor, Level, anything, compact, joined
 from kvcompile.passes.dependence.pointwise import as_values, told
+from kvcompile.passes.graph import shape, target_name
 
 
 def _convolution(ctx: Context, node: Node) -> Result:

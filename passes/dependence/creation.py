@@ -13,13 +13,13 @@ import sympy
 import torch
 from torch.fx import Node
 
-from kvcompile.passes.base import target_name
 from kvcompile.passes.dependence.context import Context, Result, Rule, arguments, is_tensor
 from kvcompile.passes.dependence.facts import Dim, Fact, Level, Reason, anything, joined
 from kvcompile.passes.dependence.pointwise import as_values
 from kvcompile.passes.dependence.reductions import POSITION
 from kvcompile.passes.dependence.sizes import Size
 from kvcompile.passes.dependence.sorting import located
+from kvcompile.passes.graph import target_name
 
 _COARSE = (torch.bfloat16, torch.float16)
 _FAR = 2**17  # positions that are compared

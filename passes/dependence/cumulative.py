@@ -1,7 +1,7 @@
 """Cumulative operators: cumsum, cumprod, cummax, logcumsumexp, diff.
 
 Over free dimensions only; but sums of integers [B, S] along the sequence are carried from token to token
-(`passes/running_sum.py`). And the ends of groups of experts are a sum of counts, over experts.
+(`passes/rewrite/running_sum.py`). And the ends of groups of experts are a sum of counts, over experts.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from kvcompile.passes.base import target_name
 from kvcompile.passes.dependence.context import Context, Result, Rule, arguments, is_tensor
 from kvcompile.passes.dependence.facts import Counts, Factor, Level, anything, compact
 from kvcompile.passes.dependence.pointwise import as_values, told
-from kvcompile.passes.running_sum import is_running_sum
+from kvcompile.passes.graph import target_name
+from kvcompile.passes.rewrite.running_sum import is_running_sum
 
 
 def _cumulative(ctx: Context, node: Node) -> Result:
@@ -38,7 +38,7 @@ def _rows_and_tokens(dims: tuple[tuple[Factor, ...], ...]) -> bool:
 
 
 def _carried(ctx: Context, node: Node) -> Result:
-    """kvcompile::running_sum: what `passes/running_sum.py` made of a sum."""
+    """kvcompile::running_sum: what `passes/rewrite/running_sum.py` made of a sum."""
     source = ctx.fact(node.args[0])
     if source.level == Level.ANYTHING:
         return as_values(node, source)

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from kvcompile.passes.base import target_name
 from kvcompile.passes.dependence.context import Context, Result, Rule, arguments
 from kvcompile.passes.dependence.contractions import plus
 from kvcompile.passes.dependence.facts import (
@@ -30,6 +29,7 @@ from kvcompile.passes.dependence.facts import (
 )
 from kvcompile.passes.dependence.pointwise import as_values
 from kvcompile.passes.dependence.sizes import Size
+from kvcompile.passes.graph import target_name
 
 
 def _grouped(ctx: Context, node: Node) -> Result:

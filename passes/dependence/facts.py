@@ -23,8 +23,8 @@ from typing import Literal
 import sympy
 from torch.fx import Node
 
-from kvcompile.passes.base import module_path, source_line
 from kvcompile.passes.dependence.sizes import ONE, Size
+from kvcompile.passes.graph import module_path, source_line
 from kvcompile.types import NoMatch
 
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from kvcompile.passes.base import target_name
 from kvcompile.passes.dependence.context import Context, Result, Rule, arguments, is_tensor
 from kvcompile.passes.dependence.experts import marked
 from kvcompile.passes.dependence.facts import (
@@ -30,6 +29,7 @@ from kvcompile.passes.dependence.facts import (
 from kvcompile.passes.dependence.pointwise import aligned, as_values, told
 from kvcompile.passes.dependence.sizes import Size
 from kvcompile.passes.dependence.sorting import located
+from kvcompile.passes.graph import target_name
 
 
 def _embedding(ctx: Context, node: Node) -> Result:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from kvcompile.passes.base import target_name
 from kvcompile.passes.dependence.context import Context, Result, Rule, arguments, is_tensor, nodes_in
 from kvcompile.passes.dependence.facts import Fact, Level, anything, joined
 from kvcompile.passes.dependence.pointwise import aligned, as_values, told
+from kvcompile.passes.graph import target_name
 
 
 def _along(ctx: Context, node: Node) -> Result:

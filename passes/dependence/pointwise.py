@@ -17,7 +17,6 @@ import sympy
 import torch
 from torch.fx import Node
 
-from kvcompile.passes.base import target_name
 from kvcompile.passes.dependence.context import Context, Result, Rule, is_tensor, rank
 from kvcompile.passes.dependence.facts import (
     Choice,
@@ -31,6 +30,7 @@ from kvcompile.passes.dependence.facts import (
     anything,
     joined,
 )
+from kvcompile.passes.graph import target_name
 
 # Pointwise operators without torch's tag.
 NAMES = (

@@ -11,11 +11,11 @@ from dataclasses import replace
 import sympy
 from torch.fx import Node
 
-from kvcompile.passes.base import target_name
 from kvcompile.passes.dependence.context import Context, Result, Rule, arguments, is_tensor, whole_numbers
 from kvcompile.passes.dependence.experts import added_up
 from kvcompile.passes.dependence.facts import Choice, Dim, Fact, Level, N, Reason, anything, joined
 from kvcompile.passes.dependence.pointwise import as_values, elementwise, told
+from kvcompile.passes.graph import target_name
 
 POSITION = sympy.Symbol("i", nonnegative=True, integer=True)  # the position of a token
 

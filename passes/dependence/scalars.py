@@ -8,9 +8,9 @@ import sympy
 import torch
 from torch.fx import Node
 
-from kvcompile.passes.base import expr, target_name
 from kvcompile.passes.dependence.context import Context
 from kvcompile.passes.dependence.facts import Counts, Fact, Level, N
+from kvcompile.passes.graph import expr, target_name
 
 
 def number(ctx: Context, node: Node) -> Fact:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from kvcompile.passes.base import expr, target_name
 from kvcompile.passes.dependence.context import Context, Result, Rule, arguments, is_tensor
 from kvcompile.passes.dependence.experts import one_count, parts
 from kvcompile.passes.dependence.facts import (
@@ -30,6 +29,7 @@ from kvcompile.passes.dependence.facts import (
 )
 from kvcompile.passes.dependence.pointwise import aligned, as_values, told
 from kvcompile.passes.dependence.sizes import Size
+from kvcompile.passes.graph import expr, target_name
 
 _END = 2**62  # what stands for "to the end"
 

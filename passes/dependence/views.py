@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from kvcompile.passes.base import target_name
 from kvcompile.passes.dependence.context import (
     Context,
     Result,
@@ -24,6 +23,7 @@ from kvcompile.passes.dependence.context import (
 from kvcompile.passes.dependence.facts import Choice, Dim, Fact, Factor, Level, anything, compact
 from kvcompile.passes.dependence.pointwise import aligned, as_values, told
 from kvcompile.passes.dependence.sizes import ONE, Size
+from kvcompile.passes.graph import target_name
 
 
 def regrouped(factors: Sequence[Factor], sizes: Sequence[Size]) -> tuple[Dim, ...] | None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from kvcompile.kernels.opaque import OpaqueModule, TensorSpec, find
+from kvcompile.kernels.ops.opaque import OpaqueModule, TensorSpec, find
+from kvcompile.passes.recurrent.state import attributes_restored
 from kvcompile.passes.rules.block import no_match
-from kvcompile.passes.state import attributes_restored
 from kvcompile.types import NoMatch
 
 NAME = "alone"
@@ -40,7 +40,8 @@ def check(node: Node, inputs: Sequence[Tensor], positional: Sequence[bool]) -> N
         return None  # what takes no tokens, and results that are no tokens' own, are refused elsewhere
     with torch.no_grad(), attributes_restored(record.module):
         first = record.run(given)
-        # What is made of positions may change with the length: passes/lengths.py finds up to where it does not.
+        # What is made of positions may change with the length: passes/detect/position_limits.py finds up to where it
+        # does not.
         turned = [
             tensor if place or axis is None else tensor.roll(1, axis)
             for tensor, place, axis in zip(given, positional, axes, strict=False)

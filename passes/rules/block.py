@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from kvcompile.expression import ScoreMod
-from kvcompile.passes.base import module_path, source_line
+from kvcompile.passes.graph import module_path, source_line
 from kvcompile.types import Leaf, MaskSpec, NoMatch
 
 

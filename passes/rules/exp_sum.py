@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from kvcompile.passes.base import expr, shape, target_name
-from kvcompile.passes.probe import Prober
+from kvcompile.passes.graph import expr, shape, target_name
+from kvcompile.passes.probe.probe import Prober
 from kvcompile.passes.rules.block import Block, no_match
 from kvcompile.passes.rules.weighing import around
 from kvcompile.types import NoMatch

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from kvcompile.passes.base import call, expr, shape, target_name
-from kvcompile.passes.probe import Prober, Refused
+from kvcompile.passes.graph import call, expr, shape, target_name
+from kvcompile.passes.probe.probe import Prober, Refused
 from kvcompile.passes.rules.block import no_match
 from kvcompile.passes.rules.repeat_kv import MOVES
 from kvcompile.types import AttentionSite, LatentForm, NoMatch

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvcompile.passes import dynamic_mask
-from kvcompile.passes.base import expr, shape
-from kvcompile.passes.probe import Prober, Refused
+from kvcompile.passes.detect import dynamic_mask
+from kvcompile.passes.graph import expr, shape
+from kvcompile.passes.probe.probe import Prober, Refused
 from kvcompile.passes.score_mod.leaves import LeafRef
 from kvcompile.types import Leaf
 

@@ -15,8 +15,8 @@ from itertools import permutations
 import torch
 from torch.fx import Node
 
-from kvcompile.passes.base import call, expr, shape, target_name
-from kvcompile.passes.probe import Prober
+from kvcompile.passes.graph import call, expr, shape, target_name
+from kvcompile.passes.probe.probe import Prober
 from kvcompile.passes.rules.block import no_match
 from kvcompile.types import NoMatch
 

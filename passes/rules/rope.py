@@ -2,7 +2,7 @@
 
     out = x * cos + rotate(x) * sin,   rotate((a, b)) = (-b, a) on halves or on neighbours, on a range of channels
 
-Nothing is matched by its spelling. `passes/rotation.py` finds where functions of the positions enter between the
+Nothing is matched by its spelling. `passes/detect/rotation.py` finds where functions of the positions enter between the
 projections and the scores, and what they do there is found by evaluating: rotate-half, split halves, interleaved
 pairs, complex products, de-interleaved halves, partial embeddings of the first or the last channels, a norm behind
 the rotation. Queries and keys must turn alike. What is not a rotation stays in the graph as it is, which is
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from kvcompile.passes.base import expr, shape
-from kvcompile.passes.probe import Prober
-from kvcompile.passes.rotation import NotRotary, Rotations, clone_at_zero
+from kvcompile.passes.detect.rotation import NotRotary, Rotations, clone_at_zero
+from kvcompile.passes.graph import expr, shape
+from kvcompile.passes.probe.probe import Prober
 from kvcompile.passes.rules.block import no_match
 from kvcompile.types import NoMatch, RopeSpec, RotaryForm, Rotation
 

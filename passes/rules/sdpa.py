@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from kvcompile.passes.base import expr, shape
-from kvcompile.passes.probe import Prober, Refused
+from kvcompile.passes.graph import expr, shape
+from kvcompile.passes.probe.probe import Prober, Refused
 from kvcompile.passes.rules.block import Block, no_match
 from kvcompile.passes.rules.leaves import leaves_of
 from kvcompile.types import NoMatch

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from kvcompile.passes.base import ancestors, call, shape
-from kvcompile.passes.probe import Prober
+from kvcompile.passes.graph import ancestors, call, shape
+from kvcompile.passes.probe.probe import Prober
 
 aten = torch.ops.aten
 

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from kvcompile.kernels.opaque import find, opaque
-from kvcompile.passes.base import ancestors, expr, shape
+from kvcompile.kernels.ops.opaque import find, opaque
+from kvcompile.passes.capture.opaque import is_mixer
 from kvcompile.passes.dependence import Dependence
-from kvcompile.passes.evaluate import fetch_attr
-from kvcompile.passes.opaque import is_mixer
-from kvcompile.passes.probe import Prober
+from kvcompile.passes.graph import ancestors, expr, shape
+from kvcompile.passes.probe.evaluate import fetch_attr
+from kvcompile.passes.probe.probe import Prober
+from kvcompile.passes.rewrite.running_sum import is_running_sum
 from kvcompile.passes.rules import alone
 from kvcompile.passes.rules.block import no_match
-from kvcompile.passes.running_sum import is_running_sum
 from kvcompile.types import AttentionSite, NoMatch
 
 NAME = "token_local"

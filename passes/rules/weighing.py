@@ -14,8 +14,8 @@ import math
 import torch
 from torch.fx import Node
 
-from kvcompile.passes.base import descendants, expr, shape, target_name
-from kvcompile.passes.probe import Prober, Refused
+from kvcompile.passes.graph import descendants, expr, shape, target_name
+from kvcompile.passes.probe.probe import Prober, Refused
 from kvcompile.passes.rules.block import Block, no_match
 from kvcompile.passes.rules.leaves import leaves_of
 from kvcompile.passes.rules.sinks import sink_node

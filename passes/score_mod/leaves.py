@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from kvcompile.expression import LeafKind
-from kvcompile.passes.base import source_line
+from kvcompile.passes.graph import source_line
 
 
 class Untranslatable(Exception):

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvcompile.expression import FALSE, TRUE, Expr, const, integer
-from kvcompile.kernels.expression import apply
-from kvcompile.kernels.expression import cast as cast_value
+from kvcompile.kernels.shared.expression import apply
+from kvcompile.kernels.shared.expression import cast as cast_value
 from kvcompile.passes.score_mod.ranges import Ranges, negative_zero
 
 _CPU = torch.device("cpu")

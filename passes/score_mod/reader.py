@@ -10,9 +10,9 @@ import torch
 from torch.fx import Node
 
 from kvcompile.expression import SCORE, B, Expr, H, K, Q, R, const, integer
-from kvcompile.passes.base import descendants, expr, shape, target_name
 from kvcompile.passes.dependence import Dependence
-from kvcompile.passes.refused import Refused
+from kvcompile.passes.detect.refused import Refused
+from kvcompile.passes.graph import descendants, expr, shape, target_name
 from kvcompile.passes.score_mod.leaves import Untranslatable
 from kvcompile.passes.score_mod.make import cast, le, make, where
 from kvcompile.passes.score_mod.normal_form import summed, terms

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvcompile.expression import Expr, K, Q, ScoreMod, const, integer, program, walk
-from kvcompile.kernels.expression import Places, evaluate
-from kvcompile.passes.refused import Refused
+from kvcompile.kernels.shared.expression import Places, evaluate
+from kvcompile.passes.detect.refused import Refused
 from kvcompile.passes.score_mod import classify
 from kvcompile.passes.score_mod.classify import OWN, PAST
 from kvcompile.passes.score_mod.leaves import LeafRef

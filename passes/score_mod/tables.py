@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from kvcompile.expression import LONGEST_TABLE, Expr, K, N, Q, const, integer
-from kvcompile.passes.base import value
-from kvcompile.passes.evaluate import evaluate, fetch_attr
+from kvcompile.passes.graph import value
+from kvcompile.passes.probe.evaluate import evaluate, fetch_attr
 from kvcompile.passes.score_mod.hiding import HIDDEN
 from kvcompile.passes.score_mod.leaves import LeafRef, Untranslatable
 from kvcompile.passes.score_mod.make import and_, le, linear, lt, make, not_, or_, where

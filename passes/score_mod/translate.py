@@ -21,8 +21,8 @@ import torch
 from torch.fx import Node
 
 from kvcompile.expression import NB, B, Expr, K, N, Q, const, integer
-from kvcompile.passes.base import expr, shape, target_name, value
 from kvcompile.passes.dependence import Dependence
+from kvcompile.passes.graph import expr, shape, target_name, value
 from kvcompile.passes.score_mod.leaves import LeafRef, Untranslatable
 from kvcompile.passes.score_mod.make import add, cast, equal, le, lt, make
 from kvcompile.passes.score_mod.prove import Prover

@@ -10,7 +10,7 @@ import sys
 import torch
 
 from tests.gpu.sites import SITES, vectors
-from tests.runner import run
+from tests.support.runner import run
 
 NAMES = (
     "model",

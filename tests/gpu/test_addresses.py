@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.kernels.triton.attention import cached_attention
+from kvcompile.kernels.triton.host.attention import cached_attention
 from kvcompile.layouts import CacheLayout, Paged
 from kvcompile.types import MaskSpec
-from tests.budget import within
+from tests.support.budget import within
 
 pytestmark = pytest.mark.gpu
 HEADS, DIM, WINDOW = 8, 128, 512
@@ -43,7 +44,7 @@ def test_dense_slots(device: torch.device, elements: int = BEYOND) -> None:
     k, v = torch.randn(2, 2, HEADS, 1, DIM, device=device).bfloat16()
     site = SiteSpec(CacheLayout(), DIM**-0.5, MaskSpec("sliding", WINDOW), kernels="triton")
     positions = torch.full((2, 1), slots - 1, device=device)
-    out = cached_attention(q, k, v, buffers, positions, positions[:, 0], [], slots, site)
+    out = cached_attention(AttendInputs(q, k, v, buffers, positions, positions[:, 0], [], slots, site))
     assert torch.equal(buffers[0][:, :, -1:], k) and torch.equal(buffers[1][:, :, -1:], v)
     assert not buffers[0][:, :, : slots - WINDOW].any()
     for row in range(2):
@@ -63,7 +64,9 @@ def test_pages(device: torch.device, elements: int = BEYOND, size: int = 64) -> 
     k, v = torch.randn(2, 1, HEADS, 1, DIM, device=device).bfloat16()
     site = SiteSpec(CacheLayout(placement=Paged(size)), DIM**-0.5, kernels="triton")
     positions = torch.full((1, 1), WINDOW - 1, device=device)
-    out = cached_attention(q, k, v, pools, positions, positions[:, 0], [], WINDOW, site, page_table=table)
+    out = cached_attention(
+        AttendInputs(q, k, v, pools, positions, positions[:, 0], [], WINDOW, site, page_table=table)
+    )
     own = [pool[-used:].transpose(0, 1).reshape(1, HEADS, WINDOW, DIM) for pool in pools]
     assert torch.equal(own[0][:, :, -1:], k) and torch.equal(own[1][:, :, -1:], v)
     assert not pools[0][:-used].any()

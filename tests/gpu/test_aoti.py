@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import kvcompile
-from kvcompile.artifact import Manifest
-from kvcompile.runtime.aoti import Package
-from kvcompile.verify.artifact import check_session
-from tests.exports import small, tiny, written
+from kvcompile.targets.aoti.session import Package
+from kvcompile.targets.manifest import Manifest
+from kvcompile.targets.verify import check_session
+from tests.support.exports import small, tiny, written
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 

@@ -10,7 +10,7 @@ import torch
 
 import kvcompile
 from kvcompile.runtime.cuda_memory import driver_of
-from tests.models import tiny_hf
+from tests.support.models import tiny_hf
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 LONG = 131_072

@@ -1,6 +1,7 @@
-"""Generated kernels on hardware against the reference in a wider type, within an error budget (`tests/budget.py`).
+"""Generated kernels on hardware against the reference in a wider type, within an error budget
+(`tests/support/budget.py`).
 
-In bf16 and fp16 that is the reference in fp32; in fp32 the oracle of `tests/dictionary.py`, in float64.
+In bf16 and fp16 that is the reference in fp32; in fp32 the oracle of `tests/support/dictionary.py`, in float64.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcompile.kernels import reference
+from kvcompile.kernels.reference import attention as reference
 from kvcompile.kernels.spec import SiteSpec
-from tests import dictionary
-from tests.budget import within
 from tests.gpu.sites import EXACT_CODES, SITES, vectors
-from tests.runner import run
+from tests.support import dictionary
+from tests.support.budget import within
+from tests.support.runner import run
 
 pytestmark = pytest.mark.gpu
 CHUNKS = (190, 70, *[1] * 20, 9, *[1] * 11)  # 300 tokens: prompts, single tokens, and a short one between
@@ -84,13 +85,13 @@ def test_what_is_written_is_what_the_reference_writes(name: str, device: torch.d
 
 def test_ragged_lengths_of_a_large_batch(device: torch.device, rows: int = 64) -> None:
     """Every row is what it is by itself, and what it should be."""
-    from kvcompile.kernels.triton.attention import cached_attention
-    from kvcompile.kernels.triton.sample import sample
+    from kvcompile.kernels.triton.host.attention import cached_attention
+    from kvcompile.kernels.triton.tools.synthetic_cache import sample
 
     sized = SITES["int8, pages of 64"]
     lengths = [1 + 37 * row for row in range(rows)]
     one = sample(sized.site(share="middle"), sized.heads, sized.dims, lengths, torch.bfloat16, device)
-    together = cached_attention(*one.arguments(0))
+    together = cached_attention(one.inputs(0))
     assert one.table is not None
     for row in range(0, rows, 7):
         alone = replace(
@@ -104,7 +105,7 @@ def test_ragged_lengths_of_a_large_batch(device: torch.device, rows: int = 64) -
         )
         plain = replace(one.site, kernels="reference")
         wide = replace(alone, **{name: getattr(alone, name).float() for name in "qkv"})
-        torchs, truth = (reference.cached_attention(*of.arguments(0, plain)) for of in (alone, wide))
+        torchs, truth = (reference.cached_attention(of.inputs(0, plain)) for of in (alone, wide))
         # Splits differ, so sums have another order.
-        for out in (together[row : row + 1], cached_attention(*alone.arguments(0))):
+        for out in (together[row : row + 1], cached_attention(alone.inputs(0))):
             within(out, torchs, truth, torch.bfloat16, f"{lengths[row]} tokens")

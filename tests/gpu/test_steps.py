@@ -11,11 +11,11 @@ import torch
 from torch._dynamo.utils import counters
 
 import kvcompile
-from kvcompile.kernels.triton.attention import cached_attention
-from kvcompile.kernels.triton.sample import Sample, sample
-from tests.budget import within
+from kvcompile.kernels.triton.host.attention import cached_attention
+from kvcompile.kernels.triton.tools.synthetic_cache import Sample, sample
 from tests.gpu.sites import SITES
-from tests.models import tiny_hf
+from tests.support.budget import within
+from tests.support.models import tiny_hf
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 MODEL = {
@@ -52,7 +52,7 @@ def test_a_captured_step_is_the_step(name: str, device: torch.device) -> None:
     captured, plain = started(name, device, 200), started(name, device, 200)
 
     def step(of: Sample) -> Any:
-        return cached_attention(*of.arguments(0))
+        return cached_attention(of.inputs(0))
 
     def feed(of: Sample, number: int) -> None:
         g = torch.Generator(device).manual_seed(number)
@@ -87,7 +87,7 @@ def test_a_thousand_steps_of_kernels(name: str, device: torch.device) -> None:
     """Lengths rise from 21 to 1,021: nothing compiles, no memory comes from the device, nothing waits for it."""
     own = started(name, device, 1100)
     for _ in range(4):
-        cached_attention(*own.arguments(0))
+        cached_attention(own.inputs(0))
         own.positions.add_(1)
     torch.cuda.synchronize()
     kernels, memory = compiled_kernels(), torch.cuda.memory_stats()["segment.all.allocated"]
@@ -95,7 +95,7 @@ def test_a_thousand_steps_of_kernels(name: str, device: torch.device) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(1000):
-            cached_attention(*own.arguments(0))
+            cached_attention(own.inputs(0))
             own.positions.add_(1)
     finally:
         torch.cuda.set_sync_debug_mode("default")

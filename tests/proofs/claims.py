@@ -1,7 +1,7 @@
 """What is said of one expression or claim, compared with its values: `None` where all is so, else what is not.
 
 Each check draws one example from its seed. Nothing that is proved may be false at any query and key tried; what is not
-proved is not looked at, but for some of which each prover must be capable (`tests/test_score_mod.py`).
+proved is not looked at, but for some of which each prover must be capable (`tests/passes/score_mod/test_score_mod.py`).
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from kvcompile.passes.dependence import Dependence
-from kvcompile.passes.evaluate import evaluate
+from kvcompile.passes.probe.evaluate import evaluate
 from kvcompile.passes.score_mod.reader import Reader
-from tests.dependence_graphs import Builder, inputs
 from tests.proofs.draw import Drawn
+from tests.support.dependence_graphs import Builder, inputs
 
 aten = torch.ops.aten
 

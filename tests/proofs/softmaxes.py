@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvcompile.expression import SCORE, Expr, K, Q, const, walk
-from kvcompile.kernels.score_mod import Applied, modified
-from kvcompile.passes.refused import Refused
+from kvcompile.kernels.reference.score_mod import Applied, modified
+from kvcompile.passes.detect.refused import Refused
 from kvcompile.passes.score_mod.prove import Prover
 from kvcompile.passes.score_mod.site import Scores, scores_of
 from kvcompile.passes.score_mod.weights import NoSoftmax, Weights, weights_of

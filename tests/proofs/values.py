@@ -1,8 +1,8 @@
 """The values of expressions at many queries and keys: what everything that is said of them is compared with.
 
 `NEAR` are all places of a short text, `FAR` those around which integers and floats of some width end. Both are read by
-`kernels/expression.py`, operator by operator, as a model computes; reductions over the keys, which nothing carries,
-are computed here.
+`kernels/shared/expression.py`, operator by operator, as a model computes; reductions over the keys, which nothing
+carries, are computed here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.expression import Expr, LeafKind, ScoreMod, expanded, program, walk
-from kvcompile.kernels.expression import Places, apply, cast, evaluate
+from kvcompile.kernels.shared.expression import Places, apply, cast, evaluate
 
 HEADS = 3
 _ENDS = (128, 256, 512, 1024, 2048, 4096, 2**15, 2**16, 2**20)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvcompile.pipeline import Front, understand
-from kvcompile.quality import bench
-from kvcompile.quality import run as running
+from kvcompile.report.quality import bench
+from kvcompile.report.quality import run as running
 from tests.quality.models import byte_tokenizer, sure_llama
 
 

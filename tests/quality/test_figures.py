@@ -18,20 +18,20 @@ from kvcompile.api import build
 from kvcompile.errors import QualityError
 from kvcompile.layouts import CacheLayout
 from kvcompile.pipeline import Front, plan_for
-from kvcompile.quality import bench, haystack
-from kvcompile.quality import needle as asking
-from kvcompile.quality import perplexity as scoring
-from kvcompile.quality import run as running
-from kvcompile.quality.feed import feed
-from kvcompile.quality.needle import answer, found_in
-from kvcompile.quality.perplexity import compare
-from kvcompile.quality.report import Memory, PerplexityScore, QualityReport, RecipeQuality
-from kvcompile.quality.settings import Settings
-from kvcompile.quality.text import tokens_of
 from kvcompile.recipe import shipped_recipes
+from kvcompile.report.quality import bench, haystack
+from kvcompile.report.quality import needle as asking
+from kvcompile.report.quality import perplexity as scoring
+from kvcompile.report.quality import run as running
+from kvcompile.report.quality.feed import feed
+from kvcompile.report.quality.needle import answer, found_in
+from kvcompile.report.quality.perplexity import compare
+from kvcompile.report.quality.report import Memory, PerplexityScore, QualityReport, RecipeQuality
+from kvcompile.report.quality.settings import Settings
+from kvcompile.report.quality.text import tokens_of
 from kvcompile.runtime.module import CachedModel
-from tests.marks import cases
 from tests.quality.models import HIDDEN, SCORED, SINKS, TEXT, WINDOW, byte_tokenizer
+from tests.support.marks import cases
 
 
 def logits_of(model: Any, ids: Tensor, shown: Tensor | None = None) -> Tensor:

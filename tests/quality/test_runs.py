@@ -15,10 +15,10 @@ import kvcompile
 from kvcompile.cli import app
 from kvcompile.errors import KVCompileError, PlanError, QualityError, RecipeError
 from kvcompile.models import LoadedModel
-from kvcompile.quality import bench, digests, plot, store
-from kvcompile.quality.text import tokens_of
-from tests.models import NanoGPT, make
+from kvcompile.report.quality import bench, digests, plot, store
+from kvcompile.report.quality.text import tokens_of
 from tests.quality.models import HIDDEN, SCORED, SINKS, TEXT, WINDOW
+from tests.support.models import NanoGPT, make
 
 # ---- What is kept
 
@@ -210,7 +210,7 @@ def test_a_needle_needs_room_for_its_question(model: Any, tokenizer: Any) -> Non
 
 
 def test_a_model_that_ends_before(tokenizer: Any, measured: list[str]) -> None:
-    from tests.models import TinyConfig
+    from tests.support.models import TinyConfig
 
     model = make(NanoGPT, TinyConfig(vocab_size=258, max_seq_len=100))
     with pytest.raises(PlanError, match="the model has 100 positions"):
@@ -219,7 +219,7 @@ def test_a_model_that_ends_before(tokenizer: Any, measured: list[str]) -> None:
 
 
 def test_a_plain_module_is_measured_too(tokenizer: Any) -> None:
-    from tests.models import TinyConfig
+    from tests.support.models import TinyConfig
 
     model = make(NanoGPT, TinyConfig(vocab_size=258, max_seq_len=512))
     report = kvcompile.quality(

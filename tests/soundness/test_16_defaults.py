@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import kvcompile
 from kvcompile.errors import DetectionError
-from kvcompile.passes.capture import capture
+from kvcompile.passes.capture.capture import capture
 from tests.coverage.configs import tiny_model
-from tests.models import NanoBlock, TinyConfig
+from tests.support.models import NanoBlock, TinyConfig
 
 SIZES = TinyConfig()
 WIDTH = SIZES.num_heads * SIZES.head_dim

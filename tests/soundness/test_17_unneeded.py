@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import kvcompile
 from kvcompile.errors import CaptureError, DetectionError
-from tests.models import NanoBlock, TinyConfig
+from tests.support.models import NanoBlock, TinyConfig
 
 SIZES = TinyConfig()
 WIDTH = SIZES.num_heads * SIZES.head_dim

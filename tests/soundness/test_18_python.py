@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import kvcompile
 from kvcompile.errors import CaptureError, DetectionError
-from tests.models import NanoBlock, TinyConfig
+from tests.support.models import NanoBlock, TinyConfig
 
 SIZES = TinyConfig()
 WIDTH = SIZES.num_heads * SIZES.head_dim

@@ -13,8 +13,8 @@ from torch.compiler import is_compiling, is_exporting
 
 import kvcompile
 from kvcompile.errors import CaptureError
-from kvcompile.passes.as_eager import _codes, _names
-from tests.models import NanoGPT, make
+from kvcompile.passes.capture.as_eager import _codes, _names
+from tests.support.models import NanoGPT, make
 
 RARE = 59
 IDS = torch.randint(0, 50, (1, 40), generator=torch.Generator().manual_seed(0))

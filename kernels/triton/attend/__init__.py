@@ -8,9 +8,9 @@ split over programs (flash decoding, Dao et al. 2023): each writes acc, top and 
 
 | file | what it prints |
 |---|---|
-| `parts.py` | the arguments; it says who takes part: readers, sources, rows in full |
+| `context.py` | the arguments; it says who takes part: readers, sources, rows in full |
 | `queries.py` | before the loops |
-| `keys.py`, `products.py`, `weighing.py` | of a tile: its keys, their scores, what these weigh |
+| `keys.py`, `qk.py`, `softmax_pv.py` | of a tile: its keys, their scores, what these weigh |
 
 Options of the two roles
     logits        decode: scores in base 2 are stored, [B, Hkv, group, slots] float32, for `score`
@@ -27,17 +27,18 @@ as `q_sinks` where they turn at other places toward sinks (`places.py`).
 
 from __future__ import annotations
 
-from kvcompile.kernels.triton import helpers, places, scores
+from kvcompile.kernels.triton import helpers
 from kvcompile.kernels.triton.attend import keys
-from kvcompile.kernels.triton.attend.parts import Attend
-from kvcompile.kernels.triton.attend.products import products
+from kvcompile.kernels.triton.attend.context import Attend
+from kvcompile.kernels.triton.attend.qk import products
 from kvcompile.kernels.triton.attend.queries import constants, fixed_scale, queries
-from kvcompile.kernels.triton.attend.weighing import accumulators, finish, softmax, stores, weigh
+from kvcompile.kernels.triton.attend.softmax_pv import accumulators, finish, softmax, stores, weigh
+from kvcompile.kernels.triton.dead_lines import tidy
 from kvcompile.kernels.triton.params import KernelSource
 from kvcompile.kernels.triton.render import rendered
-from kvcompile.kernels.triton.rows import Source
 from kvcompile.kernels.triton.spec import KernelSpec
-from kvcompile.kernels.triton.tidy import tidy
+from kvcompile.kernels.triton.tile import cache_positions, scores
+from kvcompile.kernels.triton.tile.addressing import SlotArray
 
 
 def row_tiles(spec: KernelSpec) -> int:
@@ -84,7 +85,7 @@ def generate(spec: KernelSpec) -> KernelSource:
     return KernelSource(name, params, helpers.module(tidy(text)))
 
 
-def tile(attend: Attend, source: Source, masked: bool) -> list[str]:
+def tile(attend: Attend, source: SlotArray, masked: bool) -> list[str]:
     """Lines of one tile, `start` its first slot. masked: some slots are not seen, or read in full."""
     spec = attend.spec
     lines = [keys.inside(source)] if masked else []
@@ -92,7 +93,7 @@ def tile(attend: Attend, source: Source, masked: bool) -> list[str]:
     if masked or attend.needs_key:
         lines += keys.positions(attend, source, masked)
     if attend.needs_place:
-        lines += places.of_keys(spec, bool(source.prefix), masked)
+        lines += cache_positions.of_keys(spec, bool(source.prefix), masked)
     lines += source.located([part.group for part in attend.readers], masked)
     if masked:
         for rows in filter(None, map(attend.full, ("keys", "values"))):

@@ -7,38 +7,38 @@ k[i]   [BLOCK_N, W]   piece i of their channels, in the type of their products; 
 
 from __future__ import annotations
 
-from kvcompile.kernels.triton import elements, places, seen
-from kvcompile.kernels.triton.attend.parts import Attend
-from kvcompile.kernels.triton.pieces import paired
-from kvcompile.kernels.triton.rows import Source
-from kvcompile.kernels.triton.symbolic import printed
+from kvcompile.kernels.triton.attend.context import Attend
+from kvcompile.kernels.triton.tile import block_bounds, cache_positions, dequantize
+from kvcompile.kernels.triton.tile.addressing import SlotArray
+from kvcompile.kernels.triton.tile.channel_blocks import paired
+from kvcompile.kernels.triton.tile.symbolic import printed
 from kvcompile.layouts import Scored, TopPages
 from kvcompile.layouts import symbols as sy
 from kvcompile.types import RotaryForm
 
 
-def bounds(attend: Attend, source: Source) -> seen.Bounds:
+def bounds(attend: Attend, source: SlotArray) -> block_bounds.Bounds:
     """Which tiles of the source are read, and which of them are seen whole."""
     spec = attend.spec
     if source.prefix:
-        return seen.ordered(spec, "first", "tokens", attend.mixed)
+        return block_bounds.ordered(spec, "first", "tokens", attend.mixed)
     if source.chosen:
-        return seen.chosen(spec, not _conditions(attend, source) and not attend.mixed)
+        return block_bounds.chosen(spec, not _conditions(attend, source) and not attend.mixed)
     if attend.in_order:
-        return seen.ordered(spec, "0", "", attend.mixed)
+        return block_bounds.ordered(spec, "0", "", attend.mixed)
     before = "tl.maximum(first, 0)" if attend.many else "tl.maximum(length, 0)"
     held = f"tl.minimum({before}, {spec.layout.slots(None)})"
-    return seen.unordered(spec, held, not _conditions(attend, source) and not attend.mixed)
+    return block_bounds.unordered(spec, held, not _conditions(attend, source) and not attend.mixed)
 
 
-def inside(source: Source) -> str:
+def inside(source: SlotArray) -> str:
     """The line that defines which slots of a tile hold tokens; new ones may begin with padding."""
     if source.prefix:
         return "inside = (start + n < end) & (start + n >= -first)"
     return "inside = start + n < end"
 
 
-def visible(attend: Attend, source: Source) -> str:
+def visible(attend: Attend, source: SlotArray) -> str:
     """An expression: which keys which queries see, broadcasts against [BLOCK_M, BLOCK_N]."""
     found = _conditions(attend, source)
     if attend.many:
@@ -46,7 +46,7 @@ def visible(attend: Attend, source: Source) -> str:
     return f"({' & '.join(['inside', *found])})[None, :]" if found else "inside[None, :]"
 
 
-def _conditions(attend: Attend, source: Source) -> list[str]:
+def _conditions(attend: Attend, source: SlotArray) -> list[str]:
     """What a query's position and a key's must fulfil, besides that the key is there."""
     spec = attend.spec
     query = "position[:, None]" if attend.many else "position"
@@ -54,10 +54,10 @@ def _conditions(attend: Attend, source: Source) -> list[str]:
     if not attend.in_order and not source.prefix and not attend.many and spec.site.mask.window is None:
         return []  # a ring holds what its retention shows, once the new token is in it
     by_score = isinstance(spec.layout.retention, Scored) and not source.prefix
-    return seen.conditions(spec, query, key, causal=attend.many and not by_score)
+    return block_bounds.conditions(spec, query, key, causal=attend.many and not by_score)
 
 
-def chosen(attend: Attend, source: Source, masked: bool) -> list[str]:
+def chosen(attend: Attend, source: SlotArray, masked: bool) -> list[str]:
     """The line that defines `slot`, where pages were chosen: tokens `start` .. of those pages, one behind the other."""
     if not source.chosen:
         return []
@@ -69,7 +69,7 @@ def chosen(attend: Attend, source: Source, masked: bool) -> list[str]:
     return [f"slot = tl.load(pages_read_ptr + {row} + {at} // {size}{guard}) * {size} + {at} % {size}"]
 
 
-def positions(attend: Attend, source: Source, masked: bool) -> list[str]:
+def positions(attend: Attend, source: SlotArray, masked: bool) -> list[str]:
     """Lines that define `key`, where it can be told."""
     spec, retention = attend.spec, attend.spec.layout.retention
     if source.prefix:
@@ -80,12 +80,12 @@ def positions(attend: Attend, source: Source, masked: bool) -> list[str]:
         if not attend.needs_token:
             return []
         guard = ", mask=inside, other=-1" if masked else ""
-        return [f"key = tl.load(slots_token_ptr + {places.row_of_slots(spec)} + start + n{guard})"]
+        return [f"key = tl.load(slots_token_ptr + {cache_positions.row_of_slots(spec)} + start + n{guard})"]
     length = "tl.maximum(first, 0)" if attend.many else "length"
     return [f"key = {printed(spec.layout.token_at, {sy.slot: '(start + n)', sy.length: length})}"]
 
 
-def loaded(attend: Attend, source: Source, side: str, masked: bool) -> list[str]:
+def loaded(attend: Attend, source: SlotArray, side: str, masked: bool) -> list[str]:
     """Lines that load the blocks of `side`, of values as well, and what multiplies them."""
     part = attend.keys if side == "keys" else attend.values.of
     rows = attend.full(side) if masked else None
@@ -96,7 +96,7 @@ def loaded(attend: Attend, source: Source, side: str, masked: bool) -> list[str]
     lines += part.load_scales(source, masked)
     if part.folded:
         lines += part.channel_scales(source)
-    lines += elements.loaded(part, source, masked)
+    lines += dequantize.loaded(part, source, masked)
     if rows:
         lines += ["inside = every", *rows.load()]
     if side == "keys" and attend.rotary:
@@ -105,7 +105,7 @@ def loaded(attend: Attend, source: Source, side: str, masked: bool) -> list[str]
 
 
 def _turned(attend: Attend, form: RotaryForm, kinds: list[str]) -> list[str]:
-    """Lines that turn the keys, of all `kinds`, to their place (kernels/rope.py)."""
+    """Lines that turn the keys, of all `kinds`, to their place (kernels/shared/rope.py)."""
     place = "place" if attend.spec.layout.retention.in_cache else "key"
     lines = [f"turn = (tl.minimum(tl.maximum({place}, 0), table_rows - 1) * {form.rotary_dim})[:, None]"]
     pieces, kind = attend.keys.pieces, f"tl.{attend.keys.dot}"

@@ -7,18 +7,18 @@ q_sum[g]    the sum of a group's channels, times which the minimum of a key ente
 
 from __future__ import annotations
 
-from kvcompile.kernels.triton import dots, places, scores
-from kvcompile.kernels.triton.attend.parts import Attend
-from kvcompile.kernels.triton.read import Reader
+from kvcompile.kernels.triton.attend.context import Attend
+from kvcompile.kernels.triton.tile import cache_positions, dot_dtype, scores
+from kvcompile.kernels.triton.tile.tile_loader import TileLoader
 
 
 def constants(attend: Attend) -> list[str]:
     """Lines that define what no query and no tile changes."""
     lines = [line for part in attend.readers for line in part.constants()]
-    return [*lines, *places.prologue(attend.spec, attend.many)]
+    return [*lines, *cache_positions.prologue(attend.spec, attend.many)]
 
 
-def fixed_scale(attend: Attend, part: Reader) -> list[str]:
+def fixed_scale(attend: Attend, part: TileLoader) -> list[str]:
     """The line that loads the calibrated scale of a head's vectors, where there is one."""
     if not part.fixed_scale:
         return []
@@ -30,7 +30,7 @@ def queries(attend: Attend) -> list[str]:
     spec, keys = attend.spec, attend.keys
     every = range(len(keys.pieces))
     lines = [line for index in every for line in _loaded(attend, index)]
-    kind = f"tl.{dots.of_model(spec)}"
+    kind = f"tl.{dot_dtype.of_model(spec)}"
     if attend.two_queries:
         lines += [f"q{index}_sinks = q{index}_sinks.to({kind})" for index in every]
     if attend.full("keys"):

@@ -18,7 +18,7 @@ _TOGETHER = {2: 4, 3: 8, 4: 2, 8: 1}
 
 @dataclass(frozen=True)
 class Code:
-    """A way to write a number, as data; `kernels/codec.py` and the generated kernels know the kinds.
+    """A way to write a number, as data; `kernels/reference/codec.py` and the generated kernels know the kinds.
 
     name:    what storages call it
     kind:    "float" rounds to `dtype`; "fp8" too, and saturates; "int" and "uint" round to nearest even; "codebook"
@@ -54,7 +54,7 @@ class Code:
 
     @property
     def packed(self) -> bool:
-        """Whether elements are unsigned integers that stand in bytes without gaps (`kernels/bits.py`)."""
+        """Whether elements are unsigned integers that stand in bytes without gaps (`kernels/reference/packing.py`)."""
         return self.kind in ("uint", "codebook")
 
     @property

@@ -23,7 +23,7 @@ from torch._inductor import cpu_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.standalone_compile import CompiledArtifact
 
-from kvcompile.emit.inductor import Compiled, ShapeClass
+from kvcompile.compile.inductor import Compiled, ShapeClass
 
 log = logging.getLogger(__name__)
 

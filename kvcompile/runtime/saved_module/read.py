@@ -14,16 +14,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from kvcompile.artifact import folder as files
-from kvcompile.artifact import machine
-from kvcompile.emit.cudagraph import CudaRecorder, StepGraphs
-from kvcompile.emit.executor import Executor
-from kvcompile.emit.inductor import Compiled, ShapeClass
-from kvcompile.emit.regions import RegionCall, Regions
+from kvcompile.compile.cudagraph import CudaRecorder, StepGraphs
+from kvcompile.compile.executor import Executor
+from kvcompile.compile.inductor import Compiled, ShapeClass
+from kvcompile.compile.regions import RegionCall, Regions
 from kvcompile.errors import ArtifactError
-from kvcompile.kernels import ops  # noqa: F401  the graph calls them by name
-from kvcompile.model_digest import of_weights
-from kvcompile.outputs import Outputs
+from kvcompile.kernels.ops import cached_attention as ops  # noqa: F401  the graph calls them by name
+from kvcompile.original.digest import of_weights
+from kvcompile.original.outputs import Outputs
 from kvcompile.pipeline import Analysis
 from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe
@@ -37,6 +35,8 @@ from kvcompile.runtime.saved_module.tensors import View
 from kvcompile.runtime.saved_module.values import of_json
 from kvcompile.runtime.saved_module.weights import SavedWeights, given, tensors_of
 from kvcompile.runtime.saved_module.write import PLAIN, versions
+from kvcompile.targets import folder as files
+from kvcompile.targets import machine
 
 log = logging.getLogger(__name__)
 

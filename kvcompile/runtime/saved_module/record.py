@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from kvcompile.artifact.manifest import FILE, FORMAT_VERSION, FileInfo
-from kvcompile.console import shown
 from kvcompile.errors import ArtifactError
+from kvcompile.targets.manifest import FILE, FORMAT_VERSION, FileInfo
+from kvcompile.util.console import shown
 
 GRAPH, WEIGHTS, CONSTANTS, CODE = "graph.json", "weights.safetensors", "constants.safetensors", "code"
 
@@ -32,7 +32,7 @@ class Record(BaseModel):
     recipe:   as `Recipe.load` reads it
     outputs:  the original's output as a pytree, with its constants
     plan, program, programs, analysis: as `values.py` writes them; the analysis without its plan
-    machine:  that the code is compiled for (`artifact/machine.py`); vectors: as Inductor calls its instruction sets;
+    machine:  that the code is compiled for (`targets/machine.py`); vectors: as Inductor calls its instruction sets;
               threads: of the process that compiled it, which it goes on using wherever it is loaded
     """
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kvcompile.artifact.manifest import dtype_name, dtype_named
+from kvcompile.targets.manifest import dtype_name, dtype_named
 
 
 def to_json(value: Any) -> Any:

@@ -14,13 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from kvcompile.artifact import folder as files
-from kvcompile.artifact import machine
-from kvcompile.artifact.manifest import FILE
-from kvcompile.emit.regions import Regions
+from kvcompile.compile.regions import Regions
 from kvcompile.errors import ExportError
-from kvcompile.model_digest import of_weights
-from kvcompile.outputs import Outputs
+from kvcompile.original.digest import of_weights
+from kvcompile.original.outputs import Outputs
 from kvcompile.runtime.program import Program
 from kvcompile.runtime.saved_module import code
 from kvcompile.runtime.saved_module.graphs import Unwritable, graph_to_json
@@ -28,6 +25,9 @@ from kvcompile.runtime.saved_module.record import CODE, CONSTANTS, GRAPH, WEIGHT
 from kvcompile.runtime.saved_module.tensors import packed
 from kvcompile.runtime.saved_module.values import to_json
 from kvcompile.runtime.saved_module.weights import SavedWeights
+from kvcompile.targets import folder as files
+from kvcompile.targets import machine
+from kvcompile.targets.manifest import FILE
 
 if TYPE_CHECKING:
     from kvcompile.runtime.module import CachedModel

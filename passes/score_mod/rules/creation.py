@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from kvcompile.expression import FALSE, TRUE, Expr, const
-from kvcompile.passes.base import value
+from kvcompile.passes.graph import value
 from kvcompile.passes.score_mod.leaves import Untranslatable
 from kvcompile.passes.score_mod.make import add, cast, equal, le, make, sub, where
 from kvcompile.passes.score_mod.translate import Places, Rule, Translator

@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from kvcompile.expression import Expr
-from kvcompile.passes.base import shape, value
+from kvcompile.passes.graph import shape, value
 from kvcompile.passes.score_mod.leaves import Untranslatable
 from kvcompile.passes.score_mod.make import add, le, make, where
 from kvcompile.passes.score_mod.translate import Places, Rule, Translator

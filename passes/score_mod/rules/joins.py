@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from kvcompile.expression import FALSE, TRUE, Expr, const, integer
-from kvcompile.passes.base import shape, value
+from kvcompile.passes.graph import shape, value
 from kvcompile.passes.score_mod.leaves import Untranslatable
 from kvcompile.passes.score_mod.make import add, and_, cast, le, lt, sub, where
 from kvcompile.passes.score_mod.rules.pointwise import settled

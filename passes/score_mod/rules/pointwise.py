@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from kvcompile.expression import Expr, const
-from kvcompile.passes.base import value
+from kvcompile.passes.graph import value
 from kvcompile.passes.score_mod.leaves import Untranslatable
 from kvcompile.passes.score_mod.make import cast, make, not_, or_, where
 from kvcompile.passes.score_mod.translate import Places, Rule, Translator

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from kvcompile.expression import Expr, K, N, const, integer
-from kvcompile.passes.base import shape, value
+from kvcompile.passes.graph import shape, value
 from kvcompile.passes.score_mod.leaves import Untranslatable
 from kvcompile.passes.score_mod.make import add, and_, cast, linear, make, or_
 from kvcompile.passes.score_mod.rules.pointwise import binary, settled

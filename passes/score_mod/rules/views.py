@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from kvcompile.expression import Expr, integer
-from kvcompile.passes.base import expr, shape, target_name
+from kvcompile.passes.graph import expr, shape, target_name
 from kvcompile.passes.score_mod.leaves import Untranslatable
 from kvcompile.passes.score_mod.make import add, make, sub
 from kvcompile.passes.score_mod.translate import Places, Rule, Translator, is_one

@@ -1,0 +1,1 @@
+"""The roles that write the cache: append, group, page_copy; and the parts of their text."""

@@ -1,0 +1,56 @@
+"""Floating-point numbers: the model's dtype, another, fp8 (`layouts/storage/codes/fp8.py`).
+
+fp8: q = x / s to nearest even, at most 448 (without a scale: the format's largest),   s = absmax / 448
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvcompile.kernels.triton.append.encode.tile import (
+    Encoded,
+    Store,
+    Tile,
+    clipped,
+    divisor,
+    kept_scale,
+    quotient,
+)
+from kvcompile.kernels.triton.helpers import stored
+from kvcompile.layouts import Storage
+
+_TRITON = {"e4m3": "tl.float8e4nv", "e5m2": "tl.float8e5"}
+
+
+def as_float(tile: Tile, dtype: str) -> Encoded:
+    """The model's dtype, or another: what it cannot hold becomes its largest number."""
+    largest = torch.finfo(getattr(torch, dtype)).max
+    wider = torch.finfo(getattr(torch, tile.dtype)).max > largest
+    x = clipped("x", largest) if wider else "x"
+    return Encoded((), (Store("data", stored(x, dtype, tile.interpreted), tile.dim),))
+
+
+def fp8(storage: Storage, tile: Tile) -> Encoded:
+    data = Store("data", _number("scaled", storage, tile), tile.dim)
+    scaled = clipped(quotient("x", "divisor"), storage.largest)
+    match storage.scale.per:
+        case "none":
+            return Encoded((f"scaled = {clipped('x', storage.largest)}",), (data,))
+        case "tensor" | "head":
+            side = tile.side
+            pointer = f"{side}_scale_ptr + batch * {side}_scale_s0 + head * {side}_scale_s1"
+            return Encoded((f"divisor = tl.load({pointer})", f"scaled = {scaled}"), (data,))
+        case _:
+            lines = (
+                "peak = tl.max(tl.abs(x), axis=1)",
+                f"scale = {kept_scale(quotient('peak', '448.0'), storage.scale.dtype)}",
+                f"divisor = {divisor('scale')}[:, None]",
+                f"scaled = {scaled}",
+            )
+            return Encoded(lines, (data, Store("scale", "scale")))
+
+
+def _number(x: str, storage: Storage, tile: Tile) -> str:
+    if tile.fp8 == "bits":
+        return f"to_fp8_{storage.code}_bits({x})"
+    return f"{x}.to({_TRITON[storage.code]})"

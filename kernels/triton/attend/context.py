@@ -1,0 +1,193 @@
+"""What an attention kernel is made of: who takes part in it, from which arrays, by which arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvcompile.kernels.triton.attend.combine import weighed
+from kvcompile.kernels.triton.params import Param, ScalarParam, TensorParam
+from kvcompile.kernels.triton.spec import KernelSpec
+from kvcompile.kernels.triton.tile import cache_positions, scores
+from kvcompile.kernels.triton.tile.addressing import SlotArray
+from kvcompile.kernels.triton.tile.channel_blocks import between, in_pairs
+from kvcompile.kernels.triton.tile.residual import InFull
+from kvcompile.kernels.triton.tile.tile_loader import TileLoader, edges, reader
+from kvcompile.kernels.triton.tile.values import Values
+from kvcompile.layouts import Paged, Scored, TopPages
+from kvcompile.types import RotaryForm
+
+
+@dataclass(frozen=True)
+class Attend:
+    """A kernel of role decode, prefill or columns."""
+
+    spec: KernelSpec
+
+    # ---- who
+
+    @property
+    def many(self) -> bool:
+        """Whether there are many queries per sequence."""
+        return self.spec.role != "decode"
+
+    @property
+    def in_order(self) -> bool:
+        return self.spec.layout.in_order
+
+    @property
+    def rotary(self) -> RotaryForm | None:
+        """How keys turn when they are read, or None."""
+        return self.spec.site.rotary if self.spec.layout.rotates_on_read else None
+
+    @property
+    def two_queries(self) -> bool:
+        """Whether queries turn at other places toward sinks."""
+        return self.rotary is not None and cache_positions.two_queries(self.spec, self.many)
+
+    @property
+    def keys(self) -> TileLoader:
+        spec, form = self.spec, self.rotary
+        if form:
+            pieces = in_pairs(spec.head_dim, form.start, form.rotary_dim, form.style == "interleaved")
+            return reader(spec, "keys", pieces, elementwise=True)
+        if not spec.layout.in_keys:
+            return reader(spec, "keys")
+        kept = spec.layout.keys.of_slots
+        pieces = between(spec.head_dim, [*edges(kept, spec.head_dim), weighed(spec)])
+        # What a scale per channel is folded into would be the queries, not the probabilities.
+        return reader(spec, "keys", pieces, elementwise=kept.channelwise)
+
+    @property
+    def values(self) -> Values:
+        in_keys = self.spec.layout.in_keys
+        own = None if in_keys else reader(self.spec, "values")
+        return Values(self.keys, own, weighed(self.spec))
+
+    def full(self, side: str) -> InFull | None:
+        """K's or V's rows in full; of values in the keys, the keys' (their own are the keys')."""
+        layout = self.spec.layout
+        storage = layout.keys if side == "keys" else layout.values
+        if not (storage.residual or storage.sinks):
+            return None
+        of = self.keys if side == "keys" else self.values.of
+        return InFull(self.spec, side, of.dim, of.pieces, self.many)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some keys or values are read in full from elsewhere."""
+        return self.spec.layout.in_full
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What scores call things: see `scores.after`."""
+        return {"heads": "heads", "real": "real", **cache_positions.names(self.spec, self.many)}
+
+    @property
+    def q_dtype(self) -> torch.dtype:
+        return torch.float32 if "q_fp32" in self.spec.options else self.spec.torch_dtype
+
+    @property
+    def normalized(self) -> bool:
+        """Whether queries are divided by their largest channel, since float16 may not hold them."""
+        return self.keys.dot == "float16" and self.q_dtype != torch.float16
+
+    # ---- from where
+
+    @property
+    def cache(self) -> SlotArray:
+        placement, layout = self.spec.layout.placement, self.spec.layout
+        size = placement.page_size if isinstance(placement, Paged) else 0
+        slots = "slots" if self.in_order else str(layout.slots(None))
+        return SlotArray("", slots, self.spec.num_kv_heads, self.spec.block_n, size, self.chosen)
+
+    @property
+    def chosen(self) -> int:
+        """Tokens of the pages that were chosen to be read; 0: all slots are read."""
+        selection = self.spec.layout.selection
+        return selection.page_size if "chosen" in self.spec.options and isinstance(selection, TopPages) else 0
+
+    @property
+    def new(self) -> SlotArray:
+        return SlotArray("new_", "tokens", self.spec.num_kv_heads, self.spec.block_n)
+
+    @property
+    def sources(self) -> tuple[SlotArray, ...]:
+        """What decode and prefill go over, in this order."""
+        return (self.cache, self.new) if "new" in self.spec.options else (self.cache,)
+
+    @property
+    def readers(self) -> tuple[TileLoader, ...]:
+        own = self.values.reader
+        return (self.keys,) if own is None else (self.keys, own)
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether more than a mask asks where a key is."""
+        return scores.places_matter(self.spec) or self.rotary is not None
+
+    @property
+    def needs_place(self) -> bool:
+        """Whether a key's place in the cache is asked for."""
+        return self.needs_key and self.spec.layout.retention.in_cache
+
+    @property
+    def needs_token(self) -> bool:
+        """Whether it is read which token a slot holds."""
+        return isinstance(self.spec.layout.retention, Scored) and (self.mixed or self.needs_key)
+
+    # ---- by which arguments
+
+    def params(self) -> tuple[Param, ...]:
+        """Those of decode or prefill, in order."""
+        spec, options = self.spec, self.spec.options
+        found: list[Param] = [TensorParam("q", self.q_dtype, 4)]
+        for source in self.sources:
+            found += source.params
+            for part in self.readers:
+                found += part.params(source)
+        found.append(TensorParam("positions", torch.int64, 2))
+        for side in ("keys", "values"):
+            rows = self.full(side)
+            found += rows.params if rows else ()
+        found += scores.params(spec)
+        if self.many:
+            found += [TensorParam("sinks", torch.float32)] if spec.site.score.sinks else []
+            found += [TensorParam("out", spec.torch_dtype), ScalarParam("tokens")]
+            found += [TensorParam("lse", torch.float32)] if "lse" in options else []
+        else:
+            found += [TensorParam("partial", torch.float32), TensorParam("sums", torch.float32)]
+            found += [TensorParam("logits", torch.float32)] if "logits" in options else []
+        found += self.of_slots
+        if self.two_queries:
+            found.append(TensorParam("q_sinks", self.q_dtype, 4))
+        return unique([*found, *self.tables])
+
+    @property
+    def of_slots(self) -> tuple[Param, ...]:
+        """What a retention by scores notes of slots, the token in each and its place; or the pages that were chosen."""
+        found = []
+        if self.needs_token:
+            found.append(TensorParam("slots_token", torch.int32))
+        if self.needs_place and isinstance(self.spec.layout.retention, Scored):
+            found.append(TensorParam("slots_place", torch.int32))
+        if self.chosen:
+            found.append(TensorParam("pages_read", torch.int32))
+        return tuple(found)
+
+    @property
+    def tables(self) -> tuple[Param, ...]:
+        """cos and sin float32 [table_rows, rotary_dim], by which keys turn."""
+        if not self.rotary:
+            return ()
+        return (
+            TensorParam("cos", torch.float32),
+            TensorParam("sin", torch.float32),
+            ScalarParam("table_rows"),
+        )
+
+
+def unique(params: list[Param]) -> tuple[Param, ...]:
+    """Each of `params` once: several parts of a kernel ask for one argument."""
+    return tuple({param.names[0]: param for param in params}.values())

@@ -1,0 +1,71 @@
+"""The scores of a tile: products of queries with keys, times all that was kept out of them, as `s` [BLOCK_M, BLOCK_N].
+
+    s = factor * norm * sum over groups of channels of (q k) * scale + q_sum * minimum
+
+Keys in full have products of their own (`f`), which take the place of the others where they are read so.
+"""
+
+from __future__ import annotations
+
+from kvcompile.kernels.triton.attend.context import Attend
+from kvcompile.kernels.triton.spec import DotType
+from kvcompile.kernels.triton.tile import dot_dtype, scores
+from kvcompile.kernels.triton.tile.residual import InFull
+
+
+def products(attend: Attend, masked: bool) -> list[str]:
+    """Lines that define `s`, times `scores.factor`; of tiles that are not `masked`, none is read in full."""
+    spec, keys = attend.spec, attend.keys
+    lines: list[str] = []
+    for place, group in enumerate(keys.scales()):
+        name = "s" if place == 0 else "t"
+        for count, index in enumerate(group.pieces):
+            left = f"q{index}"
+            if keys.folded:
+                left = f"(q{index} * k_scale{index}).to(tl.{keys.dot})"
+            lines.append(f"{name} = {_dot(left, f'k{index}', name if count else None, keys.dot)}")
+        if group.scale:
+            lines.append(f"{name} = {name} * {group.scale}[None, :]")
+        if group.minimum:
+            lines.append(f"{name} = {name} + q_sum{place}[:, None] * {group.minimum}[None, :]")
+        if place:
+            lines.append("s = s + t")
+    if keys.folded:
+        zero = " + ".join(f"tl.sum(q{i} * k_minimum{i}, 1)" for i in range(len(keys.pieces)))
+        lines.append(f"s = s + ({zero})[:, None]")
+    late = " * keys_scale" if keys.late_scale else ""
+    if attend.normalized:
+        lines.append(f"s = s * row_scale[:, None]{late}")
+    else:
+        factor = repr(scores.factor(spec))
+        lines.append(f"s = s * {f'({factor}{late})' if late else factor}")
+    rows = attend.full("keys") if masked else None
+    if rows:
+        lines += _products(attend, "f", "_full", "_full", dot_dtype.of_model(spec))
+        lines.append(f"s = tl.where({rows.flag_of_scores}, f * {scores.factor(spec)!r}, s)")
+    return [*lines, *_toward_sinks(attend, rows)] if masked and attend.two_queries else lines
+
+
+def _toward_sinks(attend: Attend, rows: InFull | None) -> list[str]:
+    """Lines that replace the scores of sinks by those of queries that turned at their place toward sinks."""
+    lines = _products(attend, "f", "_sinks", "", attend.keys.dot)
+    if rows:
+        lines += _products(attend, "g", "_sinks", "_full", attend.keys.dot)
+        lines.append(f"f = tl.where({rows.flag}, g, f)")
+    sinks = attend.spec.layout.retention.sinks
+    lines.append(f"s = tl.where((key < {sinks})[None, :], f * {scores.factor(attend.spec)!r}, s)")
+    return lines
+
+
+def _products(attend: Attend, name: str, of_queries: str, of_keys: str, kind: DotType) -> list[str]:
+    """Lines that define `name` as products of whole numbers, of queries and keys with these endings."""
+    return [
+        f"{name} = {_dot(f'q{i}{of_queries}', f'k{i}{of_keys}', name if i else None, kind)}"
+        for i in range(len(attend.keys.pieces))
+    ]
+
+
+def _dot(queries: str, keys: str, onto: str | None, kind: DotType) -> str:
+    return (
+        f"tl.dot({queries}, tl.trans({keys}){'' if onto is None else f', {onto}'}{dot_dtype.precision(kind)})"
+    )

@@ -1,0 +1,241 @@
+"""One call of `cached_attention` on generated kernels: its tensors, and the launches of roles that it is made of.
+
+`attention.py` and `attention_scored.py` put them in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from kvcompile.kernels.shared.hadamard import hadamard
+from kvcompile.kernels.shared.rope import rotate
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton.attend import row_tiles
+from kvcompile.kernels.triton.attend.combine import turns
+from kvcompile.kernels.triton.device import device_of
+from kvcompile.kernels.triton.host import ops_attend, ops_write
+from kvcompile.kernels.triton.host.site_kernels import Kernels
+from kvcompile.kernels.triton.params import taken_as
+from kvcompile.kernels.triton.tile import cache_positions
+from kvcompile.layouts import TopPages
+
+
+@dataclass(frozen=True)
+class Call:
+    """The tensors of one call, as `cached_attention` has them.
+
+    leaves: those that the site's expression reads, in the order of their numbers, as kernels take them
+    """
+
+    kernels: Kernels
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    buffers: list[Tensor]
+    positions: Tensor
+    rope: list[Tensor]
+    sinks: Tensor | None
+    bias: Tensor | None
+    page_table: Tensor | None
+    leaves: list[Tensor] = field(default_factory=list)
+
+    @property
+    def site(self) -> SiteSpec:
+        return self.kernels.site
+
+    @property
+    def rope_read(self) -> list[Tensor]:
+        """Tables for keys that turn when they are read."""
+        return [] if self.site.rotates_on_append else self.rope
+
+
+def decode(
+    call: Call,
+    q: Tensor,
+    slots: int,
+    options: Sequence[str] = (),
+    token: Tensor | None = None,
+    place: Tensor | None = None,
+    pages: Tensor | None = None,
+) -> list[Tensor]:
+    """The output of one query a sequence, [B, Hq, 1, Dv], and with option logits, the log-sum-exp and the logits.
+
+    slots: of one sequence, at most
+    pages: those that are read, int32 [B, Hkv, K]; None: all slots are read
+    """
+    made = call.kernels
+    own = made.config("decode")
+    wide = ("q_fp32",) if q.dtype != made.dtype else ()
+    few = ("chosen",) if pages is not None else ()
+    spec = made.spec("decode", (*options, *wide, *few))
+    programs = q.shape[0] * made.num_kv_heads * row_tiles(spec)
+    most = slots if not call.site.layout.bounded else call.site.layout.slots(None)
+    selection = call.site.layout.selection
+    if pages is not None and isinstance(selection, TopPages):
+        most = selection.tokens
+    splits = own.splits(device_of(q.device), programs, (most + own.block_n - 1) // own.block_n)
+    partial, sums, *logits = ops_attend.decode(
+        q,
+        call.buffers,
+        call.positions,
+        call.bias,
+        call.leaves,
+        call.rope_read,
+        call.page_table,
+        token,
+        place,
+        pages,
+        splits,
+        own.num_warps,
+        own.num_stages,
+        spec.to_json(),
+    )
+    joined = made.spec("combine", ("lse",) if logits else ())
+    out = ops_attend.combine(partial, sums, call.sinks, joined.to_json())
+    return [*out, *logits]
+
+
+def settle(call: Call, slots: Tensor | None = None) -> None:
+    """Of many new tokens those that stay to their slots, where a layout reuses slots.
+
+    They are encoded once more from the vectors that came, and not from those that `staged` gives out: these are rounded
+    to the model's dtype, and a rotated vector may round to another code from there.
+    """
+    made = call.kernels
+    options = [*(["rope"] if call.site.rotates_on_append else []), *(["full"] if made.in_full else [])]
+    append(call, options, slots)
+
+
+def appended(
+    call: Call, options: Sequence[str], buffers: list[Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as they meet and are kept, after an append of them to `buffers`, or to an array that is dropped."""
+    if buffers is None:
+        return staged(call)[:3]
+    outs = iter(append(replace(call, buffers=buffers), options))
+    named = ((call.q, "q_out"), (call.k, "k_out"), (call.v, "v_out"))
+    q, k, v = (next(outs) if name in options else x for x, name in named)
+    return q, k, v
+
+
+def staged(call: Call) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """The new tokens as an array of the same storage, dense: q, k, v, and its parts.
+
+    q is as it meets keys; k and v are as they are kept, where any stand in full. Calibrated scales are the cache's own.
+    """
+    made, layout = call.kernels, call.site.layout
+    batch, heads, tokens, _ = call.k.shape
+    buffers, new = [], []
+    keys = layout.num_key_parts
+    for storage, dim, own in (
+        (layout.keys, made.head_dim, call.buffers[:keys]),
+        (layout.values, made.v_head_dim, call.buffers[keys:]),
+    ):
+        for part, kept in zip(storage.parts(dim, made.dtype), own, strict=False):
+            if part.fixed:
+                buffers.append(kept)
+                continue
+            dtype = taken_as(part.dtype, made.fp8)
+            fresh = call.k.new_empty((batch, heads, tokens, *part.shape), dtype=dtype)
+            buffers.append(fresh)
+            new.append(fresh)
+    wanted = ["staged", *made.transforms(one=False), *(made.outs() if made.in_full else [])]
+    outs = iter(append(replace(call, buffers=buffers, page_table=None), wanted))
+    named = ((call.q, "q_out"), (call.k, "k_out"), (call.v, "v_out"))
+    q, k, v = (next(outs) if name in wanted else x for x, name in named)
+    return q, k, v, new
+
+
+def append(call: Call, options: Sequence[str], slots: Tensor | None = None) -> list[Tensor]:
+    """Launch an append with `options` (`append/append.py`); slots and result as `ops_write.append` has them."""
+    in_keys = call.site.layout.in_keys
+    turns_now = "rope" in options or "rope_q" in options
+    outs: list[Tensor] = ops_write.append(
+        call.q if "q_out" in options else None,
+        call.k,
+        None if in_keys else call.v,
+        call.buffers,
+        call.positions,
+        call.rope if turns_now else [],
+        slots,
+        None if "only_full" in options else call.page_table,
+        call.kernels.appends(options),
+    )
+    return outs
+
+
+def groups(call: Call, k: Tensor | None, v: Tensor | None, options: Sequence[str]) -> None:
+    """Encode the groups of tokens that the new ones make whole."""
+    for side in call.kernels.grouped:
+        spec = call.kernels.spec("group", (side, *options)).to_json()
+        ops_write.group(k if side == "keys" else v, call.buffers, call.positions, call.page_table, spec)
+
+
+def prefill(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    new: list[Tensor],
+    options: Sequence[str] = (),
+    token: Tensor | None = None,
+    place: Tensor | None = None,
+) -> list[Tensor]:
+    """The output of many queries, in the basis of the values, and with option lse, their log-sum-exp."""
+    made, site = call.kernels, call.site
+    own = made.config("prefill")
+    spec = made.spec("prefill", (*options, *(["new"] if new else [])))
+    in_full = made.in_full
+    q_sinks = None
+    if call.rope_read and cache_positions.two_queries(spec, many=True):
+        budget = int(site.layout.retention.budget())
+        q_sinks = rotate(call.q, call.positions.clamp(max=budget - 1), *call.rope, form=site.rotary)
+    outs: list[Tensor] = ops_attend.prefill(
+        q,
+        q_sinks,
+        k if in_full else None,
+        v if in_full else None,
+        call.buffers,
+        new,
+        call.positions,
+        call.sinks,
+        call.bias,
+        call.leaves,
+        call.rope_read,
+        call.page_table,
+        token,
+        place,
+        own.num_warps,
+        own.num_stages,
+        spec.to_json(),
+    )
+    return outs
+
+
+def transformed(call: Call) -> Tensor:
+    """Queries as they meet the keys of another site's cache, which appends no queries of this one."""
+    q, site = call.q, call.site
+    if call.rope:
+        q = rotate(q, query_places(call), *call.rope, form=site.rotary)
+    return hadamard(q).to(q.dtype) if site.layout.keys.hadamard else q
+
+
+def query_places(call: Call) -> Tensor:
+    """The positions [B, S] at which queries turn."""
+    retention = call.site.layout.retention
+    if not retention.in_cache:
+        return call.positions
+    budget = int(retention.budget())
+    if call.positions.shape[1] == 1:
+        return call.positions.clamp(max=budget - 1)
+    return call.positions - (call.positions[:, :1].clamp(min=0) - budget).clamp(min=0)
+
+
+def turned_back(call: Call, out: Tensor) -> Tensor:
+    """The result of prefill in the model's basis."""
+    if not turns(call.kernels.spec("combine")):
+        return out
+    return hadamard(out)[..., : call.kernels.v_head_dim].to(out.dtype)

@@ -1,0 +1,259 @@
+"""Ops of the roles that read the cache. Each carries its KernelSpec as a text, and launches that kernel.
+
+| op | role | returns |
+|---|---|---|
+| triton_decode | decode | partial results of each split, and logits where a retention goes by scores |
+| triton_combine | combine | the output, and the log-sum-exp where it is asked for |
+| triton_prefill | prefill | the output, and the log-sum-exp where it is asked for |
+| triton_columns | columns | each key's share of the probabilities |
+
+They are `torch.library.triton_op`s: Inductor and AOTInductor see the launches, and plan the memory of what is between
+them. In Triton's interpreter they run on CPU tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcompile.kernels.triton.attend import row_tiles
+from kvcompile.kernels.triton.attend.combine import weighed
+from kvcompile.kernels.triton.host.launch import launch
+from kvcompile.kernels.triton.host.source import Kernel, kernel_of
+from kvcompile.kernels.triton.retention import score_sums as columns_role
+from kvcompile.kernels.triton.tile import expression
+
+
+@torch.library.triton_op("kvcompile::triton_decode", mutates_args={})
+def decode(
+    q: Tensor,
+    buffers: list[Tensor],
+    positions: Tensor,
+    bias: Tensor | None,
+    leaves: list[Tensor],
+    rope: list[Tensor],
+    page_table: Tensor | None,
+    token: Tensor | None,
+    place: Tensor | None,
+    pages: Tensor | None,
+    splits: int,
+    num_warps: int,
+    num_stages: int,
+    spec: str,
+) -> list[Tensor]:
+    """One query per sequence against the slots, shared out over `splits` programs; see `attend/`.
+
+    Args:
+        q: [B, Hq, 1, D], as the stored keys are met (after RoPE, turned).
+        buffers: the site's, K's parts, then V's.
+        positions: int64 [B, 1].
+        bias: float32, what `ScoreSpec.bias` says; rope: [cos, sin] float32 where keys turn when they are read.
+        leaves: what `ScoreSpec.mod` reads, those that the kernels take, dense, truth values as bytes.
+        page_table: int32 [B, pages]; token, place: int32 [B, Hkv or 1, slots], where the spec has them.
+        pages: int32 [B, Hkv, K], with option chosen.
+
+    Returns:
+        partial float32 [B, Hkv, splits, G, Dv], sums float32 [B, Hkv, splits, G, 2] (top and total), and with option
+        logits, float32 [B, Hkv, G, slots].
+    """
+    kernel = kernel_of(spec)
+    own = kernel.spec
+    batch, heads, group = q.shape[0], own.num_kv_heads, own.group
+    partial = q.new_empty((batch, heads, splits, group, weighed(own)), dtype=torch.float32)
+    sums = q.new_empty((batch, heads, splits, group, 2), dtype=torch.float32)
+    outs = {"partial": partial, "sums": sums}
+    if "logits" in own.options:
+        # Of slots that hold nothing yet nothing is written, and nobody asks.
+        slots = own.layout.slots(None)
+        outs["logits"] = q.new_empty((batch, heads, group, slots), dtype=torch.float32)
+    given = {"q": q, "positions": positions, "bias": bias, "page_table": page_table, **outs}
+    given |= {"slots_token": token, "slots_place": place, "pages_read": pages}
+    given |= {**_tables(rope), **_parts(kernel, buffers)}
+    given |= _leaves(kernel, leaves)
+    sizes = _sizes(kernel, buffers, bias, rope) | _leaf_sizes(kernel, leaves)
+    _launch(kernel, (splits, heads * row_tiles(own), batch), given, sizes, num_warps, num_stages)
+    return list(outs.values())
+
+
+@torch.library.triton_op("kvcompile::triton_combine", mutates_args={})
+def combine(partial: Tensor, sums: Tensor, sinks: Tensor | None, spec: str) -> list[Tensor]:
+    """The splits of a decode step joined: out [B, Hq, 1, Dv], and with option lse, float32 [B, Hq] in base 2.
+
+    sinks: float32 [Hq], where the site has sink logits
+    """
+    kernel = kernel_of(spec)
+    own = kernel.spec
+    batch = partial.shape[0]
+    out = partial.new_empty((batch, own.num_qo_heads, 1, own.v_head_dim), dtype=own.torch_dtype)
+    outs = {"out": out}
+    if "lse" in own.options:
+        outs["lse"] = partial.new_empty((batch, own.num_qo_heads))
+    given = {"partial": partial, "sums": sums, "sinks": sinks, **outs}
+    _launch(kernel, (own.num_qo_heads, batch), given, {"splits": partial.shape[2]}, 4, 2)
+    return list(outs.values())
+
+
+@torch.library.triton_op("kvcompile::triton_prefill", mutates_args={})
+def prefill(
+    q: Tensor,
+    q_sinks: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    buffers: list[Tensor],
+    new: list[Tensor],
+    positions: Tensor,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    leaves: list[Tensor],
+    rope: list[Tensor],
+    page_table: Tensor | None,
+    token: Tensor | None,
+    place: Tensor | None,
+    num_warps: int,
+    num_stages: int,
+    spec: str,
+) -> list[Tensor]:
+    """Many queries against the slots and, with option new, against the tokens of the pass; see `attend/`.
+
+    Args:
+        q, q_sinks: [B, Hq, S, D]; k, v: [B, Hkv, S, D] in the basis of the storage, where some stand in full.
+        new: the parts of the new tokens, as `buffers` has those of the slots, dense over S.
+        positions: int64 [B, S]; the others as for `decode` and `combine`.
+
+    Returns:
+        out [B, Hq, S, Dv] (of turned values still turned), and with option lse, float32 [B, Hq, S] in base 2.
+    """
+    kernel = kernel_of(spec)
+    own = kernel.spec
+    batch, _, tokens, _ = q.shape
+    outs = {"out": q.new_empty((batch, own.num_qo_heads, tokens, weighed(own)), dtype=own.torch_dtype)}
+    if "lse" in own.options:
+        outs["lse"] = q.new_empty((batch, own.num_qo_heads, tokens), dtype=torch.float32)
+    given = {"q": q, "q_sinks": q_sinks, "k": k, "v": v, "positions": positions, "sinks": sinks, "bias": bias}
+    given |= {"page_table": page_table, "slots_token": token, "slots_place": place, **outs}
+    given |= {
+        **_tables(rope),
+        **_parts(kernel, buffers),
+        **_parts(kernel, new, "new_"),
+        **_leaves(kernel, leaves),
+    }
+    sizes = _sizes(kernel, buffers, bias, rope) | _leaf_sizes(kernel, leaves) | {"tokens": tokens}
+    tiles = (tokens * own.group + own.block_m - 1) // own.block_m
+    _launch(kernel, (tiles, own.num_kv_heads, batch), given, sizes, num_warps, num_stages)
+    return list(outs.values())
+
+
+@torch.library.triton_op("kvcompile::triton_columns", mutates_args={})
+def columns(
+    q: Tensor,
+    k: Tensor | None,
+    lse: Tensor,
+    buffers: list[Tensor],
+    new: list[Tensor],
+    positions: Tensor,
+    bias: Tensor | None,
+    leaves: list[Tensor],
+    rope: list[Tensor],
+    page_table: Tensor | None,
+    token: Tensor | None,
+    place: Tensor | None,
+    num_warps: int,
+    num_stages: int,
+    of_slots: str,
+    of_new: str,
+) -> Tensor:
+    """Each key's share of the probabilities of many queries, float32 [B, Hkv or 1, slots + S]; see
+    `retention/score_sums.py`.
+
+    Args:
+        lse: float32 [B, Hq, S], base 2, of `prefill`; the others as there.
+        of_slots, of_new: the specs for the keys in slots and for the new ones.
+    """
+    batch, _, tokens, _ = q.shape
+    own = kernel_of(of_slots).spec
+    retention = own.layout.retention
+    slots = own.layout.slots(None)
+    counted = columns_role.counted_from(retention, tokens)  # type: ignore[arg-type]
+    sums = q.new_empty((batch, own.score_heads, slots + tokens), dtype=torch.float32)
+    for spec, keys in ((of_slots, slots), (of_new, tokens)):
+        kernel = kernel_of(spec)
+        given = {"q": q, "k": k, "lse": lse, "positions": positions, "bias": bias, "columns": sums}
+        given |= {"page_table": page_table, "slots_token": token, "slots_place": place}
+        given |= {**_tables(rope), **_parts(kernel, buffers), **_parts(kernel, new, "new_")}
+        given |= _leaves(kernel, leaves)
+        sizes = _sizes(kernel, buffers, bias, rope) | _leaf_sizes(kernel, leaves)
+        sizes |= {"tokens": tokens, "counted": counted}
+        _launch(kernel, columns_role.grid(kernel.spec, keys, batch), given, sizes, num_warps, num_stages)
+    return sums
+
+
+def _launch(
+    kernel: Kernel,
+    grid: tuple[int, ...],
+    given: Mapping[str, Tensor | None],
+    sizes: Mapping[str, int],
+    num_warps: int,
+    num_stages: int,
+) -> None:
+    """Of what is there, what the kernel takes; `launch` finds what is missing."""
+    wanted = {param.name for param in kernel.source.params}
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None and name in wanted}
+    own = {name: size for name, size in sizes.items() if name in wanted}
+    launch(kernel, grid, tensors, own, num_warps=num_warps, num_stages=num_stages)
+
+
+def _parts(kernel: Kernel, buffers: list[Tensor], prefix: str = "") -> dict[str, Any]:
+    """Buffers by the names of their parts. Those with rows of their own are the cache's alone."""
+    spec, found = kernel.spec, []
+    dtype = spec.torch_dtype
+    for side, storage, dim in (
+        ("keys", spec.layout.keys, spec.head_dim),
+        ("values", spec.layout.values, spec.v_head_dim),
+    ):
+        parts = [part for part in storage.parts(dim, dtype) if not (prefix and part.fixed)]
+        found += [f"{prefix}{side}_{part.name}" for part in parts]
+    return dict(zip(found, buffers, strict=False)) if buffers else {}
+
+
+def _tables(rope: list[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(("cos", "sin"), rope, strict=False))
+
+
+def _leaves(kernel: Kernel, leaves: list[Tensor]) -> dict[str, Tensor]:
+    return {f"leaf{number}": leaf for number, leaf in _numbered(kernel, leaves)}
+
+
+def _leaf_sizes(kernel: Kernel, leaves: list[Tensor]) -> dict[str, int]:
+    return {
+        f"leaf{n}_n{dim}": size
+        for n, leaf in _numbered(kernel, leaves)
+        for dim, size in enumerate(leaf.shape)
+    }
+
+
+def _numbered(kernel: Kernel, leaves: list[Tensor]) -> list[tuple[int, Tensor]]:
+    """The leaf tensors by the numbers that the site's expression gives them."""
+    mod = kernel.spec.site.score.mod
+    numbers = [] if mod is None else sorted(expression.tensors(mod).found)
+    return list(zip(numbers, leaves, strict=True))
+
+
+def _sizes(kernel: Kernel, buffers: list[Tensor], bias: Tensor | None, rope: list[Tensor]) -> dict[str, int]:
+    spec = kernel.spec
+    slots = buffers[0].shape[2]
+    every = spec.layout.keys.parts(spec.head_dim, spec.torch_dtype)[0].every
+    if every > 1:
+        # A row of a group holds several slots, the last of them not all: the least count rounds to all others.
+        slots = slots * every
+        if not spec.layout.in_keys:
+            own = spec.layout.values.parts(spec.v_head_dim, spec.torch_dtype)[0].every
+            slots = torch.sym_min(slots, buffers[spec.layout.num_key_parts].shape[2] * own)
+    sizes = {"slots": slots}
+    if bias is not None:
+        sizes["reach"] = bias.shape[-1]
+    if rope:
+        sizes["table_rows"] = rope[0].shape[0]
+    return sizes

@@ -1,0 +1,104 @@
+"""The specs of a site's kernels on one device: what is known of a launch before there are tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton.append import append as append_role
+from kvcompile.kernels.triton.config import Config, case_of, config
+from kvcompile.kernels.triton.device import Fp8Form, device_of, fp8_of, interpreted
+from kvcompile.kernels.triton.spec import KernelSpec, Role
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The specs of a site's kernels on one device, by role."""
+
+    site: SiteSpec
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    one_bias: bool = False
+
+    def config(self, role: Role) -> Config:
+        dims = (self.num_qo_heads, self.num_kv_heads, self.head_dim, self.v_head_dim)
+        case = case_of(role, self.site, *dims, self.dtype)
+        return config(case, self.site, device_of(self.device))
+
+    def spec(self, role: Role, options: Sequence[str] = ()) -> KernelSpec:
+        """The spec of a role; options that the device decides are added."""
+        own = self.config(role) if role in ("decode", "prefill", "columns") else Config()
+        found = [*options, *(["interpreted"] if interpreted() else [])]
+        if role in ("decode", "prefill", "columns") and self.one_bias:
+            found.append("one_bias")
+        return KernelSpec(
+            role,
+            self.site,
+            self.num_qo_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.v_head_dim,
+            str(self.dtype).removeprefix("torch."),
+            own.block_m,
+            own.block_n,
+            fp8=self.fp8,
+            options=tuple(sorted(found)),
+        )
+
+    def appends(self, options: Sequence[str]) -> str:
+        """The spec of an append, as a text."""
+        block = append_role.block_n(self.head_dim, self.v_head_dim, "one" in options)
+        return replace(self.spec("append", options), block_n=block).to_json()
+
+    @property
+    def fp8(self) -> Fp8Form:
+        return fp8_of(device_of(self.device).arch)
+
+    def transforms(self, one: bool) -> tuple[str, ...]:
+        """Options of append that say what happens to queries, `one` a sequence or many, before they meet keys."""
+        site, found = self.site, []
+        if site.rotates_on_append:
+            found.append("rope")
+        if site.layout.rotates_on_read and site.rotary:
+            found.append("rope_q")
+            if site.layout.retention.in_cache:
+                found.append("capped" if one else "based")
+        if found or site.layout.keys.hadamard:
+            found.append("q_out")
+        return tuple(found)
+
+    @property
+    def in_full(self) -> bool:
+        """Whether any vectors stand in full beside their slots."""
+        return self.site.layout.in_full
+
+    def outs(self) -> tuple[str, ...]:
+        """Options of append for k and v as they are kept, where that is not as they come."""
+        found = ["k_out"] if self.site.layout.keys.hadamard or self.site.rotates_on_append else []
+        return (*found, *(["v_out"] if self.site.layout.values.hadamard else []))
+
+    @property
+    def grouped(self) -> tuple[str, ...]:
+        """The sides whose tokens share scales."""
+        found = (("keys", self.site.layout.keys), ("values", self.site.layout.values))
+        return tuple(name for name, storage in found if storage.channelwise)
+
+
+@lru_cache(maxsize=1024)
+def kernels_of(
+    site: SiteSpec,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    one_bias: bool,
+) -> Kernels:
+    return Kernels(site, *heads, *dims, dtype, device, one_bias)

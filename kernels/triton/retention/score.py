@@ -1,0 +1,60 @@
+"""Role score: what one query's logits add to the scores of the slots (`layouts/scored.py`), with no second read of K.
+
+    share[slot] = pool over the heads of a group of 2^(logit[head, slot] - lse[head])
+    "last": score = share      "sum", "mean_age": score += share      ("vote": a step changes no score)
+
+Decode leaves the logits, final (scaled, capped, with their bias) and in base 2; `combine` the log-sum-exp, in base 2 as
+well. Granularity `layer` pools over KV heads too. Slots that hold no token are left alone, and sequences whose token is
+padding.
+
+Options: interpreted. spec.block_n: slots of a tile.
+Launch: grid(spec, batch). logits float32 [B, Hkv, G, slots]; lse float32 [B, Hq]; positions int64 [B, 1]; score float32
+[B, Hkv or 1, slots].
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvcompile.kernels.triton.append.encode.tile import power_of_two
+from kvcompile.kernels.triton.helpers import module
+from kvcompile.kernels.triton.params import KernelSource, Param, TensorParam
+from kvcompile.kernels.triton.render import rendered
+from kvcompile.kernels.triton.retention.evict import retention_of
+from kvcompile.kernels.triton.spec import KernelSpec
+
+OPTIONS = {"interpreted"}
+PARAMS: tuple[Param, ...] = (
+    TensorParam("logits", torch.float32, 4),
+    TensorParam("lse", torch.float32, 2),
+    TensorParam("positions", torch.int64, 2),
+    TensorParam("score", torch.float32, 3),
+)
+
+
+def generate(spec: KernelSpec) -> KernelSource:
+    """The kernel of a spec of role score.
+
+    Raises:
+        ValueError: the layout's retention does not go by scores, or its scores do not change in a step.
+    """
+    retention = retention_of(spec, OPTIONS)
+    if retention.score == "vote":
+        raise ValueError(f"{retention}: tokens vote in a prompt alone, no step changes a score")
+    heads = spec.num_kv_heads if retention.granularity == "layer" else 1
+    text = rendered(
+        "score.py.jinja",
+        params=PARAMS,
+        retention=retention,
+        block=spec.block_n,
+        group=spec.group,
+        rows=power_of_two(spec.group),
+        heads=heads,
+        pool="tl.max" if retention.pooling == "max" else "tl.sum",
+        count=spec.group * heads,
+    )
+    return KernelSource("score", PARAMS, module(text))
+
+
+def grid(spec: KernelSpec, batch: int) -> tuple[int, int, int]:
+    return -(-spec.layout.slots(None) // spec.block_n), spec.score_heads, batch

@@ -1,0 +1,128 @@
+"""Where the rows of a tile stand in memory: what a source's placement makes of slots start .. start + BLOCK_N - 1.
+
+A source is an array of slots: the cache, or the new tokens of a prompt that are not in it yet. Its tensors are dense,
+so a row's address is a multiple of the row's size, which is a constant: the compiler sees how it is aligned.
+
+    dense:   ((batch * KV heads + head) * slots + slot) * elements
+    paged:   ((page * KV heads + head) * page_size + slot mod page_size) * elements      page = table[slot // page_size]
+
+Where a tile lies in one page, the page is one number; else every row looks its own up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import sympy
+import torch
+
+from kvcompile.kernels.triton.params import Param, ScalarParam, TensorParam
+from kvcompile.kernels.triton.tile.symbolic import printed
+from kvcompile.layouts import symbols as sy
+from kvcompile.layouts.pages import offset, page_index
+
+_SLOT = sympy.Symbol("slot", integer=True, nonnegative=True)
+
+
+@dataclass(frozen=True)
+class SlotArray:
+    """An array of slots that a kernel reads.
+
+    prefix: of the names of its tensors ("" for the cache, "new_" for new tokens)
+    slots:  how many there are, an expression or a number
+    page_size: 0: dense
+    chosen: tokens of a page, where only pages that were chosen are read (`attend/keys.py`); 0: all slots are
+    """
+
+    prefix: str
+    slots: str
+    num_kv_heads: int
+    block_n: int
+    page_size: int = 0
+    chosen: int = 0
+
+    @property
+    def at(self) -> str:
+        """The variable that holds the first slot of a tile, or the slot of each row where they are scattered."""
+        return "slot" if self.chosen else "start"
+
+    @property
+    def scattered(self) -> bool:
+        """Whether the slots of a tile do not follow each other."""
+        return self.chosen % self.block_n != 0
+
+    @property
+    def each(self) -> str:
+        """An expression: the slot of each row of a tile, [BLOCK_N]."""
+        return self.at if self.scattered else f"{self.at} + n"
+
+    @property
+    def one_page(self) -> bool:
+        """Whether all rows of a tile are in one page."""
+        return self.page_size > 0 and self.page_size % self.block_n == 0 and not self.scattered
+
+    @property
+    def gathers(self) -> bool:
+        """Whether every row of a tile has an address of its own."""
+        return self.scattered or (self.page_size > 0 and not self.one_page)
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        if self.page_size:
+            return (TensorParam("page_table", torch.int32, 2),)
+        return (ScalarParam(self.slots),) if not self.slots.isdigit() else ()
+
+    def base(self, multiple: int = 1) -> str:
+        """The variable that holds the row of slot `start`, or where rows are gathered, that of each slot.
+
+        multiple: the tokens that share a row: the array has whole groups of them
+        """
+        return "base" if multiple == 1 or self.page_size else f"base_{multiple}"
+
+    def located(self, multiples: Iterable[int], masked: bool) -> list[str]:
+        """Lines that define `base` for each of `multiples`. masked: slots beyond `inside` have no row."""
+        heads = self.num_kv_heads
+        if not self.page_size:
+            return [
+                f"{self.base(of)} = (batch * {heads} + head) * {self._rows(of)} + {self.at}"
+                for of in sorted(set(multiples))
+            ]
+        at = self.at if self.one_page or self.scattered else f"({self.each})"
+        entry = printed(page_index(self.page_size), {sy.slot: at})
+        guard = ", mask=inside, other=0" if masked and self.gathers else ""
+        within = printed(offset(self.page_size).subs(sy.slot, _SLOT), {_SLOT: at})
+        return [
+            f"page = tl.load(page_table_ptr + batch * page_table_s0 + {entry}{guard}).to(tl.int64)",
+            f"base = (page * {heads} + head) * {self.page_size} + {within}",
+        ]
+
+    def rows(self, name: str, elements: int, channels: str, multiple: int = 1) -> str:
+        """Pointers [BLOCK_N, channels] to `channels` (a row [1, W]) of part `name`, rows of `elements`."""
+        pointer, base = f"{self.prefix}{name}_ptr", self.base(multiple)
+        if self.gathers:
+            return f"{pointer} + {base}[:, None] * {elements} + {channels}"
+        return f"{pointer} + {base} * {elements} + n[:, None] * {elements} + {channels}"
+
+    def numbers(self, name: str, elements: int = 1, index: int = 0) -> str:
+        """Pointers [BLOCK_N] to number `index` of each row of part `name`."""
+        pointer = f"{self.prefix}{name}_ptr"
+        own = "" if elements == 1 else f" * {elements} + {index}"
+        if self.gathers:
+            return f"{pointer} + base{own}"
+        return f"{pointer} + base + n" if elements == 1 else f"{pointer} + (base + n){own}"
+
+    def shared(self, name: str, group: int, elements: int, channels: str, alike: bool) -> str:
+        """Pointers into part `name`, of rows that `group` tokens share: [BLOCK_N, channels], or where all of the tile
+        share one (`alike`), [1, channels]."""
+        rows = f"({self.base(group)} + n)[:, None]" if not self.gathers else f"{self.base(group)}[:, None]"
+        if alike:
+            rows = self.base(group)
+        return f"{self.prefix}{name}_ptr + {rows} // {group} * {elements} + {channels}"
+
+    def _rows(self, multiple: int) -> str:
+        if multiple == 1:
+            return self.slots
+        if self.slots.isdigit():
+            return str(-(-int(self.slots) // multiple) * multiple)
+        return f"(({self.slots} + {multiple - 1}) // {multiple} * {multiple})"

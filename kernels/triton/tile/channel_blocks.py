@@ -1,0 +1,76 @@
+"""Pieces: the ranges of channels in which a vector is read, each a power of two wide, as Triton's blocks are.
+
+A head of 128 channels is one piece, one of 576 (MLA's latent) is 512 + 64, one of 80 is 64 + 16. Bits that are packed
+in planes (`kernels/reference/packing.py`) have a piece for each shift, so that every element of a piece unpacks alike,
+and one for each group of channels that has a scale of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+SMALLEST = 16  # what a product takes at least; narrower pieces are padded with zeros
+
+
+@dataclass(frozen=True)
+class ChannelBlock:
+    """Channels start, start + step, ... of a vector, `width` of them."""
+
+    start: int
+    width: int
+    step: int = 1
+
+    @property
+    def block(self) -> int:
+        """Width of the block that holds it."""
+        return max(SMALLEST, 1 << (self.width - 1).bit_length())
+
+    @property
+    def whole(self) -> bool:
+        return self.block == self.width
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.step * self.width
+
+
+def split(start: int, stop: int) -> list[ChannelBlock]:
+    """Channels start .. stop - 1 as pieces, the widest first."""
+    found = []
+    while start < stop:
+        width = 1 << ((stop - start).bit_length() - 1)
+        if stop - start < SMALLEST:
+            width = stop - start  # padded in one
+        found.append(ChannelBlock(start, width))
+        start += width
+    return found
+
+
+def between(dim: int, edges: Iterable[int]) -> tuple[ChannelBlock, ...]:
+    """All `dim` channels, in pieces that cross none of `edges`."""
+    marks = sorted({0, dim, *(edge for edge in edges if 0 < edge < dim)})
+    return tuple(piece for a, b in pairwise(marks) for piece in split(a, b))
+
+
+def in_pairs(dim: int, start: int, rotary_dim: int, interleaved: bool) -> tuple[ChannelBlock, ...]:
+    """Channels so that those a rotary embedding turns with each other are pieces 0 and 1, 2 and 3, ...; then the rest.
+
+    The number of such pieces is `paired(...)`.
+    """
+    half = rotary_dim // 2
+    pairs: list[ChannelBlock] = []
+    for piece in split(0, half):
+        if interleaved:
+            first = start + 2 * piece.start
+            pairs += [ChannelBlock(first, piece.width, 2), ChannelBlock(first + 1, piece.width, 2)]
+        else:
+            first = start + piece.start
+            pairs += [ChannelBlock(first, piece.width), ChannelBlock(first + half, piece.width)]
+    return (*pairs, *split(0, start), *split(start + rotary_dim, dim))
+
+
+def paired(rotary_dim: int) -> int:
+    """How many pieces of `in_pairs` are turned."""
+    return 2 * len(split(0, rotary_dim // 2))

@@ -1,0 +1,155 @@
+"""The elements of a tile: the lines that load a side's stored vectors and make them what products take.
+
+    floats, fp8, int8    one load a piece
+    2, 3, 4 bits         a load for each byte that holds channels, then shifts (`kernels/reference/packing.py`)
+
+Where scales multiply elements (`TileLoader.by_element`), every one is dequantized: code * scale + minimum in float32.
+"""
+
+from __future__ import annotations
+
+from kvcompile.kernels.triton.tile.addressing import SlotArray
+from kvcompile.kernels.triton.tile.channel_blocks import ChannelBlock
+from kvcompile.kernels.triton.tile.code_values import codebook_number, scale_number
+from kvcompile.kernels.triton.tile.tile_loader import PLANES, TileLoader
+
+
+def loaded(part: TileLoader, source: SlotArray, masked: bool) -> list[str]:
+    """Lines that define a block `k0`, `k1`, ... [BLOCK_N, W] (or `v0`, ...) of each piece, in `dot`."""
+    lines: list[str] = []
+    there: dict[str, str] = {}  # bytes that a piece has loaded already -> the block that holds them
+    for index, piece in enumerate(part.pieces):
+        if _spreads(part, piece):
+            lines += _halves(part, source, piece, index, masked, there)
+            continue
+        lines += _codes(part, source, piece, index, masked, there)
+        if part.by_element:
+            lines += _dequantized(part, source, index, masked)
+        else:
+            name = f"{part.letter}{index}"
+            lines.append(f"{name} = {_to_dot(part, name)}")
+    return lines
+
+
+def _bits(part: TileLoader) -> int:
+    """Bits of a code that is packed with others; 8: elements are bytes or wider."""
+    return part.storage.element.bits if part.storage.element.packed else 8
+
+
+def _spreads(part: TileLoader, piece: ChannelBlock) -> bool:
+    """Whether inline assembly makes float16 of the piece's bits, as it does where all are shifted alike."""
+    bits, kind = _bits(part), part.storage.element.kind
+    return (
+        part.assembly
+        and not part.by_element
+        and kind == "uint"
+        and bits in (2, 4)
+        and _alike(piece, part.dim * bits // 8)
+    )
+
+
+def _alike(piece: ChannelBlock, size: int) -> bool:
+    """Whether all channels of a piece have the same shift in a plane of `size` bytes."""
+    return piece.step == 1 and piece.start // size == (piece.stop - 1) // size
+
+
+def _codes(
+    part: TileLoader, source: SlotArray, piece: ChannelBlock, index: int, masked: bool, there: dict[str, str]
+) -> list[str]:
+    """Lines that define the piece as it is stored: floats, or codes as uint8."""
+    name, data, c = f"{part.letter}{index}", f"{part.side}_data", part.channels(index)
+    bits = _bits(part)
+    if bits == 8:
+        guard = part.guard(index, masked, "0" if part.integers else "0.0")
+        return [f"{name} = tl.load({source.rows(data, part.dim, c, part.group)}{guard})"]
+    lines, terms = [], []
+    row, before, low = part.dim * bits // 8, 0, 0
+    for width in PLANES[bits]:
+        size = part.dim * width // 8
+        if _alike(piece, size):
+            first, shift = before + piece.start % size, str(piece.start // size * width)
+            own = f"({c} - {piece.start - first})" if first != piece.start else c
+            known = f"{piece.width} bytes from {first}"
+        else:
+            own = f"({c} % {size}" + (f" + {before})" if before else ")")
+            shift, known = f"({c} // {size} * {width})", f"{index} of plane {before}"
+        if known not in there:
+            there[known] = f"{part.letter}_bytes{len(there)}"
+            at = source.rows(data, row, own, part.group)
+            lines.append(f"{there[known]} = tl.load({at}{part.guard(index, masked, '0')})")
+        term = there[known] if shift == "0" else f"({there[known]} >> {shift})"
+        term = f"({term} & {2**width - 1})"
+        terms.append(term if not low else f"({term} << {low})")
+        before, low = before + size, low + width
+    return [*lines, f"{name} = {' | '.join(terms)}"]
+
+
+def _halves(
+    part: TileLoader, source: SlotArray, piece: ChannelBlock, index: int, masked: bool, there: dict[str, str]
+) -> list[str]:
+    """Lines that define a piece of 2 or 4 bits as float16: pieces that share bytes share what spreads them."""
+    bits, c = _bits(part), part.channels(index)
+    row = part.dim * bits // 8
+    first, shift = piece.start % row, piece.start // row * bits
+    known, lines = f"{piece.width} bytes from {first}", []
+    if known not in there:
+        there[known] = f"{part.letter}_bytes{len(there)}"
+        own = f"({c} - {piece.start - first})" if first != piece.start else c
+        at = source.rows(f"{part.side}_data", row, own, part.group)
+        lines.append(f"{there[known]} = halfwords(tl.load({at}{part.guard(index, masked, '0')}))")
+    return [*lines, f"{part.letter}{index} = bits{bits}_at{shift}_halves({there[known]})"]
+
+
+def _to_dot(part: TileLoader, name: str) -> str:
+    """The stored block `name` as numbers in `dot`."""
+    kind, code = f"tl.{part.dot}", part.storage.element
+    if code.kind == "codebook":
+        return f"{codebook_number(code, name)}.to({kind})"
+    if part.assembly and code.kind == "int":
+        return f"int8_halves({name})"
+    if part.assembly and code.name == "uint8":
+        return f"uint8_halves({name})"
+    if code.kind == "fp8" and part.fp8 == "bits":
+        form = f"fp8_{code.name}"
+        return f"{form}_halves({name})" if part.assembly else f"{form}_bits({name}).to({kind})"
+    if code.dtype is None and part.dot == part.model:
+        return name
+    if part.integers and code.kind != "int" and part.dot == "float16":
+        # An integer below 1024 in the mantissa of 1024: two instructions, and no conversion.
+        return f"(({name}.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0)"
+    return f"{name}.to({kind})"
+
+
+def _dequantized(part: TileLoader, source: SlotArray, index: int, masked: bool) -> list[str]:
+    """Lines that make the stored block of piece `index` what it stands for, in `dot`."""
+    name, c, kept = f"{part.letter}{index}", part.channels(index), part.storage
+    code = kept.element
+    if code.kind == "codebook":
+        wide = f"{codebook_number(code, name)}.to(tl.float32)"
+    else:
+        plain = f"fp8_{code.name}_bits({name})" if code.kind == "fp8" and part.fp8 == "bits" else name
+        wide = f"{plain}.to(tl.float32)"
+    guard = part.guard(index, masked)
+    rows_guard = ", mask=inside, other=0.0" if masked else ""
+    lines = []
+    minimum = f" + {part.letter}_minimum" if kept.scale.minimum else ""
+    match kept.scale.per:
+        case "channel":
+            for number in kept.scale.numbers:
+                at = source.shared(f"{part.side}_{number}", part.group, part.dim, c, alike=False)
+                lines.append(f"{part.letter}_{number} = {scale_number(kept.scale, f'tl.load({at}{guard})')}")
+            wide = f"({wide} * {part.letter}_scale{minimum})"
+        case "group":
+            count = kept.groups(part.dim)
+            group = f"{c} // {part.dim // count}"
+            for number in kept.scale.numbers:
+                at = source.rows(f"{part.side}_{number}", count, group)
+                lines.append(f"{part.letter}_{number} = {scale_number(kept.scale, f'tl.load({at}{guard})')}")
+            wide = f"({wide} * {part.letter}_scale{minimum})"
+        case "vector":
+            at = source.numbers(f"{part.side}_scale")
+            lines.append(f"{part.letter}_scale = {scale_number(kept.scale, f'tl.load({at}{rows_guard})')}")
+            wide = f"({wide} * {part.letter}_scale[:, None])"
+        case "head" | "tensor":
+            wide = f"({wide} * {part.side}_scale)"
+    return [*lines, f"{name} = {wide}.to(tl.{part.dot})"]

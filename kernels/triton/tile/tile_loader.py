@@ -1,0 +1,230 @@
+"""Reading a tile of stored vectors: what stands in the slots, as blocks that products take, and what multiplies after.
+
+A storage keeps x = code * scale + minimum. Scales never multiply elements where a number per token will do: those of
+keys multiply a column of the scores, those of values a column of the probabilities, and minima enter through one
+product more per token (kernels.md: dequantizing element by element, decode is bound by instructions). Scales that
+tokens share per channel (KIVI keys) multiply the queries, once per tile of one group.
+
+A tile is read in pieces (`channel_blocks.py`), whose elements `dequantize.py` loads; the pieces with one scale are a
+`Scales`. Where vectors must be whole numbers before the product (keys that rotate when they are read), `elementwise` is
+the plain
+form: every element dequantized.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvcompile.kernels.triton.device import Fp8Form
+from kvcompile.kernels.triton.params import Param, TensorParam, taken_as
+from kvcompile.kernels.triton.spec import DotType, KernelSpec
+from kvcompile.kernels.triton.tile import dot_dtype
+from kvcompile.kernels.triton.tile.addressing import SlotArray
+from kvcompile.kernels.triton.tile.channel_blocks import ChannelBlock, between
+from kvcompile.kernels.triton.tile.code_values import scale_number
+from kvcompile.layouts import InKeys, Storage
+
+PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # as kernels/reference/packing.py packs
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Pieces that share a scale, a minimum: names of blocks [BLOCK_N] (or of numbers), or None."""
+
+    pieces: tuple[int, ...]
+    scale: str | None = None
+    minimum: str | None = None
+
+
+@dataclass(frozen=True)
+class TileLoader:
+    """K's or V's slots.
+
+    side:     "keys" or "values"
+    storage:  what is in the slots (`Storage.of_slots`)
+    dim:      channels of a vector
+    pieces:   how they are read
+    dot:      the type of the products that they go into
+    model:    the model's dtype, by name
+    fp8:      how fp8 numbers are converted
+    block_n:  slots of a tile
+    elementwise: every element is dequantized, to `dot`
+    assembly: whether integers become float16 by inline assembly; what is interpreted has a plain form
+    """
+
+    side: str
+    storage: Storage
+    dim: int
+    pieces: tuple[ChannelBlock, ...]
+    dot: DotType
+    model: str
+    fp8: Fp8Form
+    block_n: int
+    elementwise: bool
+    assembly: bool
+
+    @property
+    def letter(self) -> str:
+        return self.side[0]
+
+    @property
+    def group(self) -> int:
+        """Tokens that share a row of data."""
+        return self.storage.group
+
+    @property
+    def fixed_scale(self) -> bool:
+        """Whether one number scales all of a head's vectors."""
+        return self.storage.calibration is not None
+
+    @property
+    def late_scale(self) -> bool:
+        """Whether that number multiplies after the product, as it does unless elements have it already."""
+        return self.fixed_scale and not self.elementwise
+
+    @property
+    def folded(self) -> bool:
+        """Whether a scale per channel multiplies the other factor of the product, once per tile."""
+        own = self.storage.channelwise and self.side == "keys" and not self.elementwise
+        return own and self.group % self.block_n == 0
+
+    @property
+    def by_element(self) -> bool:
+        """Whether scales multiply elements."""
+        return self.elementwise or (self.storage.channelwise and not self.folded)
+
+    def params(self, source: SlotArray) -> tuple[Param, ...]:
+        """The parts in memory, as tensors [array, KV head, row, ...]."""
+        found = []
+        for part in self.storage.parts(self.dim, getattr(torch, self.model)):
+            if part.fixed and source.prefix:
+                continue
+            dtype = taken_as(part.dtype, self.fp8)
+            found.append(TensorParam(f"{source.prefix}{self.side}_{part.name}", dtype))
+        return tuple(found)
+
+    # ---- what multiplies
+
+    def scales(self) -> tuple[Scales, ...]:
+        """Which pieces are multiplied by what, after the product."""
+        every = tuple(range(len(self.pieces)))
+        kept, letter = self.storage, self.letter
+        if self.elementwise:
+            return (Scales(every),)
+        match kept.scale.per:
+            case "vector":
+                return (Scales(every, f"{letter}_scale"),)
+            case "group":
+                width = self.dim // kept.groups(self.dim)
+                return tuple(
+                    Scales(
+                        tuple(i for i in every if self.pieces[i].start // width == g),
+                        f"{letter}_scale{g}",
+                        f"{letter}_minimum{g}" if kept.scale.minimum else None,
+                    )
+                    for g in range(kept.groups(self.dim))
+                )
+            case _:
+                return (Scales(every),)
+
+    def load_scales(self, source: SlotArray, masked: bool) -> list[str]:
+        """Lines that define what `scales` names, fp32 [BLOCK_N]."""
+        lines = []
+        groups = self.scales()
+        for part in ("scale", "minimum"):
+            names = [name for group in groups if (name := getattr(group, part)) is not None]
+            count = len(names)
+            if count > 1 and count & (count - 1) == 0:
+                lines += self._split(source, part, names, masked)
+                continue
+            guard = ", mask=inside, other=0.0" if masked else ""
+            for index, name in enumerate(names):
+                at = source.numbers(f"{self.side}_{part}", count, index)
+                lines.append(f"{name} = {scale_number(self.storage.scale, f'tl.load({at}{guard})')}")
+        return lines
+
+    def _split(self, source: SlotArray, part: str, names: list[str], masked: bool) -> list[str]:
+        """Lines that load the numbers of all groups of a token at once, and take them apart, half by half."""
+        count, guard = len(names), ", mask=inside[:, None], other=0.0" if masked else ""
+        at = source.rows(f"{self.side}_{part}", count, f"tl.arange(0, {count})[None, :]")
+        lines = [f"{self.letter}_{part} = {scale_number(self.storage.scale, f'tl.load({at}{guard})')}"]
+        # The name of a block tells the groups in it: every `step`-th from `first` on.
+        blocks, step = {0: f"{self.letter}_{part}"}, 1
+        while step < count:
+            halves: dict[int, str] = {}
+            for first, block in blocks.items():
+                pair = [names[g] if 2 * step == count else f"{block}_{g}" for g in (first, first + step)]
+                left = count // step // 2
+                shape = f"[{self.block_n}, {left}, 2]" if left > 1 else f"[{self.block_n}, 2]"
+                lines.append(f"{pair[0]}, {pair[1]} = tl.split(tl.reshape({block}, {shape}))")
+                halves |= {first: pair[0], first + step: pair[1]}
+            blocks, step = halves, 2 * step
+        return lines
+
+    # ---- the elements
+
+    def channel_scales(self, source: SlotArray) -> list[str]:
+        """Lines that define `k_scale0`, `k_minimum0`, ... [1, W] of a tile whose tokens share them (`folded`)."""
+        lines = []
+        for index, piece in enumerate(self.pieces):
+            for part in ("scale", "minimum"):
+                at = source.shared(
+                    f"{self.side}_{part}", self.group, self.dim, self.channels(index), alike=True
+                )
+                guard = f", mask={self._real(index)}, other=0.0" if not piece.whole else ""
+                number = scale_number(self.storage.scale, f"tl.load({at}{guard})")
+                lines.append(f"{self.letter}_{part}{index} = {number}")
+        return lines
+
+    def constants(self) -> list[str]:
+        """Lines before the loops: the channels of each piece, [1, W]."""
+        lines = []
+        for index, piece in enumerate(self.pieces):
+            step = "" if piece.step == 1 else f"{piece.step} * "
+            start = "" if piece.start == 0 else f"{piece.start} + "
+            lines.append(f"{self.channels(index)} = {start}{step}tl.arange(0, {piece.block})[None, :]")
+        return lines
+
+    def channels(self, index: int) -> str:
+        return f"{self.letter}c{index}"
+
+    def _real(self, index: int) -> str:
+        """Which channels of a padded piece are channels."""
+        return f"({self.channels(index)} < {self.pieces[index].stop})"
+
+    def guard(self, index: int, masked: bool, other: str = "0.0") -> str:
+        parts = ["inside[:, None]"] if masked else []
+        parts += [] if self.pieces[index].whole else [self._real(index)]
+        return f", mask={' & '.join(parts)}, other={other}" if parts else ""
+
+    @property
+    def integers(self) -> bool:
+        kind = self.storage.element.kind
+        return self.fp8 == "bits" if kind == "fp8" else kind != "float"
+
+
+def reader(
+    spec: KernelSpec, side: str, pieces: tuple[ChannelBlock, ...] | None = None, *, elementwise: bool = False
+) -> TileLoader:
+    """The reader of the site's keys or values; pieces: instead of those that suit the storage best."""
+    stored = spec.layout.keys if side == "keys" else spec.layout.values
+    dim = spec.head_dim if side == "keys" else spec.v_head_dim
+    assert not isinstance(stored, InKeys), "such values are read from the keys"
+    kept = stored.of_slots
+    dot = dot_dtype.of_model(spec) if elementwise or kept.channelwise else dot_dtype.of_codes(kept, spec)
+    if kept.channelwise and side == "keys" and not elementwise and kept.group % spec.block_n == 0:
+        dot = dot_dtype.of_codes(kept, spec)
+    own = pieces or between(dim, edges(kept, dim))
+    assembly = "interpreted" not in spec.options and dot == "float16"
+    return TileLoader(side, kept, dim, own, dot, spec.dtype, spec.fp8, spec.block_n, elementwise, assembly)
+
+
+def edges(kept: Storage, dim: int) -> list[int]:
+    """Channels before which a piece must end."""
+    planes = PLANES[kept.element.bits] if kept.element.packed else ()
+    sizes = [dim * width // 8 for width in planes if width != 8]
+    if kept.groups(dim) > 1:
+        sizes.append(dim // kept.groups(dim))
+    return [edge for size in sizes for edge in range(size, dim, size)]

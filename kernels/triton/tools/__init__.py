@@ -1,0 +1,1 @@
+"""What measures kernels and looks into them: times, tuning, machine code."""

@@ -1,1 +1,0 @@
-"""Parts of the roles that write the cache (append, group)."""

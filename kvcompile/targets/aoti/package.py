@@ -1,0 +1,179 @@
+"""AOTInductor: the rewritten graph as machine code, several graphs in one `.pt2`, their weights in one file beside it.
+
+Which graphs: Inductor treats a size of one apart, and a step of one sequence is worth its own form (`compile/gemv.py`).
+
+| entry | tokens | sequences |
+|---|---|---|
+| prefill | any number from 2 on | any number |
+| decode | one each | one |
+| decode_batch | one each | any number; where the limits admit more than one |
+
+`any number` is traced with symbols of at least two, because torch.export takes 0 and 1 for cases of their own. Compiled
+code reads its sizes from its inputs, and the strides that it computes from them hold for one as well: what tracing can
+have decided by `>= 2` are broadcasts and branches, and the graphs have none on the batch or the number of kept logits
+(torch's own name for this use is `aot_inductor.check_lowerbound`).
+
+Weights are no part of the code: each graph names the constants that it needs, and shares them with the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from kvcompile.compile.gemv import give_gemv
+from kvcompile.errors import ExportError
+from kvcompile.targets.functional import Functional, Phase, example, traced
+from kvcompile.util.tracing import quiet
+
+# What compilers call the CPUs that a package may be for, and the width of their vectors in bits.
+LEVELS: dict[str, tuple[str, int] | None] = {
+    "native": None,
+    "x86-64-v3": ("x86-64-v3", 256),
+    "x86-64-v4": ("x86-64-v4", 512),
+}
+_AVX2 = {"avx", "avx2", "bmi", "bmi2", "f16c", "fma3", "lzcnt", "popcnt"}
+_OF_LEVEL = {
+    "x86-64-v3": _AVX2,
+    "x86-64-v4": _AVX2 | {f"avx512_{part}" for part in ("f", "bw", "cd", "dq", "vl")},
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One graph of a package; one: a token of each sequence; alone: one sequence."""
+
+    name: str
+    phase: Phase
+    one: bool
+    alone: bool
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What became of an entry: files for the package, and the constants that they need, by name."""
+
+    entry: Entry
+    files: tuple[str, ...]
+    constants: dict[str, Tensor]
+
+
+def entries(max_batch: int) -> tuple[Entry, ...]:
+    """The graphs of a package for up to so many sequences; the first that takes a call is meant."""
+    found = (
+        Entry("prefill", "prefill", one=False, alone=max_batch == 1),
+        Entry("decode", "decode", one=True, alone=True),
+    )
+    return found if max_batch == 1 else (*found, Entry("decode_batch", "decode", one=True, alone=False))
+
+
+def instruction_sets(level: str, own: set[str]) -> set[str]:
+    """What a CPU needs for code of `level`; own: what this one has.
+
+    Raises:
+        ExportError: this CPU is below the level, so that nothing can be compiled for it.
+    """
+    if level == "native":
+        return own
+    missing = sorted(_OF_LEVEL[level] - own)
+    if missing:
+        raise ExportError(
+            f"cpu: {level} needs {', '.join(missing)}, which this CPU lacks; export on one that has them, or choose "
+            "x86-64-v3 or native"
+        )
+    from torch._inductor import config, cpu_vec_isa
+
+    _, width = LEVELS[level] or ("", 0)
+    with config.patch({"cpp.simdlen": width}):
+        picked = str(cpu_vec_isa.pick_vec_isa()).split()
+    return _OF_LEVEL[level] | (set(picked) & own)
+
+
+def compiled(function: Functional, entry: Entry, mode: str, level: str) -> Compiled:
+    """Trace and compile one graph of a function that updates its caches in place.
+
+    Args:
+        mode: of the recipe's `compile`. level: one of LEVELS.
+
+    Raises:
+        ExportError: torch.export or Inductor refuses the graph.
+    """
+    program = traced(function, entry.one, entry.alone)
+    module = program.module(check_guards=False)
+    assert isinstance(module, GraphModule)
+    _lay_out(module)
+    if entry.one and entry.alone and function.device.type == "cpu":
+        module = give_gemv(module)
+    given = example(function, entry.one, entry.alone)
+    try:
+        with torch.no_grad(), quiet("torch._inductor"):
+            made: Any = torch._inductor.aot_compile(module, given, options=_options(entry, mode, level))
+    except Exception as error:  # Inductor and the C++ compiler raise many kinds
+        reason = " ".join(str(error).split())[:600]
+        raise ExportError(
+            f"AOTInductor could not compile {entry.name} of plan {function.plan.digest()}: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
+    files = tuple(file for file in made if isinstance(file, str))
+    weights: dict[str, tuple[Tensor, Any]] = next(item for item in made if isinstance(item, dict))
+    constants = {name: tensor for name, (tensor, _) in weights.items()}
+    for name, tensor in constants.items():
+        if not tensor.is_contiguous():
+            raise ExportError(
+                f"AOTInductor lays constant {name} of {entry.name} out with strides {list(tensor.stride())}, and "
+                "weight files have rows; this is a defect of kvcompile"
+            )
+    return Compiled(entry, files, constants)
+
+
+def package(path: Path, made: tuple[Compiled, ...]) -> None:
+    """Write compiled graphs to one `.pt2`.
+
+    Raises:
+        OSError: as files do.
+    """
+    from torch._inductor.package.package import package_aoti
+
+    with quiet("torch._inductor"):
+        package_aoti(str(path), {each.entry.name: list(each.files) for each in made})
+
+
+def _lay_out(module: nn.Module) -> None:
+    """Give weights that stand transposed or in steps their rows: a weight file has no strides."""
+    for owner in module.modules():
+        for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+            if tensor is None or tensor.is_contiguous():
+                continue
+            rows = tensor.detach().contiguous()
+            if name in owner._parameters:
+                owner._parameters[name] = nn.Parameter(rows, requires_grad=False)
+            else:
+                owner._buffers[name] = rows
+
+
+def _options(entry: Entry, mode: str, level: str) -> dict[str, Any]:
+    options = dict(torch._inductor.list_mode_options(mode)) if mode == "max-autotune" else {}
+    options |= {
+        "triton.cudagraphs": False,
+        # Otherwise kernels run on made-up inputs while they are compiled: one that writes to the slots of made-up
+        # positions writes anywhere. So the program runs once on the example, which is valid, with clones of caches.
+        "triton.autotune_at_compile_time": False,
+        # A scale is rounded to what is stored before it divides; without this, the rounding is optimized away.
+        "emulate_precision_casts": True,
+        # As many threads as the process has that runs it, not the one that compiled it.
+        "cpp.dynamic_threads": True,
+        "aot_inductor.package": True,
+        "aot_inductor.package_constants_in_so": False,
+        # The files say which constants they need; what is written of them is decided by `weights`.
+        "aot_inductor.package_constants_on_disk_format": "pickle_weights",
+        "aot_inductor.check_lowerbound": False,
+        "aot_inductor.model_name_for_generated_files": entry.name,
+    }
+    if (target := LEVELS[level]) is not None:
+        options |= {"cpp.march": target[0], "cpp.simdlen": target[1]}
+    return options

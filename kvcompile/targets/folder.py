@@ -1,0 +1,154 @@
+"""Writes an artifact's folder as a whole or not at all, and checks one against its manifest.
+
+Everything is written to a folder beside the final one, and takes its name when it is complete. What stood there before
+is an artifact, or empty, or is refused: nothing else is ever removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvcompile.errors import ArtifactError, ExportError
+from kvcompile.targets.manifest import FILE, FileInfo, Manifest
+
+
+@contextmanager
+def writing(out: str | Path) -> Iterator[Path]:
+    """A new folder that becomes `out` when the block ends without an error; else it is gone and `out` is as it was.
+
+    Raises:
+        ExportError: `out` holds something that is no artifact, or cannot be written (no room, no rights).
+    """
+    final = Path(out).expanduser().absolute()
+    check_replaceable(final)
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+    except OSError as error:
+        raise ExportError(f"{final} cannot be written: {error.strerror or error}") from error
+    try:
+        try:
+            yield made
+            made.chmod(0o777 & ~_umask())
+            _replace(made, final)
+        except OSError as error:
+            raise ExportError(
+                f"{final} cannot be written: {error.strerror or error}. Nothing was left there; what it was before, "
+                "it is still"
+            ) from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def check_replaceable(final: Path) -> None:
+    """Refuse a place that holds what no export has written.
+
+    Raises:
+        ExportError: a file, or a folder with something else in it.
+    """
+    if not final.exists():
+        return
+    if not final.is_dir():
+        raise ExportError(f"{final}: expected a folder, and it is a file; name another one")
+    if any(final.iterdir()) and not (final / FILE).is_file():
+        raise ExportError(
+            f"{final} holds something that is no artifact (it has no {FILE}); name a new folder, or empty it"
+        )
+    if (final / FILE).is_file():
+        written = _written(final / FILE)
+        for path in sorted(final.rglob("*")):
+            name = path.relative_to(final).as_posix()
+            if not path.is_dir() and name not in written:
+                raise ExportError(
+                    f"{final} holds {name!r}, which is not of the artifact there; move it, or name a new folder"
+                )
+
+
+def _written(manifest: Path) -> set[str]:
+    """The files of an artifact, its manifest's among them: of whatever version it is.
+
+    Raises:
+        ExportError: it is not of kvcompile, or damaged.
+    """
+    try:
+        data = json.loads(manifest.read_text(encoding="utf-8"))
+        assert data["format"] == "kvcompile"
+        return {FILE, *data["files"]}
+    except (OSError, ValueError, LookupError, TypeError, AssertionError, RecursionError):
+        raise ExportError(
+            f"{manifest} is not of kvcompile, or damaged, so that nobody knows which files here are an artifact's; "
+            "name a new folder, or delete this one"
+        ) from None
+
+
+def infos(folder: Path) -> dict[str, FileInfo]:
+    """Size and sha256 of every file in `folder`, by its path in it."""
+    return {
+        path.relative_to(folder).as_posix(): FileInfo(bytes=path.stat().st_size, sha256=sha256(path))
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != FILE
+    }
+
+
+def check(folder: str | Path, manifest: Manifest, *, contents: bool = True) -> None:
+    """Every file is there and is what was written; without `contents`, has the size of what was written.
+
+    Raises:
+        ArtifactError: the first that is missing, truncated or damaged.
+    """
+    check_files(Path(folder), manifest.files, contents=contents)
+
+
+def check_files(folder: Path, files: Mapping[str, FileInfo], *, contents: bool = True) -> None:
+    """As `check`, of files by their path in the folder."""
+    for name, info in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise ArtifactError(
+                f"{path} is missing: the artifact is incomplete; copy all of it, or export again"
+            )
+        if path.stat().st_size != info.bytes:
+            raise ArtifactError(
+                f"{path}: expected {info.bytes:,} bytes, found {path.stat().st_size:,}: it is truncated or another "
+                "file; copy it again, or export again"
+            )
+        if contents and sha256(path) != info.sha256:
+            raise ArtifactError(
+                f"{path}: its sha256 is not that of the manifest: it is damaged; export again"
+            )
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _replace(made: Path, final: Path) -> None:
+    if not final.exists():
+        made.rename(final)
+        return
+    # A folder cannot be exchanged in one step everywhere: the old one moves aside and comes back if that fails.
+    aside = Path(tempfile.mkdtemp(prefix=f".{final.name}-old-", dir=final.parent))
+    old = aside / final.name
+    try:
+        final.rename(old)
+        made.rename(final)
+    except BaseException:
+        if old.exists():
+            old.rename(final)
+        aside.rmdir()
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

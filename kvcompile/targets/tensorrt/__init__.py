@@ -1,0 +1,1 @@
+"""Target tensorrt: engines of ONNX files traced under TensorRT's dialect, and their session."""

@@ -1,0 +1,198 @@
+"""Tracing a wrapped model into an exported program with free sizes, in one of two ways.
+
+`export`          torch.export, non-strict: the model's Python runs as it is, on tensors of symbolic sizes. Python that
+                  makes an int of a size (`len(t)`, `int(t.shape[1])`) is what it cannot follow: the size becomes a
+                  constant, which is an error.
+`strict export`   torch.export, strict: Dynamo interprets the Python, and follows such ints. It knows less of Python,
+                  so it comes second.
+
+Both give guards: what was taken for granted about sizes (passes/capture/guards.py says what becomes of them).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from kvcompile.errors import CaptureError
+from kvcompile.passes.capture.inputs import CapturedInputs, Wrapper, example
+from kvcompile.passes.capture.traced_once import Once
+from kvcompile.util.tracing import quiet, uncollected
+
+Way = Literal["export", "strict export"]
+WAYS: tuple[Way, ...] = ("export", "strict export")
+BATCH, SEQ, KEEP = 3, 11, 5  # example sizes: different, so that no two dynamic sizes share a symbol
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_DYNAMO = _TORCH + "_dynamo" + os.sep
+_LOGGERS = ("torch._dynamo", "torch._guards", "torch.export", "torch.fx.experimental.symbolic_shapes")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """An exported program, and for the guards that the model's own Python asked for, where (by id of the guard).
+
+    once: set where equal layers were traced once: the program has marks in their places
+    """
+
+    program: ExportedProgram
+    own: dict[int, str]
+    once: Once | None = None
+
+
+def trace(
+    wrapper: Wrapper,
+    inputs: CapturedInputs,
+    device: torch.device,
+    way: Way = "export",
+    sizes: tuple[int, int] = (BATCH, SEQ),
+    once: Once | None = None,
+) -> Traced:
+    """Trace with free sizes; an error where a size was specialised.
+
+    once:  with which equal layers are traced once; only for `export`
+    sizes: sequences and tokens of the example; Python that depends on them goes the way that it goes for these.
+    """
+    rank2 = {
+        0: Dim.DYNAMIC,
+        1: Dim.DYNAMIC,
+    }  # ranges and equal sizes are inferred; specialisation is an error
+    dims = {"input_ids": rank2, "position_ids": rank2, "logits_to_keep": {0: Dim.DYNAMIC}}
+    names = inputs.names
+    given = example(inputs, *sizes, KEEP, device)
+    shapes = tuple(dims[name] for name in names)
+    # export prints its half-made graph where it fails
+    with uncollected(), redirect_stderr(io.StringIO()), _asked() as own, _unanswered() as refused:
+        if way == "export":
+            with _symbolic_math(), once.patched(wrapper) if once is not None else nullcontext():
+                program = torch.export.export(wrapper, given, dynamic_shapes=shapes, strict=False)
+        else:
+            with quiet(*_LOGGERS):
+                program = torch.export.export(wrapper, given, dynamic_shapes=shapes, strict=True)
+            own |= _asked_through_dynamo(program)
+    if refused:
+        raise CaptureError(
+            f"the model's Python asks for the value of a tensor ({refused[0]}), which tracing cannot know, and goes on"
+            " where it gets none: what it does with the value is not in the graph. Do not catch that error"
+        )
+    return Traced(program, own, once)
+
+
+@contextmanager
+def _symbolic_math() -> Iterator[None]:
+    """math.sqrt and the logarithms take sizes, as min, max and math.pow do within torch.export.
+
+    A graph has no logarithm of a number, so it is one of a tensor without dimensions.
+    """
+    originals = {name: getattr(math, name) for name in ("sqrt", "log", "log2", "log10")}
+
+    def logarithm(name: str) -> Callable[..., Any]:
+        def of(x: Any, *base: float) -> Any:
+            if not isinstance(x, _SYMBOLIC):
+                return originals[name](x, *base)
+            number: Any = x
+            found = getattr(torch, name)(torch.scalar_tensor(number, dtype=torch.float64))
+            return found / originals["log"](*base) if base else found
+
+        return of
+
+    patched = {name: logarithm(name) for name in ("log", "log2", "log10")}
+    patched["sqrt"] = lambda x: torch.sym_sqrt(x) if isinstance(x, _SYMBOLIC) else originals["sqrt"](x)
+    try:
+        for name, function in patched.items():
+            setattr(math, name, function)
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(math, name, function)
+
+
+@contextmanager
+def _asked() -> Iterator[dict[int, str]]:
+    """The guards that appear because Python outside of torch asks whether a condition on sizes holds."""
+    found: dict[int, str] = {}
+    originals = {kind: kind.__bool__ for kind in (torch.SymBool, torch.SymInt, torch.SymFloat)}
+
+    def noting(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        def asked(self: Any) -> bool:
+            guards = getattr(self.node.shape_env, "guards", None)
+            before = len(guards) if guards is not None else 0
+            result = original(self)
+            if guards is not None and len(guards) > before:
+                frame = sys._getframe(1)
+                if not frame.f_code.co_filename.startswith(_TORCH):
+                    where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+                    found.update((id(guard), where) for guard in guards[before:])
+            return result
+
+        return asked
+
+    kind: Any
+    for kind, original in originals.items():
+        kind.__bool__ = noting(original)
+    try:
+        yield found
+    finally:
+        for kind, original in originals.items():
+            kind.__bool__ = original
+
+
+@contextmanager
+def _unanswered() -> Iterator[list[str]]:
+    """The lines that ask for a value which tracing cannot know. The error that they get ends it, if none catches it."""
+    found: list[str] = []
+    original = ShapeEnv._make_data_dependent_error
+
+    def noting(self: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+            frame = frame.f_back
+        found.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
+        return original(self, *args, **kwargs)
+
+    ShapeEnv._make_data_dependent_error = noting  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        ShapeEnv._make_data_dependent_error = original  # type: ignore[method-assign]
+
+
+def _asked_through_dynamo(program: ExportedProgram) -> dict[int, str]:
+    """The guards that Dynamo made where the model's Python branches."""
+    found = {}
+    for guard in guards_of(program):
+        location = guard.sloc.framework_loc
+        file = location.filename if hasattr(location, "filename") else str(location)
+        if file.startswith(_DYNAMO):
+            line = str(guard.sloc.maybe_user_loc or guard.sloc).split("# ")[-1]
+            found[id(guard)] = line.rsplit(os.sep, 1)[-1].strip()
+    return found
+
+
+def guards_of(program: ExportedProgram) -> list[Any]:
+    """What was taken for granted about sizes."""
+    env = shape_env(program)
+    return [] if env is None else list(env.guards)
+
+
+def shape_env(program: ExportedProgram) -> Any:
+    """Where the sizes of a program's inputs are kept; None where none is free."""
+    for node in program.graph.nodes:
+        val = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(val, torch.Tensor):
+            sizes: tuple[Any, ...] = tuple(val.shape)
+            for size in sizes:
+                if isinstance(size, torch.SymInt):
+                    return size.node.shape_env
+    return None

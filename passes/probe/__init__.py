@@ -1,0 +1,1 @@
+"""Probing: parts of a captured graph evaluated at concrete sizes."""

@@ -1,0 +1,1 @@
+"""Rewriting: from a detected graph to one with a cache."""

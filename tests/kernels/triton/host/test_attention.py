@@ -1,0 +1,75 @@
+"""Generated kernels that append and attend, as one op, over every kind of site, against oracles in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+
+from kvcompile.layouts import CacheLayout, InKeys, fp8, int8, per_channel, uint, with_hadamard
+from kvcompile.types import RotaryForm
+from tests.support.triton_attention import Case, cases, check
+from tests.support.triton_write import kernels_folder  # noqa: F401  (a fixture)
+
+# A score far above a softcap: its exp2 is inf, and 1 / inf the 0 that is meant.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+# The interpreter is slow: an example that fails is told as it is.
+AS_IT_IS = settings(
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
+
+
+@settings(AS_IT_IS, max_examples=24)
+@given(case=cases())
+def test_any_site(case: Case) -> None:
+    check(case)
+
+
+@settings(AS_IT_IS, max_examples=12)
+@given(case=cases(scored=True))
+def test_any_site_of_a_retention_by_scores(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@settings(AS_IT_IS, max_examples=400)
+@given(case=cases())
+def test_many_sites(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@settings(AS_IT_IS, max_examples=200)
+@given(case=cases(scored=True))
+def test_many_sites_of_a_retention_by_scores(case: Case) -> None:
+    check(case)
+
+
+LATENT = {
+    "plain": Case(CacheLayout(int8(), InKeys(512)), (4, 1), (576, 512), torch.bfloat16),
+    "scaled by channel, turned when read": Case(
+        CacheLayout(per_channel(4, 8, 8), InKeys(512), before_rope=True),
+        (4, 1),
+        (576, 512),
+        rotary=RotaryForm("interleaved", 512, 64),
+    ),
+    "calibrated, turned when read": Case(
+        CacheLayout(fp8(scale="head"), InKeys(512), before_rope=True),
+        (4, 1),
+        (576, 512),
+        rotary=RotaryForm("half", 512, 64),
+    ),
+    "turned": Case(CacheLayout(with_hadamard(uint(4, 32)), InKeys(512)), (4, 1), (576, 512), torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_the_latent_of_mla(name: str) -> None:
+    """Keys of 576 channels, the first 512 of which are the values."""
+    check(replace(LATENT[name], chunks=(9, 1), pads=(0,)))

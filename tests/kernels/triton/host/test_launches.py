@@ -1,0 +1,110 @@
+"""Which kernels a site launches, told without running any; and `kvcompile kernels`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kvcompile.cli.app import app
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton.available import fp8_form
+from kvcompile.kernels.triton.device import Device, acting_as, device_of
+from kvcompile.kernels.triton.host.site_kernels import Kernels
+from kvcompile.kernels.triton.spec import KernelSpec
+from tests.support.kernel_specs import DEVICES, H200, SHAPES, cache, recipe_layouts
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCOMPILE_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def roles(recipe: str, tokens: int, attention: str = "causal") -> list[str]:
+    layout = recipe_layouts(recipe)[attention]
+    return [launch.spec.role for launch in SHAPES["llama"].kernels(layout, H200, tokens)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "one", "many"),
+    [
+        ("baseline", ["append", "decode", "combine"], ["append", "prefill"]),
+        ("kivi4", ["append", "group", "decode", "combine"], ["append", "group", "prefill", "append"]),
+        ("streaming", ["append", "decode", "combine"], ["append", "prefill", "append"]),
+        (
+            "h2o",
+            ["evict", "append", "decode", "combine", "score"],
+            ["append", "prefill", "columns", "columns", "append"],
+        ),
+        ("quest", ["page_bounds", "append", "decode", "combine"], ["append", "prefill"]),
+    ],
+)
+def test_the_launches_of_recipes(recipe: str, one: list[str], many: list[str]) -> None:
+    """RoPE, encoding and the write of a token are one launch, whatever the storage."""
+    assert roles(recipe, 1) == one and roles(recipe, 64) == many
+
+
+def test_they_are_those_of_the_device() -> None:
+    fp8 = recipe_layouts("fp8")["causal"]
+    old, new = (SHAPES["llama"].kernels(fp8, DEVICES[arch], 1) for arch in (80, 90))
+    assert {launch.spec.fp8 for launch in old} == {"bits"} and {launch.spec.fp8 for launch in new} == {
+        "native"
+    }
+    assert not any("interpreted" in launch.spec.options for launch in (*old, *new))
+    assert device_of(torch.device("cpu")).arch == 0  # outside of it, a CPU is what it is
+
+
+def test_what_decides_about_fp8_acts_as_the_device_too() -> None:
+    """The specs of a site, and the cache that its kernels are given."""
+    cpu = torch.device("cpu")
+    own = Kernels(SiteSpec(cache(), 0.1), 8, 2, 64, 64, torch.bfloat16, cpu)
+    for arch, form in ((80, "bits"), (86, "bits"), (89, "native"), (90, "native"), (120, "native")):
+        with acting_as(Device("a GPU", arch, 100)):
+            assert own.fp8 == own.spec("decode").fp8 == fp8_form(cpu) == form
+    assert own.fp8 == fp8_form(cpu) == "bits"
+
+
+def test_every_shape_of_site_can_be_asked() -> None:
+    for name, shape in SHAPES.items():
+        for tokens in (1, 64):
+            found = shape.kernels(cache(), H200, tokens)
+            assert found and all(launch.spec.num_qo_heads == shape.heads[0] for launch in found), name
+
+
+def test_kernels_on_the_command_line(tmp_path: Path) -> None:
+    shown = CliRunner().invoke(app, ["kernels", "--recipe", "kivi4", "--out", str(tmp_path / "sources")])
+    assert shown.exit_code == 0, shown.output
+    assert "group" in shown.stdout and "x 32" in shown.stdout
+    sources = list((tmp_path / "sources").iterdir())
+    assert {path.name.partition("_")[0] for path in sources} == {
+        "append",
+        "group",
+        "decode",
+        "combine",
+        "prefill",
+    }
+    for path in sources:
+        line = next(line for line in path.read_text().splitlines() if line.startswith("# spec "))
+        assert KernelSpec.from_json(line.removeprefix("# spec ")).key in path.name
+
+
+def test_assembled_on_the_command_line() -> None:
+    arguments = ["kernels", "--recipe", "baseline", "--head-dim", "64", "--heads", "4/4", "--assemble"]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0, shown.output
+    assert "decode" in shown.stdout and "sm_90" in shown.stdout and "128 x" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--arch", "70"], "--arch: expected 80, 90, 100, got 70"),
+        (["--heads", "8/3"], "--heads: expected query heads / KV heads"),
+        (["--recipe", "int4", "--head-dim", "80"], "group 32 does not divide head_dim 80"),
+    ],
+)
+def test_what_has_no_kernels_is_refused(arguments: list[str], said: str) -> None:
+    shown = CliRunner().invoke(app, ["kernels", *arguments])
+    assert shown.exit_code == 1 and said in " ".join(shown.stderr.split())

@@ -1,0 +1,138 @@
+"""The text of generated kernels, byte for byte: tests/goldens/<name>.py. What changes them shows in a review.
+
+After a change that is meant: KVCOMPILE_ACCEPT=1 pytest tests/kernels/triton/test_goldens.py, and look at the diff.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import os
+from pathlib import Path
+
+import pytest
+
+from kvcompile.kernels.triton.generate import generate
+from kvcompile.kernels.triton.render import header
+from kvcompile.kernels.triton.spec import KernelSpec
+from kvcompile.layouts import CacheLayout
+from tests.support.kernel_specs import H200, HALF, SHAPES, cache, spec
+
+FOLDER = Path(__file__).parents[2] / "goldens"
+INT8 = {"dtype": "int8"}
+INT4 = {"dtype": "int4", "group": 32}
+KIVI = {
+    "keys": {"dtype": "int4", "axis": "channel", "group": 32, "residual": 128},
+    "values": {"dtype": "int4", "group": 32, "residual": 128},
+}
+H2O = {"kind": "h2o", "sinks": 4, "heavy": 508, "recent": 512}
+SINK_WINDOW = {"kind": "sink_window", "sinks": 4, "window": 1020}
+QUEST = {"kind": "top_pages", "page_size": 16, "pages": 64, "dense_layers": 0}
+PAGES_OF_64 = {"placement": {"kind": "paged", "page_size": 64}}
+
+
+def launched(
+    role: str, layout: CacheLayout, shape: str = "llama", tokens: int = 1
+) -> tuple[KernelSpec, None]:
+    """The first kernel of that role that a site launches."""
+    found = SHAPES[shape].kernels(layout, H200, tokens)
+    return next(launch.spec for launch in found if launch.spec.role == role), None
+
+
+GOLDENS: dict[str, KernelSpec] = {
+    name: made[0]
+    for name, made in {
+        "decode_bf16": spec("decode", cache()),
+        "decode_int8_pages_of_64": spec("decode", cache(keys=INT8, values=INT8, **PAGES_OF_64)),
+        "decode_fp8_softcap_pages_of_16": spec(
+            "decode",
+            cache(
+                keys={"dtype": "fp8_e4m3"},
+                values={"dtype": "fp8_e4m3"},
+                placement={"kind": "paged", "page_size": 16},
+            ),
+            "gemma",
+        ),
+        "decode_int4": spec("decode", cache(keys=INT4, values=INT4)),
+        "decode_int4_pages_of_16": spec(
+            "decode", cache(keys=INT4, values=INT4, placement={"kind": "paged", "page_size": 16})
+        ),
+        "decode_kivi4": spec("decode", cache(**KIVI)),
+        "decode_streaming_in_cache": launched(
+            "decode", cache(retention=SINK_WINDOW | {"positions": "in_cache"})
+        ),
+        "decode_h2o": spec("decode", cache(retention=H2O), "smollm2", "logits"),
+        "decode_streaming_alibi": spec("decode", cache(retention=SINK_WINDOW), "alibi"),
+        "decode_latent": spec("decode", cache(), "mla"),
+        "decode_quest": launched("decode", cache(selection=QUEST)),
+        "decode_quest_pages_of_64": launched(
+            "decode",
+            cache(keys=INT8, values=INT8, selection=QUEST | {"page_size": 64, "pages": 16}, **PAGES_OF_64),
+        ),
+        "page_bounds_quest": launched("page_bounds", cache(selection=QUEST)),
+        "combine": spec("combine", cache()),
+        "combine_lse_sinks_hadamard": spec(
+            "combine", cache(values=INT8 | {"rotate": "hadamard"}), "sinks", "lse"
+        ),
+        "prefill_bf16": spec("prefill", cache()),
+        "prefill_streaming_int8": spec(
+            "prefill", cache(keys=INT8, values=INT8, retention=SINK_WINDOW), "llama", "new"
+        ),
+        "prefill_kivi4": spec("prefill", cache(**KIVI)),
+        "prefill_h2o_int8": launched("prefill", cache(keys=INT8, values=INT8, retention=H2O), tokens=64),
+        "append_int8_rope": spec(
+            "append", cache(keys=INT8, values=INT8), "llama", "one", "rope", "q_out", rotary=HALF
+        ),
+        "append_int4_pages_of_16": spec(
+            "append", cache(keys=INT4, values=INT4, placement={"kind": "paged", "page_size": 16})
+        ),
+        "append_h2o": spec("append", cache(retention=H2O), "smollm2", "one"),
+        "append_streaming_in_cache": launched(
+            "append", cache(retention=SINK_WINDOW | {"positions": "in_cache"})
+        ),
+        "group_kivi4": launched("group", cache(**KIVI)),
+        "group_kivi4_pages_of_64_many": launched("group", cache(**KIVI, **PAGES_OF_64), tokens=64),
+        "columns_h2o": launched("columns", cache(retention=H2O), tokens=64),
+        "evict_h2o": launched("evict", cache(retention=H2O)),
+        "score_h2o_int8": launched("score", cache(keys=INT8, values=INT8, retention=H2O)),
+    }.items()
+}
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_the_text_is_as_accepted(name: str) -> None:
+    asked = GOLDENS[name]
+    text = f"{header(asked, versions=False)}\n{generate(asked).text}"
+    path = FOLDER / f"{name}.py"
+    if os.environ.get("KVCOMPILE_ACCEPT"):
+        FOLDER.mkdir(exist_ok=True)
+        path.write_text(text, "utf-8")
+    accepted = path.read_text("utf-8") if path.exists() else ""
+    diff = "".join(
+        difflib.unified_diff(
+            accepted.splitlines(keepends=True), text.splitlines(keepends=True), f"goldens/{name}.py", "now"
+        )
+    )
+    if diff:
+        pytest.fail(f"{name} has changed; KVCOMPILE_ACCEPT=1 accepts it:\n{diff[:20000]}", pytrace=False)
+
+
+def test_there_are_no_others() -> None:
+    stale = {path for path in FOLDER.glob("*.py") if path.stem not in GOLDENS}
+    if os.environ.get("KVCOMPILE_ACCEPT"):
+        for path in stale:
+            path.unlink()
+    assert not {path.name for path in stale if path.exists()}
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_the_text_is_tidy(name: str) -> None:
+    """One function, no line that only steers a template, no blank ends, nothing beyond a screen's width twice."""
+    text = generate(GOLDENS[name]).text
+    functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    assert functions[-1].name == generate(GOLDENS[name]).name
+    lines = text.splitlines()
+    assert text.endswith("\n") and not text.endswith("\n\n")
+    assert not [line for line in lines if line != line.rstrip() or "{%" in line or "{{" in line]
+    assert max(map(len, lines)) <= 220
+    assert "\n\n\n\n" not in text

@@ -1,0 +1,59 @@
+"""Reading machine code: loops, widths and spills of a listing whose numbers are counted by hand."""
+
+from __future__ import annotations
+
+from kvcompile.kernels.triton.tools.sass import instructions, loops, main_loop, resources, spills
+
+# Two loops in a third: 0x20-0x70 without masks, 0x90-0xd0 with; then the branch to itself that ends every kernel.
+LISTING = """
+		Function : decode_attention
+	.headerflags	@"EF_CUDA_SM90"
+        /*0000*/                   LDC R1, c[0x0][0x28] ;                        /* 0x00000a00ff017b82 */
+                                                                                 /* 0x000fe20000000800 */
+        /*0010*/              @!P0 BRA 0x80 ;                                    /* 0x0 */
+        /*0020*/                   LDGSTS.E.BYPASS.LTC128B.128 [R5], desc[UR4][R2.64] ;   /* 0x0 */
+        /*0030*/                   LDG.E.U16 R7, desc[UR4][R2.64] ;              /* 0x0 */
+        /*0040*/               @P1 LDG.E.64 R8, desc[UR4][R2.64+0x10] ;          /* 0x0 */
+        /*0050*/                   HMMA.16816.F32.BF16 R24, R4, R8, R24 ;        /* 0x0 */
+        /*0060*/                   NOP ;                                         /* 0x0 */
+        /*0070*/               @P2 BRA 0x20 ;                                    /* 0x0 */
+        /*0080*/                   LDG.E R3, desc[UR4][R2.64] ;                  /* 0x0 */
+        /*0090*/                   LDL R6, [R1] ;                                /* 0x0 */
+        /*00a0*/                   LDG.E.128 R8, desc[UR4][R2.64] ;              /* 0x0 */
+        /*00b0*/                   HMMA.16816.F32.BF16 R24, R4, R8, R24 ;        /* 0x0 */
+        /*00c0*/                   FSEL R4, R4, -INF , P0 ;                      /* 0x0 */
+        /*00c8*/                   STL [R1], R6 ;                                /* 0x0 */
+        /*00d0*/              @!P3 BRA `(.L_x_1) 0x90 ;                          /* 0x0 */
+        /*00e0*/               @P4 BRA 0x10 ;                                    /* 0x0 */
+        /*00f0*/                   EXIT ;                                        /* 0x0 */
+        /*0100*/                   BRA 0x100;                                    /* 0xfffffffc00fc7947 */
+"""
+
+
+def test_loops_are_backward_branches() -> None:
+    code = instructions(LISTING)
+    assert len(code) == 18 and code[1].target == 0x80 and code[2].name == "LDGSTS"
+    found = [(loop.body[0].address, loop.body[-1].address) for loop in loops(code)]
+    assert found == [(0x20, 0x70), (0x90, 0xD0), (0x10, 0xE0)]
+
+
+def test_the_main_loop_is_the_shortest_innermost_with_products() -> None:
+    main = main_loop(loops(instructions(LISTING)))
+    assert main is not None and main.body[0].address == 0x20
+    assert main.instructions == 5 and main.products == 1  # the NOP is none
+    assert main.loads == {16: 1, 64: 1, 128: 1}
+    assert main.opcodes == {"LDG": 2, "LDGSTS": 1, "HMMA": 1, "NOP": 1, "BRA": 1}
+
+
+def test_without_products_it_is_the_longest_innermost_that_reads() -> None:
+    main = main_loop(loops(instructions(LISTING.replace("HMMA", "FFMA"))))
+    assert main is not None and main.body[0].address == 0x90
+    assert main_loop(loops(instructions("/*0000*/  EXIT ;\n/*0010*/  BRA 0x10 ;"))) is None
+
+
+def test_local_memory_is_spilling() -> None:
+    assert spills(instructions(LISTING)) == 2
+    usage = (
+        " Function f:\n  REG:136 STACK:16 SHARED:1024 LOCAL:0 CONSTANT[0]:632 TEXTURE:0 SURFACE:0 SAMPLER:0"
+    )
+    assert resources(usage) == {"REG": 136, "STACK": 16, "SHARED": 1024, "LOCAL": 0}

@@ -1,0 +1,344 @@
+"""Handles: texts that are gone on with, stepped back, forked, saved; against the original over the whole text."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvcompile.api import build
+from kvcompile.errors import InputError, LimitError
+from kvcompile.layouts import CacheLayout
+from kvcompile.layouts.stepping import steps_back
+from kvcompile.pipeline import Front, understand
+from kvcompile.recipe import Recipe
+from tests.support.models import NanoGPT, make, tiny_hf
+
+EAGER: dict[str, Any] = {"compile": {"mode": "none"}, "verify": "off", "max_tokens": 96}
+PAGED = {"placement": {"kind": "paged", "page_size": 16}}
+INT4 = {"keys": {"dtype": "int4", "group": 32}, "values": {"dtype": "int4", "group": 32}}
+KIVI = {
+    "keys": {"dtype": "int4", "axis": "channel", "group": 32, "residual": 32},
+    "values": {"dtype": "int4", "group": 32, "residual": 32},
+}
+BACK: dict[str, dict[str, Any]] = {
+    "baseline": {},
+    "int8": {},
+    "int4": {"cache": INT4},
+    "paged": {"cache": PAGED},
+}
+# What cannot step back, and a word of why.
+ONWARD: dict[str, tuple[dict[str, Any], str]] = {
+    "kivi4": ({"cache": KIVI}, "rounded"),
+    "h2o": ({"cache": {"retention": {"kind": "h2o", "sinks": 0, "heavy": 8, "recent": 8}}}, "scores"),
+    "streaming": ({"cache": {"retention": {"kind": "sink_window", "sinks": 2, "window": 12}}}, "given up"),
+}
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    return tiny_hf("llama", head_dim=32)
+
+
+def text(count: int, seed: int = 0, batch: int = 1) -> Tensor:
+    return torch.randint(3, 61, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+@lru_cache
+def front(model: nn.Module) -> Front:
+    return understand(model)
+
+
+def made(model: nn.Module, recipe: str, **more: Any) -> Any:
+    name = "baseline" if recipe == "paged" else recipe
+    return build(model, front(model), Recipe.load(name, **{**EAGER, **more}))
+
+
+def close(got: Any, wanted: Any) -> None:
+    got, wanted = (x if isinstance(x, Tensor) else x.logits for x in (got, wanted))
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", BACK)
+def test_a_step_back_is_as_if_the_tokens_had_never_come(llama: nn.Module, recipe: str) -> None:
+    fast, fresh = (made(llama, recipe, **BACK[recipe]) for _ in range(2))
+    first, other = text(40), text(30, seed=1)
+    for keep in (39, 17, 16, 1):
+        fast.reset()
+        fast(first)
+        fast.handle.crop(keep)
+        assert len(fast.handle) == keep and torch.equal(fast.handle.input_ids, first[:, :keep])
+        fresh.reset()
+        fresh(first[:, :keep])
+        close(fast(other), fresh(other))
+        if fast.cache.pools:
+            assert fast.cache.pools[0].used == fresh.cache.pools[0].used
+
+
+def test_a_step_back_of_padded_rows(llama: nn.Module) -> None:
+    fast, fresh = (made(llama, "baseline") for _ in range(2))
+    ids = text(20, batch=3)
+    mask = torch.arange(20) >= torch.tensor([0, 5, 11])[:, None]
+    fast(ids, mask.long())
+    fast.handle.crop(-6)
+    fresh(ids[:, :14], mask[:, :14].long())
+    more = text(9, seed=2, batch=3)
+    close(fast(more), fresh(more))
+    assert fast.cache.seq_lens.tolist() == [23, 18, 12]
+
+
+@pytest.mark.parametrize("recipe", ONWARD)
+def test_what_cannot_step_back_says_why_and_stays(llama: nn.Module, recipe: str) -> None:
+    more, why = ONWARD[recipe]
+    fast, fresh = (made(llama, recipe, **more) for _ in range(2))
+    ids = text(40)
+    fast(ids), fresh(ids)
+    assert not fast.handle.is_croppable
+    with pytest.raises(InputError, match=why):
+        fast.handle.crop(30)
+    close(fast(text(3, seed=3)), fresh(text(3, seed=3)))
+
+
+def test_a_window_steps_back_until_it_has_given_up_a_token(llama: nn.Module) -> None:
+    more, _ = ONWARD["streaming"]
+    fast, fresh = (made(llama, "streaming", **more) for _ in range(2))
+    ids = text(14)
+    fast(ids)
+    fast.handle.crop(5)
+    fresh(ids[:, :5])
+    close(fast(text(20, seed=3)), fresh(text(20, seed=3)))
+    with pytest.raises(InputError, match="given up"):
+        fast.handle.crop(-1)
+
+
+def test_crop_of_nonsense(llama: nn.Module) -> None:
+    fast = made(llama, "baseline")
+    fast(text(10))
+    for tokens in (11, -11):
+        with pytest.raises(InputError, match="holds 10"):
+            fast.handle.crop(tokens)
+    fast.handle.crop(0)  # as transformers calls it where nothing is to be forgotten
+    assert len(fast.handle) == 10
+    fast.handle.crop(-10)
+    assert len(fast.handle) == 0
+    close(fast(text(7)), fast.model(text(7)))
+
+
+@pytest.mark.parametrize("recipe", [*BACK, *ONWARD])
+def test_generate_goes_on_from_what_a_text_has_in_common(llama: nn.Module, recipe: str) -> None:
+    """The issue's case: a text that is no continuation must not be gone on with as if it were."""
+    more = BACK[recipe] if recipe in BACK else ONWARD[recipe][0]
+    fast, fresh = (made(llama, recipe, **more) for _ in range(2))
+    base = text(20)
+    texts = [
+        base,
+        torch.cat([base, text(6, seed=1)], 1),  # a continuation, if what was generated is left out
+        torch.cat([base[:, :9], text(8, seed=2)], 1),  # branches off
+        text(25, seed=3),  # nothing in common
+        base[:, :5],  # shorter than what is held
+        base,
+        base,
+    ]
+    for ids in texts:
+        before = len(fast.handle)
+        got = fast.generate(ids, max_new_tokens=7, do_sample=False, past_key_values=fast.handle)
+        wanted = fresh.generate(ids, max_new_tokens=7, do_sample=False)
+        assert torch.equal(got, wanted), (before, ids)
+        assert torch.equal(fast.handle.input_ids, got[:, :-1])
+    answer = fast.generate(base, max_new_tokens=5, do_sample=False)
+    longer = torch.cat([answer, text(4, seed=9)], 1)
+    steps = Steps(fast)
+    got = fast.generate(longer, max_new_tokens=5, do_sample=False, past_key_values=fast.handle)
+    if recipe != "h2o":  # what it keeps depends on the pieces in which a text comes
+        assert torch.equal(got, fresh.generate(longer, max_new_tokens=5, do_sample=False))
+    assert steps.sizes[0] == 5  # the last generated token, whose row is not there yet, and the four
+
+
+class Steps:
+    """How many tokens come in each pass of a module."""
+
+    def __init__(self, fast: Any):
+        self.sizes: list[int] = []
+        step = fast._step
+
+        def counting(ids: Tensor, *rest: Any) -> Any:
+            self.sizes.append(ids.shape[1])
+            return step(ids, *rest)
+
+        fast._step = counting
+
+
+def test_only_what_is_in_common_is_kept(llama: nn.Module) -> None:
+    fast = made(llama, "baseline")
+    base = text(30)
+    fast.generate(base, max_new_tokens=2, do_sample=False)
+    steps = Steps(fast)
+    branch = torch.cat([base[:, :21], text(9, seed=4)], 1)
+    assert not torch.equal(branch[:, 21], base[:, 21])
+    fast.generate(branch, max_new_tokens=2, do_sample=False, past_key_values=fast.handle)
+    assert steps.sizes == [9, 1]
+
+
+def test_padded_batches_go_on_and_start_anew(llama: nn.Module) -> None:
+    fast, fresh = (made(llama, "baseline") for _ in range(2))
+    ids = text(12, batch=2)
+    mask = (torch.arange(12) >= torch.tensor([0, 4])[:, None]).long()
+    new = text(5, seed=6, batch=2)
+    longer, ones = torch.cat([ids, new], 1), torch.ones(2, 5, dtype=torch.long)
+    for own in (mask, mask.flip(0)):  # the same padding; then another, which shares nothing
+        fast(ids, mask) if not len(fast.handle) else None
+        kwargs = {"attention_mask": torch.cat([own, ones], 1), "max_new_tokens": 4, "do_sample": False}
+        got = fast.generate(longer, past_key_values=fast.handle, **kwargs)
+        assert torch.equal(got, fresh.generate(longer, **kwargs))
+
+
+def test_tokens_alone_go_on_with_a_mask_of_all(llama: nn.Module) -> None:
+    """Transformers' other way: only what is new, and the mask of everything."""
+    fast, fresh = (made(llama, "baseline") for _ in range(2))
+    ids, new = text(12), text(5, seed=7)
+    fast(ids)
+    got = fast.generate(
+        new, attention_mask=torch.ones(1, 17), max_new_tokens=4, do_sample=False, past_key_values=fast.handle
+    )
+    wanted = fresh.generate(torch.cat([ids, new], 1), max_new_tokens=4, do_sample=False)
+    assert torch.equal(got[:, 5:], wanted[:, 17:])
+
+
+def test_a_refused_call_keeps_the_text(llama: nn.Module) -> None:
+    fast = made(llama, "baseline")
+    ids = text(12)
+    fast(ids)
+    with pytest.raises(LimitError):
+        fast.generate(text(9, seed=5), max_new_tokens=500, past_key_values=fast.handle)
+    other = made(llama, "baseline")
+    with pytest.raises(InputError, match="another module's handle"):
+        fast.generate(ids, max_new_tokens=2, past_key_values=other.handle)
+    assert torch.equal(fast.handle.input_ids, ids)
+
+
+@pytest.mark.parametrize("recipe", [*BACK, *ONWARD])
+def test_forks_go_their_own_ways(llama: nn.Module, recipe: str) -> None:
+    more = BACK[recipe] if recipe in BACK else ONWARD[recipe][0]
+    fast, fresh = (made(llama, recipe, **more) for _ in range(2))
+    ids = text(30)
+    fast(ids)
+    forks = [fast.handle.fork() for _ in range(2)]
+    tails = [text(11, seed=s) for s in (5, 6)]
+    for i in range(11):  # turn by turn, beside a text of the module's own
+        for fork, tail in zip(forks, tails, strict=True):
+            got = fast(tail[:, i : i + 1], past_key_values=fork)
+        fast(ids[:, i : i + 1])
+    for fork, tail in zip(forks, tails, strict=True):
+        fresh.reset()
+        fresh(ids)
+        for i in range(11):
+            wanted = fresh(tail[:, i : i + 1])
+        assert torch.equal(fork.input_ids, torch.cat([ids, tail], 1))
+    close(got, wanted)
+    assert len(fast.handle) == 41
+
+
+def test_plain_modules_have_handles(tmp_path: Path) -> None:
+    fast, fresh = (made(make(NanoGPT), "baseline") for _ in range(2))
+    ids = text(10)
+    branch = torch.cat([ids[:, :6], text(6, seed=8)], 1)
+    fast.generate(ids, max_new_tokens=3)
+    fork = fast.handle.fork()
+    got = fast.generate(branch, max_new_tokens=5, past_key_values=fast.handle)
+    assert torch.equal(got, fresh.generate(branch, max_new_tokens=5))
+    assert torch.equal(fork.input_ids[:, :10], ids)
+    got = fast.generate(ids, max_new_tokens=5, past_key_values=fork)
+    assert torch.equal(got, fresh.generate(ids, max_new_tokens=5))
+    assert torch.equal(fast.handle.input_ids[:, :12], branch)
+
+
+@pytest.mark.parametrize("recipe", [*BACK, *ONWARD])
+def test_a_saved_text_goes_on_elsewhere(llama: nn.Module, recipe: str, tmp_path: Path) -> None:
+    more = BACK[recipe] if recipe in BACK else ONWARD[recipe][0]
+    fast, other = (made(llama, recipe, max_batch=2, **more) for _ in range(2))
+    ids = text(30, batch=2)
+    mask = (torch.arange(30) >= torch.tensor([0, 4])[:, None]).long()
+    fast(ids, mask)
+    fast.handle.save(tmp_path / "text.safetensors")
+    other(text(9))
+    other.handle.load(tmp_path / "text.safetensors")
+    assert torch.equal(other.handle.input_ids, ids)
+    assert other.cache.seq_lens.tolist() == [30, 26]
+    for _ in range(4):
+        new = text(3, seed=2, batch=2)
+        assert torch.equal(fast(new).logits, other(new).logits)
+
+
+def test_a_saved_text_of_something_else(llama: nn.Module, tmp_path: Path) -> None:
+    path = tmp_path / "text.safetensors"
+    fast = made(llama, "baseline")
+    with pytest.raises(InputError, match="no text"):
+        fast.handle.save(path)
+    ids = text(9)
+    fast(ids)
+    with pytest.raises(InputError, match="cannot be saved"):
+        fast.handle.save(tmp_path / "none" / "text.safetensors")
+    fast.handle.save(path)
+    trained = tiny_hf("llama", head_dim=32)
+    with torch.no_grad():
+        next(iter(trained.parameters()))[0, 0] += 1
+    for held, why in ((made(llama, "int8"), "other plan"), (made(trained, "baseline"), "other weights")):
+        held(text(4))
+        with pytest.raises(InputError, match=why):
+            held.handle.load(path)
+        assert torch.equal(held.handle.input_ids, text(4))
+    whole = path.read_bytes()
+    for broken in (
+        whole[: len(whole) // 2],
+        b"",
+        b"no safetensors at all",
+        whole[:200] + b"\xff" * 40 + whole[240:],
+    ):
+        path.write_bytes(broken)
+        with pytest.raises(InputError):
+            fast.handle.load(path)
+        assert torch.equal(fast.handle.input_ids, ids)
+    with pytest.raises(InputError, match="no saved cache"):
+        fast.handle.load(tmp_path / "missing")
+
+
+def test_assisted_generation_and_prompt_lookup(llama: nn.Module) -> None:
+    fast = made(llama, "baseline", max_tokens=160)
+    assistant = tiny_hf("llama")
+    with torch.no_grad():  # nearly the same, so that some of its tokens are taken and some are not
+        for p in assistant.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    for seed in range(4):
+        ids = text(12, seed=seed).repeat(1, 2)
+        wanted = fast.generate(ids, max_new_tokens=30, do_sample=False)
+        steps = Steps(fast)
+        for more in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": assistant}):
+            got = fast.generate(ids, max_new_tokens=30, do_sample=False, **more)
+            assert torch.equal(got, wanted), more
+        assert any(size in (2, 3, 4, 5) for size in steps.sizes)
+
+
+def test_an_optimized_assistant(llama: nn.Module) -> None:
+    fast, assistant = made(llama, "baseline"), made(tiny_hf("llama"), "int8")
+    ids = text(12)
+    wanted = fast.generate(ids, max_new_tokens=20, do_sample=False)
+    got = fast.generate(ids, max_new_tokens=20, do_sample=False, assistant_model=assistant)
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("recipe", ONWARD)
+def test_assisted_generation_is_refused_where_nothing_steps_back(llama: nn.Module, recipe: str) -> None:
+    fast = made(llama, recipe, **ONWARD[recipe][0])
+    with pytest.raises(InputError, match=ONWARD[recipe][1]):
+        fast.generate(text(9), max_new_tokens=4, prompt_lookup_num_tokens=3)
+
+
+def test_recurrent_state_does_not_step_back() -> None:
+    layout = CacheLayout()
+    assert steps_back([layout], states=False).always
+    found = steps_back([layout], states=True)
+    assert not found.always and "state" in str(found.problem(1))

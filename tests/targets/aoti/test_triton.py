@@ -1,0 +1,43 @@
+"""AOTInductor sees through the generated kernels: its C++ launches each, with the caches as they stand.
+
+Without a GPU the C++ is printed and neither compiled nor run (`tests/support/aoti_sm90.py`). What only a GPU can show
+is in `tests/gpu/test_aoti.py`: that AOTInductor gets the kernels' machine code, and that a package of it runs.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.kernels.triton.host.test_in_inductor import printed
+
+STEP = ["append", "decode_attention", "combine"]
+# What a prompt and a decode step launch.
+LAUNCHES = {
+    "int8": (["append", "prefill_attention"], STEP),
+    "paged": (["append", "prefill_attention"], STEP),
+    "kivi2": (["append", "group", "prefill_attention", "append"], ["append", "group", *STEP[1:]]),
+    "h2o_int8": (["append", "prefill_attention", "columns", "columns", "append"], ["evict", *STEP, "score"]),
+}
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=() if name == "int8" else pytest.mark.slow) for name in LAUNCHES]
+)
+def test_the_program_launches_kernels_on_the_caches_themselves(recipe: str) -> None:
+    found = printed("tests.support.aoti_sm90", recipe)[recipe]
+    assert list(found) == ["prefill", "decode", "decode_batch"]
+    for entry, program in found.items():
+        run = program["code"][program["code"].index("::run_impl(") :]
+        launches = re.findall(r"^ *call_(\w+?)_\d+\((.*)\);", run, re.MULTILINE)
+        assert [name for name, _ in launches] == LAUNCHES[recipe][entry != "prefill"], entry
+        given = {word for _, arguments in launches for word in re.findall(r"\barg\d+_1\b", arguments)}
+        # After a prompt, which tokens stay is sorted by PyTorch: it writes what the slots hold.
+        sorted_after = 2 if recipe == "h2o_int8" and entry == "prefill" else 0
+        caches = set(program["caches"][: len(program["caches"]) - sorted_after])
+        assert caches and caches <= given, f"{entry}: a kernel was given something else than the cache itself"
+        assert "kvcompile::" not in run, "an op of kvcompile is called, which is not there when it runs"
+        if entry != "prefill":
+            sizes = re.findall(r"int64_t int_array_\d+\[\] = \{([^}]*)\}", run)
+            assert not any("1088L" in size for size in sizes), "something of the cache's size is made"

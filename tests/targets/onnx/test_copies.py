@@ -1,0 +1,102 @@
+"""Equal regions are translated once: the ONNX graphs are those of translating every region."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+import torch
+
+from kvcompile.passes.capture.traced_once import NotOnce
+from kvcompile.targets.onnx import graph
+from kvcompile.targets.onnx.session import Session
+from kvcompile.targets.region_calls import RegionCalls
+from kvcompile.targets.verify import check_session
+from tests.support.exports import small, tiny, written
+from tests.support.marks import cases
+
+PHASES = ("prefill", "decode")
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many regions were copied in each graph."""
+    found: list[int] = []
+    expand = graph.expand
+
+    def counting(model: ir.Model) -> int:
+        found.append(expand(model))
+        return found[-1]
+
+    monkeypatch.setattr(graph, "expand", counting)
+    return found
+
+
+def operators(folder: Path) -> list[Counter[str]]:
+    """How many there are of each operator in each graph."""
+    return [Counter(n.op_type for n in ir.load(folder / f"{phase}.onnx").graph) for phase in PHASES]
+
+
+# kind, changes, recipe, and how many regions are copied: of n layers, two less (of two kinds in turns, four).
+CASES: dict[str, tuple[str, dict[str, Any], str, int]] = {
+    "baseline": ("llama", {"layers": 4}, "baseline", 2),
+    "int8": ("llama", {"layers": 4}, "int8", 2),
+    "pages": ("llama", {"layers": 4}, "paged_int8", 2),
+    "rings": ("llama", {"layers": 4}, "streaming_int8", 2),
+    "scores": ("llama", {"layers": 4}, "h2o", 2),
+    "residuals": ("llama", {"layers": 4}, "kivi4", 2),
+    "columns of weights": ("gpt2", {"n_embd": 128, "n_head": 4, "layers": 4}, "int8", 2),
+    "experts": ("mixtral", {"layers": 4}, "baseline", 2),
+    "two kinds": (
+        "gemma3",
+        {"layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3},
+        "int8",
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", cases(CASES, ("int8",)))
+def test_the_graphs_are_the_same(
+    case: str, copies: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, changes, recipe, count = CASES[case]
+    model = tiny.__wrapped__(kind=kind, **changes)
+    source = written(model, tmp_path / "once", "onnx", small(recipe))
+    assert copies == [count, count]
+    check_session(Session(tmp_path / "once", threads=1), source)
+
+    def every(self: RegionCalls, *args: Any) -> None:
+        original(self, *args)
+        self._often = set()
+
+    original = RegionCalls.__init__
+    monkeypatch.setattr(RegionCalls, "__init__", every)
+    written(model, tmp_path / "every", "onnx", small(recipe))
+    assert copies[2:] == [0, 0]
+    for once, each in zip(operators(tmp_path / "once"), operators(tmp_path / "every"), strict=True):
+        assert once <= each  # and some that are equal are one
+        assert sum(each.values()) - sum(once.values()) <= 16
+
+
+@pytest.mark.slow
+def test_half_precision(copies: list[int], tmp_path: Path) -> None:
+    source = written(tiny(torch.float16, layers=4), tmp_path / "out", "onnx", small("int8"))
+    assert copies == [2, 2]
+    check_session(Session(tmp_path / "out", threads=1), source)
+
+
+def test_what_cannot_be_copied_is_translated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(model: ir.Model) -> int:
+        raise NotOnce("no")
+
+    monkeypatch.setattr(graph, "expand", refuse)
+    source = written(tiny(layers=4), tmp_path / "out", "onnx", small("baseline"))
+    check_session(Session(tmp_path / "out", threads=1), source)
+    for phase in PHASES:
+        assert not {
+            n.op_type for n in ir.load(tmp_path / f"out/{phase}.onnx").graph if n.domain == "kvcompile"
+        }
