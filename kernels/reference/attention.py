@@ -35,6 +35,7 @@ from kvcompile.kernels.reference.attend_many import attend_many
 from kvcompile.kernels.reference.attend_one import attend_one
 from kvcompile.kernels.reference.kv_sides import as_read, sides, turned_back
 from kvcompile.kernels.reference.symbolic import evaluate
+from kvcompile.kernels.shared import page_summaries
 from kvcompile.kernels.shared.dialect import current
 from kvcompile.kernels.shared.rope import rotated_first
 from kvcompile.layouts import CacheLayout, InKeys, Scored, TopPages
@@ -92,12 +93,12 @@ def _selected(x: AttendInputs) -> Tensor | None:
     selection = x.spec.layout.selection
     assert isinstance(selection, TopPages)
     smallest, largest, read = x.notes
-    page_selection.summarise(selection, x.k, x.positions, smallest, largest)
+    page_summaries.summarise(selection, x.k, x.positions, smallest, largest)
     page = None
     # Of a known span all pages may be read: then it is the cache without a selection.
     if x.q.shape[2] == 1 and not (isinstance(x.span, int) and x.span <= selection.tokens):
         page = page_selection.choose(selection, x.q, x.spec.sm_scale, smallest, largest, x.positions, x.span)
-    page_selection.note(read, page, x.positions, selection)
+    page_summaries.note(read, page, x.positions, selection)
     return page
 
 

@@ -1,7 +1,6 @@
-"""Quest's pages in the reference: summaries of keys, and which pages a step reads (`layouts/selection/top_pages.py`).
+"""Quest's pages in the reference: which of them a step reads (`layouts/selection/top_pages.py`), and their slots.
 
-Shapes: smallest, largest [B, Hkv, P, D] in the keys' dtype, a row per page of tokens; read int32 [B, Hkv, K], the pages
-of the last step, ascending, -1 where fewer were read or the last pass read all.
+The summaries and what is noted of them are in `kernels/shared/page_summaries.py`.
 """
 
 from __future__ import annotations
@@ -11,36 +10,8 @@ from torch import Tensor
 
 from kvcompile.kernels.reference import paged
 from kvcompile.kernels.reference.residual import take
+from kvcompile.kernels.shared.page_summaries import highest
 from kvcompile.layouts import InKeys, Storage, TopPages
-
-
-def summarise(selection: TopPages, k: Tensor, positions: Tensor, smallest: Tensor, largest: Tensor) -> None:
-    """Take new keys k [B, Hkv, S, D] at `positions` [B, S] into the summaries of their pages.
-
-    A page begins anew with its first token, so what stood there before needs no clearing. Padding is left out.
-    """
-    size, many = selection.page_size, k.shape[2]
-    start, end = positions[:, :1], positions[:, -1:]
-    # The pages that the tokens touch, the last of them again where fewer than the most that S can touch.
-    count = (many + size - 2) // size + 1
-    first, last = start.clamp(min=0) // size, end.clamp(min=0) // size
-    page = torch.minimum(first + torch.arange(count, device=k.device), last)
-    token = page[:, :, None] * size + torch.arange(size, device=k.device)
-    column = (token - start[:, :, None]).flatten(1)
-    new = (column >= 0) & (column < many)
-    keys = take(k, column.clamp(0, many - 1))
-    before = page * size < start.clamp(min=0)  # whether the page has older tokens
-    none = (end < 0).expand_as(before)
-    batch = torch.arange(k.shape[0], device=k.device)[:, None, None]
-    head = torch.arange(k.shape[1], device=k.device)[None, :, None]
-    for buffer, sign in ((smallest, 1), (largest, -1)):
-        # The smallest of the negated is the largest negated.
-        own = (sign * keys).masked_fill(~new[:, None, :, None], float("inf"))
-        least = own.unflatten(2, (-1, size)).amin(3)
-        old = sign * take(buffer, page)
-        least = torch.where(before[:, None, :, None], torch.minimum(least, old), least)
-        least = torch.where(none[:, None, :, None], old, least)
-        buffer.index_put_((batch, head, page[:, None]), sign * least)
 
 
 def choose(
@@ -65,19 +36,7 @@ def choose(
     page = torch.arange(pages, device=q.device)
     newest = position.clamp(min=0)[:, None] // selection.page_size
     bound = torch.where(page > newest, float("-inf"), bound)
-    bound = torch.where(page == newest, float("inf"), bound)
-    more = bound.new_full((*bound.shape[:2], selection.pages), float("-inf"))
-    found = torch.cat([bound, more], dim=-1).topk(selection.pages, dim=-1, sorted=False).indices
-    return found.sort(-1).values
-
-
-def note(read: Tensor, page: Tensor | None, position: Tensor, selection: TopPages) -> None:
-    """Write down the pages [B, Hkv, K] that have been read, in `read`; None: all."""
-    if page is None:
-        read.fill_(-1)
-        return
-    newest = position.clamp(min=0)[:, None] // selection.page_size
-    read.copy_(torch.where(page <= newest, page, -1))
+    return highest(selection, torch.where(page == newest, float("inf"), bound))
 
 
 def slots_of(selection: TopPages, page: Tensor) -> Tensor:

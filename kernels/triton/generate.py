@@ -17,6 +17,7 @@ _MODULES: dict[Role, str] = {
     "columns": "kvcompile.kernels.triton.retention.score_sums",
     "score": "kvcompile.kernels.triton.retention.score",
     "evict": "kvcompile.kernels.triton.retention.evict",
+    "page_bounds": "kvcompile.kernels.triton.selection.page_bounds",
     "page_copy": "kvcompile.kernels.triton.append.page_copy",
 }
 

@@ -27,6 +27,7 @@ _DOES = {
     "columns": "each key's share of the probabilities of many queries",
     "score": "what one query adds to the scores of the slots",
     "evict": "the slot that a retention by scores gives up",
+    "page_bounds": "the most that a page's keys can score with a step's queries",
     "page_copy": "pages of a pool onto others",
 }
 

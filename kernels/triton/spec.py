@@ -10,6 +10,7 @@
 | columns | key tiles x score heads x batch | each key's share of the probabilities of many queries |
 | score | slot tiles x score heads x batch | what one query's logits add to the scores of the slots |
 | evict | score heads x batch | the slot that a retention by scores gives up |
+| page_bounds | page tiles x KV heads x batch | the most that a page's keys can score (Quest) |
 | page_copy | tiles of a page x copies | pages of a pool onto others |
 
 Names in a kernel: q, k, v are new vectors, `keys_*` and `values_*` the parts of the cache by `Part.name`
@@ -31,7 +32,18 @@ from kvcompile.kernels.triton.device import Fp8Form
 from kvcompile.layouts import CacheLayout
 from kvcompile.layouts import symbols as sy
 
-Role = Literal["append", "group", "decode", "combine", "prefill", "columns", "score", "evict", "page_copy"]
+Role = Literal[
+    "append",
+    "group",
+    "decode",
+    "combine",
+    "prefill",
+    "columns",
+    "score",
+    "evict",
+    "page_bounds",
+    "page_copy",
+]
 # What products are computed in. The interpreter has no bfloat16 products: there it is float32.
 DotType = Literal["float16", "bfloat16", "float32"]
 _PREFIX = 16  # characters of `key`

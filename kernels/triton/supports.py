@@ -19,6 +19,7 @@ from kvcompile.layouts import (
     Scored,
     SinkWindow,
     Slots,
+    TopPages,
     Window,
 )
 
@@ -38,7 +39,7 @@ _CODES = {
 }
 _PLACEMENTS = (Contiguous, Ring, Slots, Paged)
 _RETENTIONS = (Full, Window, SinkWindow, Scored)
-_SELECTIONS = (AllTokens,)
+_SELECTIONS = (AllTokens, TopPages)
 SMALLEST_DIM, LARGEST_DIM = 4, 576  # of keys: what a Hadamard rotation turns; MLA's latent and rotary rows
 
 

@@ -32,6 +32,7 @@ SHARED = {
         "shared.hadamard",  # the matrix
         "shared.retention",  # which tokens stay after many came: one sort by PyTorch, held against a loop over tokens
         "shared.stable_sort",
+        "shared.page_summaries",  # of a prompt's keys, and the highest of bounds: the oracle says both again
         "shared.dialect",
     },
     ("oracle", "triton"): {"spec", "shared.rope", "shared.dialect"},

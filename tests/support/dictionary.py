@@ -9,7 +9,7 @@ of its own in `kernels/oracle/retention.py`, because what it forgets depends on 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -95,6 +95,36 @@ def bounds(spec: SiteSpec, q: Tensor, k: Tensor, head: int, now: int) -> list[fl
             of_heads.append(sum(max(x * spec.sm_scale * c for c in column) for x, column in terms))
         found.append(max(of_heads))
     return found
+
+
+def pages_read(
+    spec: SiteSpec, q: Tensor, k: Tensor, chunks: Sequence[int], first: int, held: Sequence[Tensor]
+) -> Callable[[int, int], set[int] | None]:
+    """The pages that each step of one sequence read, after a look at whether they are the right ones."""
+    selection, steps, end = spec.layout.selection, {}, 0
+    assert isinstance(selection, TopPages)
+    for count, pages in zip(chunks, held, strict=True):
+        end += count
+        if count == 1 and end - 1 >= first:
+            steps[end - 1 - first] = pages
+
+    def read(head: int, now: int) -> set[int] | None:
+        if now not in steps:
+            return None
+        found = [page for page in steps[now][head].tolist() if page >= 0]
+        highest = bounds(spec, q, k, head, now)
+        if not found:  # all were read, as all were few
+            assert len(highest) <= selection.pages
+            return None
+        assert len(set(found)) == len(found) == min(selection.pages, len(highest)) and found == sorted(found)
+        assert len(highest) - 1 in found, "the page of the step's own token"
+        others = [highest[page] for page in found[:-1]]
+        left = [bound for page, bound in enumerate(highest) if page not in found]
+        if others and left:
+            assert max(left) <= min(others) + 1e-4 * max(map(abs, highest))
+        return set(found)
+
+    return read
 
 
 def forgotten(spec: SiteSpec, token: int, now: int) -> bool:

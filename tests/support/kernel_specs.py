@@ -20,6 +20,7 @@ from kvcompile.recipe.retention import LayerContext
 from kvcompile.types import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 
 TOKENS = 32768
+_LAYER = 2  # of 4: the first layers may be kept as they are
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def recipe_layouts(name: str) -> dict[str, CacheLayout]:
     recipe = load_recipe(name)
     found: dict[CacheLayout, str] = {}
     for attention, window in (("causal", None), ("sliding", 4096)):
-        built = recipe.cache_for(1, 4, attention)[0].build(LayerContext(window, TOKENS, 1, 4))
+        built = recipe.cache_for(_LAYER, 4, attention)[0].build(LayerContext(window, TOKENS, _LAYER, 4))
         found.setdefault(built, attention)
     return {attention: layout for layout, attention in found.items()}
 

@@ -20,6 +20,7 @@ from kvcompile.kernels.reference import attention as reference
 from kvcompile.kernels.shared.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
+    AllTokens,
     CacheLayout,
     Contiguous,
     Full,
@@ -30,6 +31,7 @@ from kvcompile.layouts import (
     SinkWindow,
     Slots,
     Storage,
+    TopPages,
     Window,
     float_dtype,
     fp8,
@@ -81,6 +83,7 @@ STORAGES: tuple[Storage, ...] = (
     with_hadamard(per_channel(4, 4, 8)),
 )
 H2O = Scored(2, 4, 3)
+SELECTIONS = (AllTokens(), AllTokens(), TopPages(4, 2), TopPages(5, 1), TopPages(16, 1))
 RETENTIONS = (
     Full(),
     Full(),
@@ -215,12 +218,16 @@ def case_of(pick: Pick, scored: bool) -> Case:
     kinds = ("alibi", "relative") if retention.in_cache else ("alibi", "relative", "columns", "table")
     bias = pick((None, *kinds, None, None))
     score = ScoreSpec(pick((None, None, 4.0)), bias and BiasSpec(bias), pick((False, False, False, True)))
+    layout, mask = pick(placed(keys, values)), MASKS[0] if scored or retention.in_cache else pick(MASKS)
+    if mask.window is None:  # what a selection needs of a model
+        some = [replace(layout, selection=selection) for selection in SELECTIONS]
+        layout = pick([own for own in some if own.check() is None])
     return Case(
-        pick(placed(keys, values)),
+        layout,
         (group * heads, heads),
         dims,
         pick((torch.float32, torch.float32, torch.float16, torch.bfloat16)),
-        MASKS[0] if scored or retention.in_cache else pick(MASKS),
+        mask,
         score,
         rotary,
         pick((False, True)),
@@ -247,7 +254,8 @@ def ran(case: Case, kernels: str) -> Ran:
 
 
 def oracle(case: Case, held: list[Tensor], q: Tensor | None = None) -> tuple[Tensor, list[Choice]]:
-    """float64 [B, Hq, T, Dv] (0 for padding), and of retentions by scores the choices (`held` is what was kept).
+    """float64 [B, Hq, T, Dv] (0 for padding), and of retentions by scores the choices (`held` is what was kept, or of
+    selections of pages what was read).
 
     q: instead of the case's
     """
@@ -279,6 +287,9 @@ def oracle(case: Case, held: list[Tensor], q: Tensor | None = None) -> tuple[Ten
     for row, pad in enumerate(case.pads):
         pad = min(pad, case.total)
         own = [x[row, :, pad:] for x in (q, k, v)]
+        if layout.selection.selects:
+            pages = [step[row] for step in held]
+            extra["read"] = dictionary.pages_read(case.site, own[0], own[1], case.chunks, pad, pages)
         out = dictionary.attend(case.site, *own, turn, scales=both, **extra)
         rows.append(torch.cat([out.new_zeros(out.shape[0], pad, out.shape[2]), out], 1))
     return torch.stack(rows), []
@@ -317,7 +328,8 @@ def check(case: Case) -> None:
     there = real(case)
     assert not got.out.masked_select(~there).any(), "padding gives 0"
     error = _error(got.out, wanted, there)
-    own = _error(same.out, wanted if not case.scored else oracle(case, same.held)[0], there)
+    chooses = case.scored or case.layout.selection.selects
+    own = _error(same.out, oracle(case, same.held)[0] if chooses else wanted, there)
     largest = float(case.qkv()[0 if isinstance(case.layout.values, InKeys) else 2].float().abs().max())
     if isinstance(case.layout.values, InKeys):
         largest = float(case.qkv()[1].float().abs().max())
@@ -365,8 +377,9 @@ def _same_bits(case: Case, got: Ran, same: Ran) -> None:
         table = shuffled(layout, len(case.pads), limit)
     lengths = (case.total - torch.tensor(case.pads)).clamp(min=0)
     span = min(limit, layout.slots(limit))
-    *mine, at = reference._stored(got.buffers, lengths, span, layout, table)
-    *theirs, _ = reference._stored(same.buffers, lengths, span, layout, table)
+    parts = [x.buffers[: len(x.buffers) - layout.num_notes] for x in (got, same)]
+    *mine, at = reference._stored(parts[0], lengths, span, layout, table)
+    *theirs, _ = reference._stored(parts[1], lengths, span, layout, table)
     held = (at >= 0)[:, None]
     for a, b in zip([x for side in mine for x in side], [x for side in theirs for x in side], strict=True):
         if a.shape[2] != held.shape[2]:

@@ -15,6 +15,7 @@ split over programs (flash decoding, Dao et al. 2023): each writes acc, top and 
 Options of the two roles
     logits        decode: scores in base 2 are stored, [B, Hkv, group, slots] float32, for `score`
     lse           prefill: the log-sum-exp in base 2 of each query is stored, [B, Hq, tokens] float32, for `columns`
+    chosen        decode: the slots are those of the pages in `pages_read`, int32 [B, Hkv, K] (`layouts/selection/`)
     new           prefill: the new tokens are not in the slots; they come as a source of their own
     interpreted   see `dots.py`
     one_bias      the site's bias has one head
@@ -88,6 +89,7 @@ def tile(attend: Attend, source: SlotArray, masked: bool) -> list[str]:
     """Lines of one tile, `start` its first slot. masked: some slots are not seen, or read in full."""
     spec = attend.spec
     lines = [keys.inside(source)] if masked else []
+    lines += keys.chosen(attend, source, masked)
     if masked or attend.needs_key:
         lines += keys.positions(attend, source, masked)
     if attend.needs_place:

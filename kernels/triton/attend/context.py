@@ -15,7 +15,7 @@ from kvcompile.kernels.triton.tile.channel_blocks import between, in_pairs
 from kvcompile.kernels.triton.tile.residual import InFull
 from kvcompile.kernels.triton.tile.tile_loader import TileLoader, edges, reader
 from kvcompile.kernels.triton.tile.values import Values
-from kvcompile.layouts import Paged, Scored
+from kvcompile.layouts import Paged, Scored, TopPages
 from kvcompile.types import RotaryForm
 
 
@@ -100,7 +100,13 @@ class Attend:
         placement, layout = self.spec.layout.placement, self.spec.layout
         size = placement.page_size if isinstance(placement, Paged) else 0
         slots = "slots" if self.in_order else str(layout.slots(None))
-        return SlotArray("", slots, self.spec.num_kv_heads, self.spec.block_n, size)
+        return SlotArray("", slots, self.spec.num_kv_heads, self.spec.block_n, size, self.chosen)
+
+    @property
+    def chosen(self) -> int:
+        """Tokens of the pages that were chosen to be read; 0: all slots are read."""
+        selection = self.spec.layout.selection
+        return selection.page_size if "chosen" in self.spec.options and isinstance(selection, TopPages) else 0
 
     @property
     def new(self) -> SlotArray:
@@ -160,12 +166,14 @@ class Attend:
 
     @property
     def of_slots(self) -> tuple[Param, ...]:
-        """What a retention by scores notes of slots: the token in each, and its place."""
+        """What a retention by scores notes of slots, the token in each and its place; or the pages that were chosen."""
         found = []
         if self.needs_token:
             found.append(TensorParam("slots_token", torch.int32))
         if self.needs_place and isinstance(self.spec.layout.retention, Scored):
             found.append(TensorParam("slots_place", torch.int32))
+        if self.chosen:
+            found.append(TensorParam("pages_read", torch.int32))
         return tuple(found)
 
     @property

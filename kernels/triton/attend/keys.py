@@ -12,7 +12,7 @@ from kvcompile.kernels.triton.tile import block_bounds, cache_positions, dequant
 from kvcompile.kernels.triton.tile.addressing import SlotArray
 from kvcompile.kernels.triton.tile.channel_blocks import paired
 from kvcompile.kernels.triton.tile.symbolic import printed
-from kvcompile.layouts import Scored
+from kvcompile.layouts import Scored, TopPages
 from kvcompile.layouts import symbols as sy
 from kvcompile.types import RotaryForm
 
@@ -22,6 +22,8 @@ def bounds(attend: Attend, source: SlotArray) -> block_bounds.Bounds:
     spec = attend.spec
     if source.prefix:
         return block_bounds.ordered(spec, "first", "tokens", attend.mixed)
+    if source.chosen:
+        return block_bounds.chosen(spec, not _conditions(attend, source) and not attend.mixed)
     if attend.in_order:
         return block_bounds.ordered(spec, "0", "", attend.mixed)
     before = "tl.maximum(first, 0)" if attend.many else "tl.maximum(length, 0)"
@@ -55,13 +57,25 @@ def _conditions(attend: Attend, source: SlotArray) -> list[str]:
     return block_bounds.conditions(spec, query, key, causal=attend.many and not by_score)
 
 
+def chosen(attend: Attend, source: SlotArray, masked: bool) -> list[str]:
+    """The line that defines `slot`, where pages were chosen: tokens `start` .. of those pages, one behind the other."""
+    if not source.chosen:
+        return []
+    selection, size = attend.spec.layout.selection, source.chosen
+    assert isinstance(selection, TopPages)
+    row = f"(batch * {source.num_kv_heads} + head) * {selection.pages}"
+    at = "(start + n)" if source.scattered else "start"
+    guard = ", mask=inside, other=0" if masked and source.scattered else ""
+    return [f"slot = tl.load(pages_read_ptr + {row} + {at} // {size}{guard}) * {size} + {at} % {size}"]
+
+
 def positions(attend: Attend, source: SlotArray, masked: bool) -> list[str]:
     """Lines that define `key`, where it can be told."""
     spec, retention = attend.spec, attend.spec.layout.retention
     if source.prefix:
         return ["key = first + start + n"]
     if attend.in_order:
-        return ["key = start + n"]
+        return [f"key = {source.each}"]
     if isinstance(retention, Scored):
         if not attend.needs_token:
             return []

@@ -6,8 +6,9 @@
 | many | slots are never reused | append, (group), prefill, (append of rows in full) |
 | many | a ring | append to an array of the new tokens, prefill over slots and array, append |
 
-Retention by scores is in `attention_scored.py`. Shapes and meaning are those of `reference.cached_attention`, the
-oracle of all of this: only the order of sums is another, and products are in the types of `tile/dot_dtype.py`.
+Retention by scores is in `attention_scored.py`, what a selection of pages adds in `attention_selected.py`. Shapes and
+meaning are those of `reference.cached_attention`, the oracle of all of this: only the order of sums is another, and
+products are in the types of `tile/dot_dtype.py`.
 
 What is launched depends on shapes alone: on a GPU nothing asks the device how long a sequence is.
 """
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from kvcompile.expression import ScoreMod
 from kvcompile.kernels.inputs import AttendInputs
-from kvcompile.kernels.triton.host import attention_scored
+from kvcompile.kernels.triton.host import attention_scored, attention_selected
 from kvcompile.kernels.triton.host.call import (
     Call,
     append,
@@ -60,11 +61,14 @@ def cached_attention(x: AttendInputs) -> Tensor:
     call = Call(made, q, k, v, x.buffers, x.positions, rope, sinks, bias, x.page_table, read)
     if isinstance(site.layout.retention, Scored):
         return attention_scored.one(call) if q.shape[2] == 1 else attention_scored.many(call)
-    return _one(call, x.span) if q.shape[2] == 1 else _many(call)
+    pages = None
+    if site.layout.selection.selects:
+        call, pages = attention_selected.selected(call, x.span)
+    return _one(call, x.span, pages) if q.shape[2] == 1 else _many(call)
 
 
-def _one(call: Call, span: int) -> Tensor:
-    """One new token a sequence: it is appended, and attends to all slots."""
+def _one(call: Call, span: int, pages: Tensor | None) -> Tensor:
+    """One new token a sequence: it is appended, and attends to all slots, or to those of `pages`."""
     made, q = call.kernels, call.q
     if call.site.share in ("none", "first"):
         options = ["one", *made.transforms(one=True), *(["full"] if made.in_full else [])]
@@ -73,7 +77,7 @@ def _one(call: Call, span: int) -> Tensor:
         groups(call, None, None, ("one",))
     else:
         q = transformed(call)
-    return decode(call, q, span)[0]
+    return decode(call, q, span, pages=pages)[0]
 
 
 def _many(call: Call) -> Tensor:

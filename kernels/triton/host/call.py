@@ -20,6 +20,7 @@ from kvcompile.kernels.triton.host import ops_attend, ops_write
 from kvcompile.kernels.triton.host.site_kernels import Kernels
 from kvcompile.kernels.triton.params import taken_as
 from kvcompile.kernels.triton.tile import cache_positions
+from kvcompile.layouts import TopPages
 
 
 @dataclass(frozen=True)
@@ -58,17 +59,23 @@ def decode(
     options: Sequence[str] = (),
     token: Tensor | None = None,
     place: Tensor | None = None,
+    pages: Tensor | None = None,
 ) -> list[Tensor]:
     """The output of one query a sequence, [B, Hq, 1, Dv], and with option logits, the log-sum-exp and the logits.
 
     slots: of one sequence, at most
+    pages: those that are read, int32 [B, Hkv, K]; None: all slots are read
     """
     made = call.kernels
     own = made.config("decode")
     wide = ("q_fp32",) if q.dtype != made.dtype else ()
-    spec = made.spec("decode", (*options, *wide))
+    few = ("chosen",) if pages is not None else ()
+    spec = made.spec("decode", (*options, *wide, *few))
     programs = q.shape[0] * made.num_kv_heads * row_tiles(spec)
     most = slots if not call.site.layout.bounded else call.site.layout.slots(None)
+    selection = call.site.layout.selection
+    if pages is not None and isinstance(selection, TopPages):
+        most = selection.tokens
     splits = own.splits(device_of(q.device), programs, (most + own.block_n - 1) // own.block_n)
     partial, sums, *logits = ops_attend.decode(
         q,
@@ -80,6 +87,7 @@ def decode(
         call.page_table,
         token,
         place,
+        pages,
         splits,
         own.num_warps,
         own.num_stages,

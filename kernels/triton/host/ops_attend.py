@@ -38,6 +38,7 @@ def decode(
     page_table: Tensor | None,
     token: Tensor | None,
     place: Tensor | None,
+    pages: Tensor | None,
     splits: int,
     num_warps: int,
     num_stages: int,
@@ -52,6 +53,7 @@ def decode(
         bias: float32, what `ScoreSpec.bias` says; rope: [cos, sin] float32 where keys turn when they are read.
         leaves: what `ScoreSpec.mod` reads, those that the kernels take, dense, truth values as bytes.
         page_table: int32 [B, pages]; token, place: int32 [B, Hkv or 1, slots], where the spec has them.
+        pages: int32 [B, Hkv, K], with option chosen.
 
     Returns:
         partial float32 [B, Hkv, splits, G, Dv], sums float32 [B, Hkv, splits, G, 2] (top and total), and with option
@@ -68,7 +70,8 @@ def decode(
         slots = own.layout.slots(None)
         outs["logits"] = q.new_empty((batch, heads, group, slots), dtype=torch.float32)
     given = {"q": q, "positions": positions, "bias": bias, "page_table": page_table, **outs}
-    given |= {"slots_token": token, "slots_place": place, **_tables(rope), **_parts(kernel, buffers)}
+    given |= {"slots_token": token, "slots_place": place, "pages_read": pages}
+    given |= {**_tables(rope), **_parts(kernel, buffers)}
     given |= _leaves(kernel, leaves)
     sizes = _sizes(kernel, buffers, bias, rope) | _leaf_sizes(kernel, leaves)
     _launch(kernel, (splits, heads * row_tiles(own), batch), given, sizes, num_warps, num_stages)

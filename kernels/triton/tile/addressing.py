@@ -32,6 +32,7 @@ class SlotArray:
     prefix: of the names of its tensors ("" for the cache, "new_" for new tokens)
     slots:  how many there are, an expression or a number
     page_size: 0: dense
+    chosen: tokens of a page, where only pages that were chosen are read (`attend/keys.py`); 0: all slots are
     """
 
     prefix: str
@@ -39,16 +40,32 @@ class SlotArray:
     num_kv_heads: int
     block_n: int
     page_size: int = 0
+    chosen: int = 0
+
+    @property
+    def at(self) -> str:
+        """The variable that holds the first slot of a tile, or the slot of each row where they are scattered."""
+        return "slot" if self.chosen else "start"
+
+    @property
+    def scattered(self) -> bool:
+        """Whether the slots of a tile do not follow each other."""
+        return self.chosen % self.block_n != 0
+
+    @property
+    def each(self) -> str:
+        """An expression: the slot of each row of a tile, [BLOCK_N]."""
+        return self.at if self.scattered else f"{self.at} + n"
 
     @property
     def one_page(self) -> bool:
         """Whether all rows of a tile are in one page."""
-        return self.page_size > 0 and self.page_size % self.block_n == 0
+        return self.page_size > 0 and self.page_size % self.block_n == 0 and not self.scattered
 
     @property
     def gathers(self) -> bool:
         """Whether every row of a tile has an address of its own."""
-        return self.page_size > 0 and not self.one_page
+        return self.scattered or (self.page_size > 0 and not self.one_page)
 
     @property
     def params(self) -> tuple[Param, ...]:
@@ -68,10 +85,10 @@ class SlotArray:
         heads = self.num_kv_heads
         if not self.page_size:
             return [
-                f"{self.base(of)} = (batch * {heads} + head) * {self._rows(of)} + start"
+                f"{self.base(of)} = (batch * {heads} + head) * {self._rows(of)} + {self.at}"
                 for of in sorted(set(multiples))
             ]
-        at = "start" if self.one_page else "(start + n)"
+        at = self.at if self.one_page or self.scattered else f"({self.each})"
         entry = printed(page_index(self.page_size), {sy.slot: at})
         guard = ", mask=inside, other=0" if masked and self.gathers else ""
         within = printed(offset(self.page_size).subs(sy.slot, _SLOT), {_SLOT: at})

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tile.symbolic import printed
-from kvcompile.layouts import InKeys
+from kvcompile.layouts import InKeys, TopPages
 from kvcompile.layouts import symbols as sy
 
 
@@ -122,6 +122,15 @@ def unordered(spec: KernelSpec, held: str, plain: bool) -> Bounds:
     if plain:
         lines += ["plain_from = 0", f"plain_to = end // {n}"]
     return Bounds(tuple(lines), False, plain)
+
+
+def chosen(spec: KernelSpec, plain: bool) -> Bounds:
+    """Of the tokens of chosen pages, one page behind the other; the last of them is the newest, and may not be full."""
+    selection = spec.layout.selection
+    assert isinstance(selection, TopPages)
+    size = selection.page_size
+    older = f"tl.minimum(position // {size}, {selection.pages - 1})"
+    return unordered(spec, f"tl.where(position < 0, 0, {older} * {size} + position % {size} + 1)", plain)
 
 
 def in_full(spec: KernelSpec, side: str) -> tuple[int, str | None]:

@@ -22,6 +22,7 @@ from kvcompile.errors import InputError, PlanError, RecipeError, VerificationErr
 from kvcompile.kernels.oracle.attention import policy_attention
 from kvcompile.kernels.oracle.selection import read_by
 from kvcompile.kernels.reference import page_selection
+from kvcompile.kernels.shared import page_summaries
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.supports import unsupported
 from kvcompile.layouts import (
@@ -106,40 +107,10 @@ def test_equals_a_dictionary_of_tokens(case: tuple[SiteSpec, list[int], int], se
     ran = run(spec, qkv, chunks, pads, **extra)
     for row, first in enumerate(pads.tolist()):
         own = [x[row, :, first:] for x in qkv]
-        read = chosen(spec, own[0], own[1], chunks, first, [held[row] for held in ran.held])
+        read = dictionary.pages_read(spec, own[0], own[1], chunks, first, [held[row] for held in ran.held])
         wanted = dictionary.attend(spec, *own, sinks=extra.get("sinks"), bias=extra.get("bias"), read=read)
         error = (ran.out[row, :, first:].double() - wanted).abs().max()
         assert error <= 16 * EPS * qkv[2].abs().max()
-
-
-def chosen(
-    spec: SiteSpec, q: Tensor, k: Tensor, chunks: list[int], first: int, held: list[Tensor]
-) -> Callable[[int, int], set[int] | None]:
-    """The pages that each step of one sequence read, after a look at whether they are the right ones."""
-    selection, steps, end = spec.layout.selection, {}, 0
-    assert isinstance(selection, TopPages)
-    for count, pages in zip(chunks, held, strict=True):
-        end += count
-        if count == 1 and end - 1 >= first:
-            steps[end - 1 - first] = pages
-
-    def read(head: int, now: int) -> set[int] | None:
-        if now not in steps:
-            return None
-        found = [page for page in steps[now][head].tolist() if page >= 0]
-        bounds = dictionary.bounds(spec, q, k, head, now)
-        if not found:  # all were read, as all were few
-            assert len(bounds) <= selection.pages
-            return None
-        assert len(set(found)) == len(found) == min(selection.pages, len(bounds)) and found == sorted(found)
-        assert len(bounds) - 1 in found, "the page of the step's own token"
-        others = [bounds[page] for page in found[:-1]]
-        left = [bound for page, bound in enumerate(bounds) if page not in found]
-        if others and left:
-            assert max(left) <= min(others) + 1e-4 * max(map(abs, bounds))
-        return set(found)
-
-    return read
 
 
 # ---- the choice
@@ -151,7 +122,7 @@ def test_a_choice_by_hand() -> None:
     keys = torch.tensor([[2.0, 0], [1, -1], [1, 1], [1, 0], [-9, -5], [2, 3], [0, 0], [0, 0]])
     selection = TopPages(2, 2)
     smallest, largest = torch.full((1, 1, 4, 2), 99.0), torch.full((1, 1, 4, 2), 99.0)
-    page_selection.summarise(selection, keys[None, None], torch.arange(8)[None], smallest, largest)
+    page_summaries.summarise(selection, keys[None, None], torch.arange(8)[None], smallest, largest)
     assert smallest[0, 0].tolist() == [[1, -1], [1, 0], [-9, -5], [0, 0]]
     assert largest[0, 0].tolist() == [[2, 0], [1, 1], [2, 3], [0, 0]]
     q = torch.tensor([1.0, -1])[None, None, None]
@@ -176,7 +147,7 @@ def test_query_heads_of_a_group_read_the_same_pages() -> None:
     keys = torch.zeros(1, 1, 8, 2)
     keys[0, 0, 0], keys[0, 0, 2] = torch.tensor([5.0, 0]), torch.tensor([0.0, 9])
     smallest, largest = torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2)
-    page_selection.summarise(TopPages(2, 2), keys, torch.arange(8)[None], smallest, largest)
+    page_summaries.summarise(TopPages(2, 2), keys, torch.arange(8)[None], smallest, largest)
     q = torch.tensor([[3.0, 0], [0, 1]])[None, :, None]
     found = page_selection.choose(TopPages(2, 2), q, 1.0, smallest, largest, torch.tensor([[7]]), 8)
     assert found[0, 0].tolist() == [0, 3], "15 of the first head is more than 9 of the second"
@@ -286,13 +257,16 @@ def no_older_tokens(module: Any) -> Any:
     return summarise
 
 
-@pytest.mark.parametrize(("name", "broken"), [("choose", wrong_bounds), ("summarise", no_older_tokens)])
+@pytest.mark.parametrize(
+    ("module", "name", "broken"),
+    [(page_selection, "choose", wrong_bounds), (page_summaries, "summarise", no_older_tokens)],
+)
 def test_verification_catches_a_wrong_choice(
-    name: str, broken: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+    module: Any, name: str, broken: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_hf("llama")
     kvcompile.optimize(model, RECIPE, max_tokens=64)
-    monkeypatch.setattr(page_selection, name, broken(page_selection))
+    monkeypatch.setattr(module, name, broken(module))
     with pytest.raises(VerificationError):
         kvcompile.optimize(model, RECIPE, max_tokens=64)
 
@@ -408,7 +382,7 @@ def test_recipes_are_refused_where_they_are_read_or_meet_a_model() -> None:
 
 def test_kernels_and_stepping_say_what_they_cannot() -> None:
     layout = CacheLayout(selection=TopPages(16, 8))
-    assert unsupported(layout, torch.float32) == "no kernels are written for selection 'top 8 pages of 16'"
+    assert unsupported(layout, torch.float32) is None
     assert "summaries of pages" in str(steps_back([layout], False).problem(3))
     assert CacheLayout.from_json(layout.to_json()) == layout
     assert "selection" not in CacheLayout().to_dict()

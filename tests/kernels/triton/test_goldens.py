@@ -27,6 +27,7 @@ KIVI = {
 }
 H2O = {"kind": "h2o", "sinks": 4, "heavy": 508, "recent": 512}
 SINK_WINDOW = {"kind": "sink_window", "sinks": 4, "window": 1020}
+QUEST = {"kind": "top_pages", "page_size": 16, "pages": 64, "dense_layers": 0}
 PAGES_OF_64 = {"placement": {"kind": "paged", "page_size": 64}}
 
 
@@ -63,6 +64,12 @@ GOLDENS: dict[str, KernelSpec] = {
         "decode_h2o": spec("decode", cache(retention=H2O), "smollm2", "logits"),
         "decode_streaming_alibi": spec("decode", cache(retention=SINK_WINDOW), "alibi"),
         "decode_latent": spec("decode", cache(), "mla"),
+        "decode_quest": launched("decode", cache(selection=QUEST)),
+        "decode_quest_pages_of_64": launched(
+            "decode",
+            cache(keys=INT8, values=INT8, selection=QUEST | {"page_size": 64, "pages": 16}, **PAGES_OF_64),
+        ),
+        "page_bounds_quest": launched("page_bounds", cache(selection=QUEST)),
         "combine": spec("combine", cache()),
         "combine_lse_sinks_hadamard": spec(
             "combine", cache(values=INT8 | {"rotate": "hadamard"}), "sinks", "lse"

@@ -30,6 +30,12 @@ H2O = {
     },
     "layers": SLIDING,
 }
+QUEST = {
+    "cache": {
+        "keys": {"dtype": "int8"},
+        "selection": {"kind": "top_pages", "page_size": 4, "pages": 2, "dense_layers": 0},
+    }
+}
 RECENT = {"cache": {"keys": {"dtype": "int4", "residual": 6}, "values": {"dtype": "int8", "residual": 4}}}
 
 
@@ -65,13 +71,23 @@ def check(model: Any, recipe: Any, **more: Any) -> None:
         pytest.param("llama", "int8", marks=pytest.mark.slow),
         ("llama", H2O),
         ("llama", STREAM),
+        ("llama", QUEST),
         ("gemma2", PAGES),  # sliding layers, softcap
         # What these have is tested kernel by kernel, too.
         pytest.param("gpt_oss", "baseline", marks=pytest.mark.slow),  # sink logits
         pytest.param("bloom", RECENT, marks=pytest.mark.slow),  # ALiBi
         pytest.param("deepseek_v3", "int8", marks=pytest.mark.slow),  # values in the keys
     ],
-    ids=["llama-int8", "llama-H2O", "llama-stream", "gemma2-pages", "gpt_oss", "bloom-recent", "deepseek"],
+    ids=[
+        "llama-int8",
+        "llama-H2O",
+        "llama-stream",
+        "llama-quest",
+        "gemma2-pages",
+        "gpt_oss",
+        "bloom-recent",
+        "deepseek",
+    ],
 )
 def test_models_generate_what_the_reference_does(kind: str, recipe: Any) -> None:
     check(model_of(kind), recipe)

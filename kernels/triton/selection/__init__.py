@@ -1,0 +1,1 @@
+"""The role of a selection: how much the tokens of each page may matter to a step."""
