@@ -11,11 +11,13 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
+from kvcompile.util.own_code import TORCH
+
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 # Frames of libraries and of transformers' plumbing; the model's own line is the innermost of the others.
 _PLUMBING = (
     "<eval_with_key",
-    "/torch/",
+    TORCH,
     "/transformers/integrations/",
     "/transformers/utils/",
     "/transformers/masking_utils.py",

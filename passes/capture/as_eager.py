@@ -22,8 +22,10 @@ import torch
 import transformers
 from torch import nn
 
+from kvcompile.util.own_code import KVCOMPILE, TORCH
+
 _QUESTIONS = ("is_exporting", "is_compiling", "is_dynamo_compiling")
-_KNOWN = tuple(os.path.dirname(library.__file__ or "") + os.sep for library in (torch, transformers))
+_KNOWN = (TORCH, os.path.dirname(transformers.__file__ or "") + os.sep)
 _NAMES = {*_QUESTIONS, "is_torchdynamo_compiling", "is_torchdynamo_exporting", "is_tracing"}
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _PASSES_ON = os.path.join("utils", "import_utils.py")  # transformers' own names of the questions
@@ -83,7 +85,7 @@ def names_a_question(model: nn.Module) -> bool:
 def _is_own(home: ModuleType) -> bool:
     file = getattr(home, "__file__", None) or ""
     standard = file.startswith(_STANDARD) and "site-packages" not in file
-    return file.endswith(".py") and not standard and not file.startswith(_KNOWN)
+    return file.endswith(".py") and not standard and not file.startswith((*_KNOWN, *KVCOMPILE))
 
 
 def _codes(value: Any) -> Iterator[CodeType]:

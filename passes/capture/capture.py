@@ -51,6 +51,7 @@ from kvcompile.passes.graph import expr
 from kvcompile.passes.recurrent.replay import prove
 from kvcompile.passes.recurrent.state import StateRefused, attributes_restored, find_states
 from kvcompile.passes.table import disabled, graph_pass
+from kvcompile.util.own_code import KVCOMPILE, TORCH
 
 log = logging.getLogger(__name__)
 
@@ -596,7 +597,6 @@ def _first_line(error: Exception) -> str:
     ):  # the first line of this one says nothing, the first item all
         text = f"the example's sizes were specialised: {detail.split('. If')[0]}"
     frames = traceback.extract_tb(error.__traceback__)
-    skip = ("/torch/", "/passes/", "/kernels/", "/kvcompile/", "<")
-    own = [frame for frame in frames if not any(part in frame.filename for part in skip)]
+    own = [frame for frame in frames if not frame.filename.startswith((TORCH, *KVCOMPILE, "<"))]
     where = f" ({own[-1].filename.rsplit('/', 1)[-1]}:{own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {text[:300]}{where}"

@@ -27,10 +27,10 @@ from torch.utils._sympy.printers import PythonPrinter
 from kvcompile.errors import CaptureError
 from kvcompile.passes.capture.trace import Traced, guards_of, shape_env
 from kvcompile.passes.graph import expr
+from kvcompile.util.own_code import TORCH
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 # Where torch chooses between a view and a copy.
-_STRIDES = _TORCH + "_prims_common" + os.sep
+_STRIDES = TORCH + "_prims_common" + os.sep
 _FEW = 48  # sizes that are all tried
 _FURTHER = 4  # times the largest constant of a guard: so far its failures are looked for
 _LEAST, _MOST = 1024, 1 << 17

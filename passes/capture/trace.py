@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from kvcompile.errors import CaptureError
 from kvcompile.passes.capture.inputs import CapturedInputs, Wrapper, example
 from kvcompile.passes.capture.traced_once import Once
+from kvcompile.util.own_code import TORCH
 from kvcompile.util.tracing import quiet, uncollected
 
 Way = Literal["export", "strict export"]
@@ -34,8 +35,7 @@ WAYS: tuple[Way, ...] = ("export", "strict export")
 BATCH, SEQ, KEEP = 3, 11, 5  # example sizes: different, so that no two dynamic sizes share a symbol
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_DYNAMO = _TORCH + "_dynamo" + os.sep
+_DYNAMO = TORCH + "_dynamo" + os.sep
 _LOGGERS = ("torch._dynamo", "torch._guards", "torch.export", "torch.fx.experimental.symbolic_shapes")
 
 
@@ -131,7 +131,7 @@ def _asked() -> Iterator[dict[int, str]]:
             result = original(self)
             if guards is not None and len(guards) > before:
                 frame = sys._getframe(1)
-                if not frame.f_code.co_filename.startswith(_TORCH):
+                if not frame.f_code.co_filename.startswith(TORCH):
                     where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
                     found.update((id(guard), where) for guard in guards[before:])
             return result
@@ -156,7 +156,7 @@ def _unanswered() -> Iterator[list[str]]:
 
     def noting(self: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(TORCH):
             frame = frame.f_back
         found.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
         return original(self, *args, **kwargs)

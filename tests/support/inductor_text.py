@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sys
 from types import ModuleType
-from typing import Any
 
 import torch
 import triton
@@ -20,6 +19,7 @@ from torch.fx import Graph, GraphModule
 from torch.library import triton_op, wrap_triton
 
 from kvcompile.compile.inductor import ShapeClass, Tracer
+from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.ops import cached_attention as ops
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import CacheLayout
@@ -48,11 +48,9 @@ def append(k: Tensor, v: Tensor, positions: Tensor, buffers: list[Tensor], spec:
         )
 
 
-def cached_attention(
-    q: Tensor, k: Tensor, v: Tensor, buffers: list[Tensor], positions: Tensor, *rest: Any
-) -> Tensor:
-    append(k, v, positions, buffers, "spec")
-    return q + buffers[0].sum((1, 2, 3), keepdim=True)
+def cached_attention(x: AttendInputs) -> Tensor:
+    append(x.k, x.v, x.positions, x.buffers, "spec")
+    return x.q + x.buffers[0].sum((1, 2, 3), keepdim=True)
 
 
 def region() -> GraphModule:

@@ -169,7 +169,7 @@ REFUSED: list[tuple[Callable[[Layer, Tensor], Tensor], str]] = [
     (history, r"layers\.0\.log \(Layer\)"),
     (in_a_dict, r"layers\.0\.notes \(Layer\)"),
     (in_an_object, r"layers\.0\.helper \(Layer\)"),
-    (in_a_global, r"CALLS \(global of tests\.test_capture_state\)"),
+    (in_a_global, r"CALLS \(global of tests\.passes\.capture\.test_harmless\)"),
     (in_the_class, r"shared \(class Layer\)"),
     (previous_tokens, r"layers\.0\.table \(Layer\)"),
     (largest_token, r"layers\.0\.number \(Layer\).*made of the tokens"),

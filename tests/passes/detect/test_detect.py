@@ -79,7 +79,7 @@ def test_plain_modules(kind: type[nn.Module], eager: bool) -> None:
     canonical = canonical_of(make(kind, eager=eager))
     assert [site.num_kv_heads for site in canonical.sites] == ([6, 6] if kind is NanoGPT else [2, 2])
     assert all((site.rope is None) == (kind is NanoGPT) for site in canonical.sites)
-    assert canonical.sites[1].source.startswith("tests/support/models.py:")
+    assert canonical.sites[1].source.startswith("models.py:")
 
 
 def test_bfloat16_keeps_an_exact_scale() -> None:

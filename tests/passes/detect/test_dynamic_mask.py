@@ -206,7 +206,7 @@ def test_added_to_eager_scores() -> None:
 def test_what_a_cache_cannot_hold_is_refused(mask: Mask, reason: str) -> None:
     with pytest.raises(DetectionError, match=reason) as caught:
         compare(Decoder(by_dynamic(mask)))
-    assert "tests/support/decoders.py:" in str(caught.value) or "test_dynamic_mask.py:" in str(caught.value)
+    assert "decoders.py:" in str(caught.value) or "test_dynamic_mask.py:" in str(caught.value)
 
 
 def test_only_layouts_that_keep_every_token() -> None:

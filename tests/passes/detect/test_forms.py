@@ -53,4 +53,4 @@ def test_broken_forms(name: str) -> None:
         return
     with pytest.raises(ModelError, match=broken.refused) as caught:
         check(broken.form)
-    assert "tests/support/decoders.py:" in str(caught.value) or "no softmax attention" in str(caught.value)
+    assert "decoders.py:" in str(caught.value) or "no softmax attention" in str(caught.value)

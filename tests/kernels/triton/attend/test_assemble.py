@@ -57,6 +57,8 @@ QUICK = (
     ("decode", "kivi4:causal", "llama", 90),
     ("decode", "h2o_int8:causal", "mqa", 90),
     ("decode", "streaming:causal", "smollm2", 90),
+    ("decode", "quest_int8:causal", "llama", 90),
+    ("page_bounds", "quest:causal", "llama", 90),
     ("combine", "baseline:causal", "llama", 90),
     ("append", "int8:causal", "llama", 90),
     ("append", "int4:causal", "llama", 80),
