@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import sympy
-import torch
 from torch.export import ExportedProgram
 from torch.utils._sympy.printers import PythonPrinter
 

@@ -38,7 +38,7 @@ def problem(item: Break, root: Path = ROOT) -> str:
         return f"{item.file} does not exist: name the file that has this code now"
     count = file.read_text(encoding="utf-8").count(item.old)
     if count != 1:
-        return f"expected this text once in {item.file}, found it {count} times; the table needs its new text: {item.old!r}"
+        return f"expected this text once in {item.file}, found it {count} times: {item.old!r}"
     missing = [test for test in item.tests if not (root / test.partition("::")[0]).is_file()]
     return f"no such tests: {', '.join(missing)}" if missing else ""
 
