@@ -56,12 +56,12 @@ def check(told: dict[str, Any]) -> None:
 
 
 def test_nothing_touches_what_is_not_mapped() -> None:
-    for told in compared(("int8", "reference", "default", 150), ("kivi2", "reference", "none", 150)):
+    for told in compared(("int8", "reference", "default", 90), ("kivi2", "reference", "none", 90)):
         check(told)
 
 
 def test_nor_do_generated_kernels() -> None:
-    (told,) = compared(("kivi4", "triton", "none", 40))
+    (told,) = compared(("kivi4", "triton", "none", 20))
     check(told)
 
 

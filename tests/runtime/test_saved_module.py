@@ -23,6 +23,7 @@ from kvcompile.runtime.saved_module.graphs import Unwritable, graph_of_json, gra
 from kvcompile.runtime.saved_module.tensors import packed
 from kvcompile.targets import folder
 from tests.passes.capture.test_opaque import routed
+from tests.support.marks import cases
 from tests.support.models import NanoGPT, TinyLlama, make, tiny_hf
 
 EAGER: dict[str, Any] = {"compile": {"mode": "none"}, "verify": "off", "max_tokens": 64, "max_batch": 2}
@@ -135,7 +136,7 @@ assert "tests" not in sys.modules and "tests.support.models" not in sys.modules
 """
 
 
-@pytest.mark.parametrize("model", ["llama", "plain"])
+@pytest.mark.parametrize("model", cases(("llama", "plain"), ("llama",)))
 def test_another_process_has_the_compiled_code(model: str, tmp_path: Path) -> None:
     fast = kvcompile.optimize(MODELS[model](), "int8", **{**EAGER, "compile": {}})
     parts = [ids(), ids(1), ids(5), ids(1)]

@@ -21,6 +21,7 @@ from kvcompile.targets.manifest import Graph, TensorInfo, dtype_name
 from kvcompile.targets.onnx import copies
 from kvcompile.targets.onnx.aliases import aliases
 from kvcompile.targets.onnx.copies import expand
+from kvcompile.targets.onnx.simplify import simplify
 from kvcompile.targets.onnx.translate import translations
 from kvcompile.targets.onnx.weights import WeightFile
 from kvcompile.util.tracing import quiet, uncollected
@@ -117,16 +118,18 @@ def _translated(program: ExportedProgram, opset: int, digest: str) -> ir.Model:
                 opset_version=opset,
                 dynamo=True,
                 verbose=False,
+                optimize=False,
                 custom_translation_table={**translations(opset), **copies.translations()},
             )
+            assert exported is not None
+            model: ir.Model = exported.model
+            simplify(model)
     except Exception as error:  # the exporter raises many kinds, with a report of several pages
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split())[:600]
         raise ExportError(
             f"torch.onnx refused the graph of plan {digest}: {type(cause).__name__}: {reason}"
         ) from error
-    assert exported is not None
-    model: ir.Model = exported.model
     _with_lost_constants(model)
     return model
 

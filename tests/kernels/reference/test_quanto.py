@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,18 @@ from kvcompile.kernels.reference import codec
 from kvcompile.layouts import uint
 
 pytest.importorskip("optimum.quanto", reason="pip install --no-deps optimum-quanto==0.2.7")
+
+
+def unpacked(packed: Tensor, bits: int) -> Tensor:
+    """What their C++ does, which takes longer to compile than all else that is tested here."""
+    return torch.cat([(packed >> bits * i) & 2**bits - 1 for i in range(8 // bits)])
+
+
+@pytest.fixture(autouse=True)
+def _without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from optimum.quanto.library.extensions.cpp import ext
+
+    monkeypatch.setattr(ext, "_lib", SimpleNamespace(unpack=unpacked))
 
 
 def vectors() -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import kvcompile
 from kvcompile.errors import KVCompileError
+from tests.support.marks import cases
 from tests.support.models import NanoGPT, TinyLlama, make
 
 EAGER: dict[str, Any] = {"compile": {"mode": "none"}, "max_tokens": 64, "max_batch": 2}
@@ -100,9 +101,10 @@ def test_recipes_and_thorough_checks(recipe: str) -> None:
         assert torch.allclose(fast(part)[0], whole(part)[0][:, -1], atol=1e-5)
 
 
-def test_compiled_saved_and_exported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", cases((False, True), (False,)))
+def test_saved_and_exported(compiled: bool, tmp_path: Path) -> None:
     model = decoder(HEADS["[:, -1]"])
-    fast = kvcompile.optimize(model, **{**EAGER, "compile": {}})
+    fast = kvcompile.optimize(model, **(EAGER | ({"compile": {}} if compiled else {})))
     exact(model, fast)
     fast.save(tmp_path / "m")
     back = kvcompile.load(tmp_path / "m")

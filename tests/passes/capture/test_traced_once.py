@@ -73,7 +73,7 @@ def same(model: nn.Module, monkeypatch: pytest.MonkeyPatch, named: bool = True) 
     assert structure(once.graph_module, named) == structure(every.graph_module, named)
     assert (once.out_spec, once.route, once.max_seq_len) == (every.out_spec, every.route, every.max_seq_len)
     ids = torch.randint(0, 50, (2, 19), generator=torch.Generator().manual_seed(1))
-    found = kvcompile.optimize(model, compile={"mode": "none"})(ids)
+    found = kvcompile.optimize(model, compile={"mode": "none"}, verify="off")(ids)
     wanted = model(ids)
     torch.testing.assert_close(*(one if isinstance(one, Tensor) else one.logits for one in (found, wanted)))
 
@@ -141,10 +141,10 @@ def _other_class(model: Any) -> None:
 def test_a_layer_that_differs_is_traced(
     change: Callable[[Any], None], copies: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model: Any = tiny_hf("llama", layers=5, hidden_size=WIDTH, intermediate_size=WIDTH + 8)
+    model: Any = tiny_hf("llama", layers=4, hidden_size=WIDTH, intermediate_size=WIDTH + 8)
     change(model)
     same(model.eval(), monkeypatch)
-    assert copies[0] == 3
+    assert copies[0] == 2
 
 
 def test_an_attribute_that_is_not_read_is_none(copies: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

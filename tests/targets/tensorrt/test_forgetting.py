@@ -23,7 +23,7 @@ LAYOUTS = (
     "snapkv",
     "long_context",
 )
-FAST = ("streaming_int8", "h2o", "sinks_h2o_fp8", "long_context")
+FAST = ("streaming_int8", "h2o")
 
 
 @pytest.mark.parametrize("layout", cases(LAYOUTS, FAST))
@@ -31,6 +31,7 @@ def test_engines_are_built_and_their_bindings_give_what_the_oracle_gives(layout:
     check_layout(layout, tmp_path / "artifact")
 
 
-@pytest.mark.parametrize("layout", cases(LAYOUTS, ("h2o",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_bf16_engines_are_built(layout: str, tmp_path: Path) -> None:
     check_bf16(layout, tmp_path / "artifact")

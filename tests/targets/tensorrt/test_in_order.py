@@ -25,7 +25,7 @@ LAYOUTS = (
     "paged_int8",
     "chat",
 )
-FAST = ("baseline", "int8", "int4", "kivi2", "chat")
+FAST = ("baseline", "int4", "chat")
 
 
 @pytest.mark.parametrize("layout", cases(LAYOUTS, FAST))
