@@ -24,6 +24,7 @@ from kvcompile.passes.capture.capture import Captured, capture
 from kvcompile.passes.capture.opaque import describe, states_of
 from kvcompile.passes.detect.detect import Detection, detect
 from kvcompile.passes.detect.rotation import NotRotary, Rotations
+from kvcompile.passes.records import AttentionSite, NoMatch, RopeSpec
 from kvcompile.passes.rewrite.absorb import absorb
 from kvcompile.passes.rewrite.canonicalize import canonicalize
 from kvcompile.passes.rewrite.insert_cache import Rewritten, insert_cache
@@ -31,7 +32,7 @@ from kvcompile.passes.rewrite.positions import offset_positions
 from kvcompile.plan import Decision, Plan
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.scales import ModelId
-from kvcompile.types import AttentionSite, NoMatch, RecurrentState, RopeSpec
+from kvcompile.specs import RecurrentState
 from kvcompile.util.serial import traces
 
 log = logging.getLogger(__name__)

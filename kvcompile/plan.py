@@ -24,7 +24,7 @@ from kvcompile.layouts import (
 )
 from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.pages import TABLE_BYTES
-from kvcompile.types import MaskSpec, RecurrentState, RotaryForm, ScoreSpec, StateSlot
+from kvcompile.specs import MaskSpec, RecurrentState, RotaryForm, ScoreSpec, StateSlot
 
 # Of fields that people read: a reworded reason, or a model whose source moved by a line, is the same plan.
 _PROSE = {"prose": True}

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FOLDERS: dict[str, str] = PYPROJECT["tool"]["setuptools"]["package-dir"]  # package -> folder
 
-# types <- layouts <- {recipe, kernels} <- plan <- passes <- {decide, compile} <- {pipeline, runtime} <- verify <- API.
+# specs <- layouts <- {recipe, kernels} <- plan <- passes <- {decide, compile} <- {pipeline, runtime} <- verify <- API.
 # A module may import what has a lower level, or the same line; what is not listed counts as public API. Of two lines
 # that a name begins with, the longer one counts. So nothing that compiles or runs a graph knows how it was found, and
 # verification knows no export.
@@ -28,7 +28,7 @@ LEVELS = {
     "kvcompile.expression": 0,
     "kvcompile.targets.registry": 0,
     "kvcompile.util": 1,
-    "kvcompile.types": 1,
+    "kvcompile.specs": 1,
     "kvcompile.original": 2,
     "kvcompile.layouts": 2,
     "kvcompile.recipe": 3,

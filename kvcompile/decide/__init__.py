@@ -19,10 +19,11 @@ from kvcompile.decide.limits import limits_of, note_of
 from kvcompile.decide.scales import foreign
 from kvcompile.decide.site import decide
 from kvcompile.errors import PlanError
+from kvcompile.passes.records import AttentionSite
 from kvcompile.plan import Decision, Plan
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.scales import ModelId, Scales
-from kvcompile.types import AttentionSite, RecurrentState
+from kvcompile.specs import RecurrentState
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 

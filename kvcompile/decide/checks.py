@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcompile.layouts import CacheLayout, Contiguous, Full, Scored
-from kvcompile.types import AttentionSite
+from kvcompile.passes.records import AttentionSite
 
 
 def check(layout: CacheLayout, site: AttentionSite, readers: Sequence[int]) -> None:

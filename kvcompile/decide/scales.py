@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcompile.layouts import CacheLayout
+from kvcompile.passes.records import AttentionSite
 from kvcompile.recipe.scales import ModelId, Scales, scales_of
-from kvcompile.types import AttentionSite
 
 
 def foreign(scales: Scales, model: ModelId | None, sites: Sequence[AttentionSite]) -> str | None:

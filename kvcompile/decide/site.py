@@ -8,11 +8,12 @@ from dataclasses import replace
 from kvcompile.decide.checks import check
 from kvcompile.decide.scales import calibrated
 from kvcompile.layouts import CacheLayout, Full, InKeys
+from kvcompile.passes.records import AttentionSite
 from kvcompile.plan import Decision
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.retention import LayerContext
 from kvcompile.recipe.scales import Scales
-from kvcompile.types import AttentionSite, MaskSpec, StateSlot
+from kvcompile.specs import MaskSpec, StateSlot
 
 
 def decide(

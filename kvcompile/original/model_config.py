@@ -19,7 +19,7 @@ from kvcompile.errors import ModelError
 from kvcompile.util.console import shown
 
 if TYPE_CHECKING:
-    from kvcompile.types import MaskKind
+    from kvcompile.specs import MaskKind
 
 # Names that configs give one thing. transformers maps most of them itself; plain dicts come as they are.
 _ALIASES = {

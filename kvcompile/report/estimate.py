@@ -328,7 +328,8 @@ def _sites(shape: ModelShape, dtype: Any) -> list[Any]:
     """Sites as detection would report them; the graph nodes are stand-ins that planning never reads."""
     import torch
 
-    from kvcompile.types import AttentionSite, LatentForm, MaskSpec, RopeSpec, RotaryForm, Rotation
+    from kvcompile.passes.records import AttentionSite, LatentForm, RopeSpec, Rotation
+    from kvcompile.specs import MaskSpec, RotaryForm
 
     node = torch.fx.Graph().placeholder("unknown")
     turn = Rotation(node, (), ())

@@ -14,9 +14,9 @@ from kvcompile.util.console import WIDTH, format_bytes, format_layers, render, t
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
+    from kvcompile.passes.records import NoMatch
     from kvcompile.pipeline import Analysis
     from kvcompile.plan import Decision, Plan
-    from kvcompile.types import NoMatch
 
 _MISSES_SHOWN = 12
 

@@ -10,7 +10,7 @@ import pytest
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import CacheLayout, Paged, fp8, int8
 from kvcompile.plan import Decision, Limits, Plan
-from kvcompile.types import MaskSpec, RecurrentState, RotaryForm, ScoreSpec, StateSlot
+from kvcompile.specs import MaskSpec, RecurrentState, RotaryForm, ScoreSpec, StateSlot
 
 PROSE = {
     Plan: {"recipe": "mine", "recipe_digest": "other", "notes": ("noted",), "step_because": "asked for"},
