@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -12,6 +12,8 @@ from kvcompile.expression import ScoreMod
 
 MaskKind = Literal["causal", "sliding", "chunked", "explicit"]
 BiasKind = Literal["alibi", "relative", "columns", "table"]
+# Metadata of fields that people read: a reworded reason, or a model whose source moved by a line, is the same plan.
+PROSE = {"prose": True}
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,42 @@ class RotaryForm:
     style: RopeStyle
     start: int
     rotary_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteShape:
+    """The sizes of an attention site, and which tokens its model shows to it.
+
+    q, out: [num_qo_heads, head_dim] and [num_qo_heads, v_head_dim] per token
+    k, v:   [num_kv_heads, head_dim] and [num_kv_heads, v_head_dim] per token
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    mask: MaskSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteFacts(SiteShape):
+    """What is known of one attention site and stays true whatever is decided for it.
+
+    A site of the graph (`AttentionSite`), what deciding is given (`KnownSite`) and what it returns (`Decision`) each
+    add their own to it.
+
+    source:    "file.py:123" of the attention call in the model's own code
+    idiom:     which rule matched: "sdpa", "softmax"
+    kv_source: the layer whose K/V this site reads (its own unless shared)
+    """
+
+    layer: int
+    module_path: str
+    source: str = field(metadata=PROSE)
+    idiom: str = field(metadata=PROSE)
+    sm_scale: float
+    kv_source: int
+    score: ScoreSpec = ScoreSpec()
 
 
 # What a module with recurrent state takes exactly: any number of tokens at once; one at a time only; or two at least,

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from kvcompile.expression import LeafKind
-from kvcompile.specs import MaskSpec, RopeStyle, RotaryForm, ScoreSpec, StateSlot
+from kvcompile.specs import RopeStyle, RotaryForm, SiteFacts, StateSlot
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class RopeSpec:
         return replace(self, q_input=inputs[0], k_input=inputs[1], q=turn(self.q), k=turn(self.k))
 
 
-@dataclass(frozen=True)
-class AttentionSite:
+@dataclass(frozen=True, kw_only=True)
+class AttentionSite(SiteFacts):
     """One attention block of the captured graph; the call site, not the module, is the unit.
 
     q:   [B, num_qo_heads, S, head_dim]   as the scores use it (after RoPE)
@@ -85,24 +85,12 @@ class AttentionSite:
     out: [B, num_qo_heads, S, v_head_dim] the node whose value is the attention's result
     """
 
-    layer: int
-    module_path: str
-    source: str  # "file.py:123" of the attention call in the model's own code
-    idiom: str  # which rule matched: "sdpa", "softmax"
     q: Node
     k: Node
     v: Node
     out: Node
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    sm_scale: float
-    mask: MaskSpec
     rope: RopeSpec | None
     dtype: torch.dtype
-    kv_source: int  # the layer whose K/V this site reads (its own unless shared)
-    score: ScoreSpec = ScoreSpec()
     sinks: Node | None = None  # [num_qo_heads], a weight or a constant; where score.sinks
     bias: Node | None = None  # fp32, a constant in the form that score.bias says
     positionless: bool = False  # no position enters its queries and keys, but through other sites' results
@@ -153,10 +141,6 @@ class AttentionSite:
         """What the scores take from tokens besides queries and keys: it must be there token by token."""
         own = [leaf.node for leaf in self.leaves if leaf.kind in ("query", "key")]
         return (*own, *(node for mask in self.rerun for node in mask.sources))
-
-    @property
-    def group_size(self) -> int:
-        return self.num_qo_heads // self.num_kv_heads
 
 
 @dataclass(frozen=True)

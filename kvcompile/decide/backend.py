@@ -23,15 +23,15 @@ _INSTALL = (
 )
 
 
-def with_backend(plan: Plan, backend: str, device: torch.device) -> Plan:
-    """The plan with the backend that compiles it.
+def with_backend(plan: Plan, backend: str, device: torch.device | None) -> Plan:
+    """The plan with the backend that compiles it; device None: not known (an estimate), so nothing is refused.
 
     Raises:
         PlanError: it cannot compile for `device`; says what to install.
     """
     if backend != "torch_tensorrt":
         return plan
-    problem = unavailable(device)
+    problem = None if device is None else unavailable(device)
     if problem is not None:
         raise PlanError(
             f"recipe {plan.recipe!r} does not fit this model:\n  - compile.backend: torch_tensorrt: {problem}"

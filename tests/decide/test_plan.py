@@ -52,20 +52,20 @@ OTHERS: dict[type, dict[str, Any]] = {
 
 def plan() -> Plan:
     decision = Decision(
-        0,
-        "layers.0",
-        "model.py:3",
-        "sdpa",
-        4,
-        2,
-        64,
-        64,
-        0.125,
-        MaskSpec("causal"),
-        CacheLayout(),
-        True,
-        ("all",),
-        0,
+        layer=0,
+        module_path="layers.0",
+        source="model.py:3",
+        idiom="sdpa",
+        num_qo_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        v_head_dim=64,
+        sm_scale=0.125,
+        mask=MaskSpec("causal"),
+        layout=CacheLayout(),
+        lossless=True,
+        because=("all",),
+        kv_source=0,
     )
     return Plan("baseline", "digest", "float32", Limits(8, 64, 512), (decision,))
 
