@@ -191,7 +191,8 @@ def estimate(
 
     Raises:
         ModelError: the shapes cannot be told; names the missing fields.
-        PlanError, RecipeError: as `optimize` would.
+        PlanError, RecipeError: as `optimize` would, as far as a config tells: every layer is taken to have a rotary
+            embedding.
         KVCompileError: a memory size that is none.
     """
     limit = None if memory is None else parse_bytes(memory)
