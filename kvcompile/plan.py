@@ -26,6 +26,8 @@ from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.pages import TABLE_BYTES
 from kvcompile.specs import PROSE, RecurrentState, RotaryForm, SiteFacts, StateSlot
 
+INDUCTOR = "inductor"  # the backend that is always there
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -146,7 +148,10 @@ class Plan:
     notes: tuple[str, ...] = field(default=(), metadata=PROSE)
     step: Literal["regions", "cudagraph"] = "regions"  # how a decode step runs
     step_because: str = field(default="", metadata=PROSE)  # where the recipe's mode asks for the latter
-    backend: Literal["inductor", "torch_tensorrt"] = "inductor"  # what compiles the graph
+    backend: str = INDUCTOR  # what compiles the graph
+    backend_because: str = field(
+        default="", metadata=PROSE
+    )  # what an optional backend compiles, and what it leaves
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -132,12 +132,8 @@ class Explanation:
         made = table("", "")
         made.show_header = False
         made.add_row("kernels", "\n".join(_kernels(plan)))
-        if plan.backend == "torch_tensorrt":
-            made.add_row(
-                "compiled by",
-                "torch_tensorrt: TensorRT engines between attention sites\n"
-                "Inductor: attention, which writes the cache in place",
-            )
+        if plan.backend_because:
+            made.add_row("compiled by", escape(plan.backend_because))
         if plan.step_because:
             how = "one CUDA graph" if plan.step == "cudagraph" else "region by region"
             made.add_row("a decode step", f"{how}: {escape(plan.step_because)}")

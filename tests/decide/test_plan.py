@@ -13,7 +13,13 @@ from kvcompile.plan import Decision, Limits, Plan
 from kvcompile.specs import MaskSpec, RecurrentState, RotaryForm, ScoreSpec, StateSlot
 
 PROSE = {
-    Plan: {"recipe": "mine", "recipe_digest": "other", "notes": ("noted",), "step_because": "asked for"},
+    Plan: {
+        "recipe": "mine",
+        "recipe_digest": "other",
+        "notes": ("noted",),
+        "step_because": "asked for",
+        "backend_because": "engines",
+    },
     Decision: {"source": "other.py:7", "idiom": "softmax", "because": ("so",), "kernels_because": "quick"},
 }
 OTHERS: dict[type, dict[str, Any]] = {
