@@ -17,7 +17,7 @@ from kvcompile.kernels.triton.tools.synthetic_cache import Sample, sample
 from kvcompile.layouts import CacheLayout
 from kvcompile.recipe import load_recipe
 from kvcompile.recipe.retention import LayerContext
-from kvcompile.types import BiasSpec, MaskSpec, ScoreSpec
+from kvcompile.specs import BiasSpec, MaskSpec, ScoreSpec
 
 _SCORES = {
     "": ScoreSpec(),

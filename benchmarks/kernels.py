@@ -146,7 +146,7 @@ def measure_append(
     from kvcompile.kernels.triton.host import ops_write
     from kvcompile.kernels.triton.spec import KernelSpec
     from kvcompile.kernels.triton.tools.timing import Timed, medians
-    from kvcompile.types import RotaryForm
+    from kvcompile.specs import RotaryForm
 
     problem = problem_of(case, device, dtype, 0)
     site = replace(problem.site, rotary=RotaryForm("half", 0, case.dim), share="none", kernels="reference")

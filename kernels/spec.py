@@ -9,7 +9,7 @@ from typing import Literal
 
 from kvcompile.expression import ScoreMod
 from kvcompile.layouts import CacheLayout
-from kvcompile.types import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
+from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 
 Share = Literal["none", "first", "middle", "last"]
 Kernels = Literal["reference", "triton"]

@@ -12,6 +12,7 @@ from torch import nn
 from kvcompile.compile.cudagraph import CudaRecorder, StepGraphs
 from kvcompile.compile.executor import Executor, RegionCompiler
 from kvcompile.compile.regions import cut
+from kvcompile.decide.backend import load
 from kvcompile.errors import ModelError, VerificationError
 from kvcompile.kernels.ops import cached_attention as ops
 from kvcompile.kernels.ops import opaque
@@ -20,7 +21,7 @@ from kvcompile.original.checks import hooks_of, not_finite
 from kvcompile.original.inference_tensors import as_normal
 from kvcompile.passes.table import PassRun, totals, watched
 from kvcompile.pipeline import Front, absorbed, analysis_of, plan_for, rewrite, understand
-from kvcompile.plan import Plan
+from kvcompile.plan import INDUCTOR, Plan
 from kvcompile.recipe import Recipe
 from kvcompile.report.dump import Dump
 from kvcompile.runtime.module import CachedModel, PlainCachedModel
@@ -152,7 +153,7 @@ def _emit(model: nn.Module, front: Front, plan: Plan, recipe: Recipe, dump: Dump
         rewritten.graph_module,
         lambda node: node.target is ops.cached_attention,
         lambda node: node.target in (opaque.opaque, opaque.mixer),
-        alone=plan.backend == "torch_tensorrt",
+        alone=plan.backend != INDUCTOR,
     )
     dump.back(model, rewritten, regions, recipe)
     graphs = StepGraphs(CudaRecorder(front.device)) if plan.step == "cudagraph" else None
@@ -185,13 +186,7 @@ def _emit(model: nn.Module, front: Front, plan: Plan, recipe: Recipe, dump: Dump
 
 def _compiler(plan: Plan, recipe: Recipe) -> RegionCompiler | None:
     """The region compiler of the plan's backend; None: Inductor."""
-    if plan.backend != "torch_tensorrt":
-        return None
-    from kvcompile.backends.torch_tensorrt import TorchTensorRT  # only where it is asked for
-
-    limits = plan.limits
-    most = limits.max_tokens if plan.whole_prompts else limits.prefill_chunk
-    return TorchTensorRT(limits.max_batch, most or limits.prefill_chunk, recipe.compile.mode)
+    return None if plan.backend == INDUCTOR else load(plan.backend).compiler(plan, recipe)
 
 
 def _check_emitted(fast: CachedModel, front: Front, plan: Plan) -> Check:

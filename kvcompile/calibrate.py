@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.fx import Node
 
+    from kvcompile.passes.records import AttentionSite
     from kvcompile.pipeline import Front
     from kvcompile.recipe.scales import Extent, LayerExtents, Scales
-    from kvcompile.types import AttentionSite
 
 CONTEXT = 1024
 

@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from kvcompile.decide import make_plan
-from kvcompile.decide.auto import choose, free_memory
-from kvcompile.decide.backend import with_backend
-from kvcompile.decide.decode_step import with_step
-from kvcompile.decide.rope_on_append import rope_on_append
+from kvcompile.decide.known import KnownModel, known_sites
 from kvcompile.errors import PlanError
 from kvcompile.original.adapters import base_of
 from kvcompile.original.checks import check_model
@@ -24,6 +21,7 @@ from kvcompile.passes.capture.capture import Captured, capture
 from kvcompile.passes.capture.opaque import describe, states_of
 from kvcompile.passes.detect.detect import Detection, detect
 from kvcompile.passes.detect.rotation import NotRotary, Rotations
+from kvcompile.passes.records import AttentionSite, NoMatch, RopeSpec
 from kvcompile.passes.rewrite.absorb import absorb
 from kvcompile.passes.rewrite.canonicalize import canonicalize
 from kvcompile.passes.rewrite.insert_cache import Rewritten, insert_cache
@@ -31,7 +29,7 @@ from kvcompile.passes.rewrite.positions import offset_positions
 from kvcompile.plan import Decision, Plan
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.scales import ModelId
-from kvcompile.types import AttentionSite, NoMatch, RecurrentState, RopeSpec
+from kvcompile.specs import RecurrentState
 from kvcompile.util.serial import traces
 
 log = logging.getLogger(__name__)
@@ -121,28 +119,26 @@ def analyze(model: nn.Module, recipe: Recipe) -> Analysis:
 
 def plan_for(front: Front, recipe: Recipe) -> Plan:
     """The plan of a recipe for an understood model."""
-    if recipe.auto is not None:
-        return choose(
-            recipe, lambda chosen: plan_for(front, chosen), front.max_tokens, free_memory(front.device)
-        )
+    return make_plan(known(front), recipe)
+
+
+def known(front: Front) -> KnownModel:
+    """What deciding is given of an understood model."""
     table, limit = front.captured.max_seq_len, front.detection.limit
     limits = [] if limit is None else [(limit.tokens, limit.reason)]
     if table is not None:
         limits.append((table, "its graph was traced for no more"))
-    states = (*states_of(front.captured.opaques), *front.sums)
-    plan = make_plan(
-        front.sites,
-        recipe,
-        front.sites[0].dtype,
-        front.max_tokens,
-        min(limits, default=None),
-        states,
-        front.model,
-        front.device,
+    opaques = front.captured.opaques
+    return KnownModel(
+        sites=known_sites(front.sites),
+        dtype=front.sites[0].dtype,
+        max_tokens=front.max_tokens,
+        position_limit=min(limits, default=None),
+        states=(*states_of(opaques), *front.sums),
+        identity=front.model,
+        device=front.device,
+        python=tuple(sorted({record.path for record in opaques})),
     )
-    python = sorted({record.path for record in front.captured.opaques})
-    plan = with_step(rope_on_append(plan), recipe.compile.mode, front.device, python)
-    return with_backend(plan, recipe.compile.backend, front.device)
 
 
 def analysis_of(front: Front, plan: Plan) -> Analysis:

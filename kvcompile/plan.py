@@ -24,10 +24,9 @@ from kvcompile.layouts import (
 )
 from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.pages import TABLE_BYTES
-from kvcompile.types import MaskSpec, RecurrentState, RotaryForm, ScoreSpec, StateSlot
+from kvcompile.specs import PROSE, RecurrentState, RotaryForm, SiteFacts, StateSlot
 
-# Of fields that people read: a reworded reason, or a model whose source moved by a line, is the same plan.
-_PROSE = {"prose": True}
+INDUCTOR = "inductor"  # the backend that is always there
 
 
 @dataclass(frozen=True)
@@ -39,26 +38,14 @@ class Limits:
     prefill_chunk: int
 
 
-@dataclass(frozen=True)
-class Decision:
+@dataclass(frozen=True, kw_only=True)
+class Decision(SiteFacts):
     """One site and the layout chosen for it."""
 
-    layer: int
-    module_path: str
-    source: str = field(metadata=_PROSE)
-    idiom: str = field(metadata=_PROSE)
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    sm_scale: float
-    mask: MaskSpec
     layout: CacheLayout
     lossless: bool
-    because: tuple[str, ...] = field(metadata=_PROSE)
-    kv_source: int  # the layer whose cache this one reads (its own unless shared)
+    because: tuple[str, ...] = field(metadata=PROSE)
     rope: RotaryForm | None = None  # the site's rotary embedding, where one was recognised
-    score: ScoreSpec = ScoreSpec()  # what happens to the scores besides scale and mask
     latent: bool = (
         False  # attends over latent rows, one for all heads, which the site's sizes here are those of
     )
@@ -66,7 +53,7 @@ class Decision:
     mask_rows: tuple[StateSlot, ...] = ()  # what that mask reads of every token, kept beside K and V
     scales: tuple[tuple[str, tuple[float, ...]], ...] = ()  # calibrated, per KV head: ("keys.scale", (...))
     kernels: Kernels = "reference"  # what runs it
-    kernels_because: str = field(default="", metadata=_PROSE)
+    kernels_because: str = field(default="", metadata=PROSE)
     rope_on_append: bool = False  # the op turns new queries and keys, not the graph before it
 
     @property
@@ -150,18 +137,21 @@ class Decision:
 class Plan:
     """All decisions, the limits and the dtype they hold for; `states` is what recurrent modules carry, as it is."""
 
-    recipe: str = field(metadata=_PROSE)
-    recipe_digest: str = field(metadata=_PROSE)
+    recipe: str = field(metadata=PROSE)
+    recipe_digest: str = field(metadata=PROSE)
     dtype: str
     limits: Limits
     decisions: tuple[Decision, ...]
     states: tuple[RecurrentState, ...] = ()
     scales: str | None = None  # digest of the calibrated scales that it uses
     # What nobody has set, and why it was chosen, where `auto` chose it.
-    notes: tuple[str, ...] = field(default=(), metadata=_PROSE)
+    notes: tuple[str, ...] = field(default=(), metadata=PROSE)
     step: Literal["regions", "cudagraph"] = "regions"  # how a decode step runs
-    step_because: str = field(default="", metadata=_PROSE)  # where the recipe's mode asks for the latter
-    backend: Literal["inductor", "torch_tensorrt"] = "inductor"  # what compiles the graph
+    step_because: str = field(default="", metadata=PROSE)  # where the recipe's mode asks for the latter
+    backend: str = INDUCTOR  # what compiles the graph
+    backend_because: str = field(
+        default="", metadata=PROSE
+    )  # what an optional backend compiles, and what it leaves
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import site
 import subprocess
@@ -18,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FOLDERS: dict[str, str] = PYPROJECT["tool"]["setuptools"]["package-dir"]  # package -> folder
 
-# types <- layouts <- {recipe, kernels} <- plan <- passes <- {decide, compile} <- {pipeline, runtime} <- verify <- API.
+# specs <- layouts <- {recipe, kernels} <- plan <- passes <- {decide, compile} <- {pipeline, runtime} <- verify <- API.
 # A module may import what has a lower level, or the same line; what is not listed counts as public API. Of two lines
 # that a name begins with, the longer one counts. So nothing that compiles or runs a graph knows how it was found, and
 # verification knows no export.
@@ -28,7 +29,7 @@ LEVELS = {
     "kvcompile.expression": 0,
     "kvcompile.targets.registry": 0,
     "kvcompile.util": 1,
-    "kvcompile.types": 1,
+    "kvcompile.specs": 1,
     "kvcompile.original": 2,
     "kvcompile.layouts": 2,
     "kvcompile.recipe": 3,
@@ -98,6 +99,37 @@ def test_imports_go_one_way(module: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_nobody_knows_an_optional_backend() -> None:
+    """They are found by their entry points: no other module has the name of one, in an import or in a text."""
+    own = "kvcompile.backends"
+    wrong = []
+    for module, path in MODULES.items():
+        if f"{module}.".startswith(f"{own}."):
+            continue
+        found = [name for name, _ in imports(module)]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+        named = {name for name in found if re.fullmatch(rf"{own}(\.\w+)*", name)}
+        if module == "kvcompile.decide.backend":
+            named -= {own}  # the group of entry points
+        wrong += [f"{module} names {name}" for name in named]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_entry_points_exist() -> None:
+    """Those of pyproject.toml: each is a module here that has the functions of a backend."""
+    points: dict[str, str] = PYPROJECT["project"]["entry-points"]["kvcompile.backends"]
+    assert points
+    for module in points.values():
+        names = {
+            node.name
+            for node in ast.parse(MODULES[module].read_text()).body
+            if isinstance(node, ast.FunctionDef)
+        }
+        assert {"unavailable", "describe", "compiler"} <= names
+
+
 def test_kernels_init_is_empty() -> None:
     """Run from the repository's root, `import kernels` finds this folder: it must do no harm there."""
     assert (ROOT / "kernels" / "__init__.py").read_text(encoding="utf-8").strip() == ""
@@ -150,7 +182,9 @@ def test_wheel_holds_every_file(wheel: Path) -> None:
 def test_wheel_metadata(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     info = f"kvcompile-{PYPROJECT['project']['version']}.dist-info"
-    assert "kvcompile = kvcompile.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+    points = archive.read(f"{info}/entry_points.txt").decode()
+    assert "kvcompile = kvcompile.cli:main" in points
+    assert "[kvcompile.backends]\ntorch_tensorrt = kvcompile.backends.torch_tensorrt" in points
     assert "Apache License" in archive.read(f"{info}/licenses/LICENSE").decode()
     assert archive.read(f"{info}/top_level.txt").decode().split() == ["kvcompile"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvcompile.expression import ScoreMod
 from kvcompile.kernels.oracle.attention import final_scores, modified, shown
-from kvcompile.types import BiasKind, BiasSpec, MaskKind, MaskSpec, ScoreSpec
+from kvcompile.specs import BiasKind, BiasSpec, MaskKind, MaskSpec, ScoreSpec
 
 LIBRARY = torch.library.Library("kvcompile", "FRAGMENT")
 LIBRARY.define(

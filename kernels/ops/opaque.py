@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from kvcompile.types import Feed
+from kvcompile.specs import Feed
 
 _LIB = torch.library.Library("kvcompile", "FRAGMENT")
 _LIB.define("opaque(Tensor[] inputs, str key) -> Tensor[]")

@@ -19,7 +19,7 @@ from kvcompile.kernels.shared.expression import Places, evaluate
 from kvcompile.kernels.shared.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import InKeys, Storage
-from kvcompile.types import MaskSpec, ScoreSpec
+from kvcompile.specs import MaskSpec, ScoreSpec
 
 Scales = tuple[Tensor | None, Tensor | None]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcompile.types import BiasSpec
+from kvcompile.specs import BiasSpec
 
 
 def soft_capped(scores: Tensor, cap: float | None) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.types import RotaryForm
+from kvcompile.specs import RotaryForm
 
 
 def rotate(

@@ -33,9 +33,16 @@ from torch.fx import GraphModule
 from kvcompile.backends.tensors_only import HasNumbers, TensorRegion, tensors_only
 from kvcompile.compile.inductor import Compiled, Tracer, compile_region
 from kvcompile.errors import CompileError
+from kvcompile.plan import Plan
+from kvcompile.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
+_SERIES = ".".join(torch.__version__.split(".")[:2])
+_INSTALL = (
+    f'pip install "torch-tensorrt=={_SERIES}.*" beside a CUDA build of torch {_SERIES} (with --extra-index-url '
+    "https://pypi.nvidia.com for TensorRT itself), or use compile: {backend: inductor}"
+)
 _ENGINE = "_run_on_acc"  # what torch_tensorrt calls the parts of a module that are engines
 
 
@@ -67,6 +74,40 @@ class Built:
     engines: int = 0
     in_torch: dict[str, int] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why torch_tensorrt cannot compile for `device`, and what to do instead; None: it can."""
+    if device.type != "cuda":
+        return (
+            f"TensorRT runs on NVIDIA GPUs alone, and the model is on {device}: move it to a GPU before optimize, or "
+            "use compile: {backend: inductor}"
+        )
+    try:
+        importlib.import_module("torch_tensorrt")
+    except ImportError as error:
+        return f"torch_tensorrt is not installed ({error}): {_INSTALL}"
+    except Exception as error:  # it raises what it likes where it does not fit torch, CUDA or TensorRT
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return (
+            f"torch_tensorrt is installed and does not import ({type(error).__name__}: {reason}): {_INSTALL}"
+        )
+    return None
+
+
+def describe() -> str:
+    """What compiles what."""
+    return (
+        "torch_tensorrt: TensorRT engines between attention sites\n"
+        "Inductor: attention, which writes the cache in place"
+    )
+
+
+def compiler(plan: Plan, recipe: Recipe) -> TorchTensorRT:
+    """The region compiler, for the calls that the plan allows."""
+    limits = plan.limits
+    most = limits.max_tokens if plan.whole_prompts else limits.prefill_chunk
+    return TorchTensorRT(limits.max_batch, most or limits.prefill_chunk, recipe.compile.mode)
 
 
 class TorchTensorRT:

@@ -79,7 +79,7 @@ def _launches(
     from kvcompile.kernels.triton.supports import refusal
     from kvcompile.recipe import load_recipe
     from kvcompile.recipe.retention import LayerContext
-    from kvcompile.types import RotaryForm
+    from kvcompile.specs import RotaryForm
 
     recipe = load_recipe(name, **overrides_from(settings))
     layout = recipe.cache_for(0, 1, "causal")[0].build(

@@ -1,11 +1,19 @@
-"""Deciding: from the sites of a model and a checked recipe to a Plan (kvcompile/plan.py), or all that forbids it.
+"""Deciding: from what is known of a model and a checked recipe to a Plan (kvcompile/plan.py), or all that forbids it.
+
+`make_plan` is the only function that decides. `optimize`, `explain`, `export` and `estimate` all call it; they differ
+in how they come to know the model (`known.py`): from its graph, or from its config.
 
 | file | what it decides or refuses |
 |---|---|
+| `auto.py` | which recipe, where the recipe says `auto` |
 | `site.py` | one site: the layout that the recipe gives it, and why |
 | `checks.py` | what a layout asks of a site that the site cannot do |
 | `scales.py` | calibrated scales: whether they are of this model, and the site's own |
+| `kernels.py`, `kernel_choice.py` | what runs a site: generated kernels, or the reference |
 | `limits.py` | how many tokens a sequence may have |
+| `rope_on_append.py` | whether the op rotates new queries and keys |
+| `decode_step.py` | whether a decode step is one CUDA graph |
+| `backend.py` | what compiles the graph |
 """
 
 from __future__ import annotations
@@ -14,56 +22,53 @@ from collections.abc import Sequence
 
 import torch
 
+from kvcompile.decide.auto import choose, free_memory
+from kvcompile.decide.backend import with_backend
+from kvcompile.decide.decode_step import with_step
 from kvcompile.decide.kernels import same_kernels, with_kernels
+from kvcompile.decide.known import KnownModel, KnownSite
 from kvcompile.decide.limits import limits_of, note_of
+from kvcompile.decide.rope_on_append import rope_on_append
 from kvcompile.decide.scales import foreign
-from kvcompile.decide.site import decide
+from kvcompile.decide.site import decide_site
 from kvcompile.errors import PlanError
 from kvcompile.plan import Decision, Plan
 from kvcompile.recipe import Recipe
-from kvcompile.recipe.scales import ModelId, Scales
-from kvcompile.types import AttentionSite, RecurrentState
+from kvcompile.recipe.scales import Scales
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
-def make_plan(
-    sites: Sequence[AttentionSite],
-    recipe: Recipe,
-    dtype: torch.dtype,
-    model_max_tokens: int | None,
-    position_limit: tuple[int, str] | None = None,
-    states: Sequence[RecurrentState] = (),
-    model: ModelId | None = None,
-    device: torch.device | None = None,
-) -> Plan:
-    """Decide a layout for every site.
-
-    Args:
-        sites: what detection found, in call order.
-        recipe: the checked recipe.
-        dtype: the model's dtype, which `dtype: model` storage takes.
-        model_max_tokens: the longest sequence the model was made for, where that is known.
-        position_limit: how many positions the model has, where they end, and what happens beyond.
-        states: what recurrent modules carry; kept as it is under every recipe.
-        model: whose sites they are, which calibrated scales must be of; None: unknown, only their sizes are compared.
-        device: the model's, which decides on kernels; None: not known.
+def make_plan(model: KnownModel, recipe: Recipe) -> Plan:
+    """Decide everything: a layout for every site, what runs it, the limits, and how a step runs.
 
     Raises:
         RecipeError: the file of the recipe's scales cannot be read.
-        PlanError: the recipe asks something of a site that it cannot do; all problems are listed.
+        PlanError: the recipe asks something of a site that it cannot do, all problems are listed; or nothing that
+            `auto` may choose fits.
     """
+    if recipe.auto is not None:
+        free = None if model.device is None else free_memory(model.device)
+        return choose(recipe, lambda chosen: make_plan(model, chosen), model.max_tokens, free)
+    plan = rope_on_append(_with_layouts(model, recipe))
+    plan = with_step(plan, recipe.compile.mode, model.device, model.python)
+    return with_backend(plan, recipe.compile.backend, model.device)
+
+
+def _with_layouts(model: KnownModel, recipe: Recipe) -> Plan:
+    """The plan with a layout, kernels and limits."""
+    sites = model.sites
     scales = None if recipe.scales is None else Scales.load(recipe.scales)
-    if scales is not None and (problem := foreign(scales, model, sites)):
+    if scales is not None and (problem := foreign(scales, model.identity, sites)):
         raise PlanError(
             f"recipe {recipe.name!r} does not fit this model:\n  - scales: {recipe.scales}: {problem}"
         )
-    refused: dict[str, list[AttentionSite]] = {}
+    refused: dict[str, list[KnownSite]] = {}
     decisions: list[Decision] = []
     for site in sites:
         try:
-            decided = decide(site, sites, recipe, scales, model_max_tokens)
-            decisions.append(with_kernels(decided, recipe, dtype, device))
+            decided = decide_site(site, sites, recipe, scales, model.max_tokens)
+            decisions.append(with_kernels(decided, recipe, model.dtype, model.device))
         except ValueError as error:
             refused.setdefault(str(error), []).append(site)
     decisions = same_kernels(decisions)
@@ -78,21 +83,21 @@ def make_plan(
         if rule.where.attention is None
         and not any(rule.where.matches(s.layer, len(sites), s.mask.kind) for s in sites)
     ]
-    if dtype not in _DTYPE_NAMES:
-        problems.append(f"the model's dtype is {dtype}; supported: {', '.join(_DTYPE_NAMES.values())}")
+    if model.dtype not in _DTYPE_NAMES:
+        problems.append(f"the model's dtype is {model.dtype}; supported: {', '.join(_DTYPE_NAMES.values())}")
     if problems or unmatched:
         lines = "\n".join(f"  - {line}" for line in (*problems, *unmatched))
         raise PlanError(f"recipe {recipe.name!r} does not fit this model:\n{lines}")
-    limits = limits_of(decisions, recipe, model_max_tokens, position_limit)
+    limits = limits_of(decisions, recipe, model.max_tokens, model.position_limit)
     return Plan(
         recipe.name,
         recipe.digest(),
-        _DTYPE_NAMES[dtype],
+        _DTYPE_NAMES[model.dtype],
         limits,
         tuple(decisions),
-        tuple(states),
+        model.states,
         None if scales is None else scales.digest(),
-        notes=note_of(limits, recipe, model_max_tokens),
+        notes=note_of(limits, recipe, model.max_tokens),
     )
 
 
@@ -106,7 +111,7 @@ def _differs(reader: Decision, owner: Decision) -> str | None:
     )
 
 
-def _name(sites: list[AttentionSite]) -> str:
+def _name(sites: Sequence[KnownSite]) -> str:
     """The layers that one reason is for, with the first one's place in the model's code."""
     first = sites[0]
     layers = ", ".join(str(site.layer) for site in sites[:8]) + (", ..." if len(sites) > 8 else "")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvcompile.decide.known import KnownSite
 from kvcompile.layouts import CacheLayout, Contiguous, Full, Scored
-from kvcompile.types import AttentionSite
 
 
-def check(layout: CacheLayout, site: AttentionSite, readers: Sequence[int]) -> None:
+def check(layout: CacheLayout, site: KnownSite, readers: Sequence[int]) -> None:
     """Refuse a layout that the site cannot have; readers: other layers that read the site's cache.
 
     Raises:
@@ -84,7 +84,7 @@ def check(layout: CacheLayout, site: AttentionSite, readers: Sequence[int]) -> N
         )
 
 
-def _check_selection(site: AttentionSite, readers: Sequence[int]) -> None:
+def _check_selection(site: KnownSite, readers: Sequence[int]) -> None:
     """Refuse a selection of pages where it makes no sense, or is not written.
 
     Raises:
@@ -110,7 +110,7 @@ def _check_selection(site: AttentionSite, readers: Sequence[int]) -> None:
         )
 
 
-def _check_scored(retention: Scored, site: AttentionSite, readers: Sequence[int]) -> None:
+def _check_scored(retention: Scored, site: KnownSite, readers: Sequence[int]) -> None:
     """Refuse a retention by scores where it makes no sense.
 
     Raises:

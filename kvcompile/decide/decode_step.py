@@ -18,17 +18,18 @@ from kvcompile.errors import PlanError
 from kvcompile.plan import Plan
 
 
-def with_step(plan: Plan, mode: str, device: torch.device, python: Sequence[str]) -> Plan:
+def with_step(plan: Plan, mode: str, device: torch.device | None, python: Sequence[str]) -> Plan:
     """The plan with how its decode steps run.
 
     Args:
         mode: the recipe's `compile.mode`.
+        device: the model's; None where it is not known (an estimate): the step is left as it is.
         python: paths of the modules that run as Python.
 
     Raises:
         PlanError: `cudagraphs` cannot be.
     """
-    if mode not in ("cudagraphs", "max-autotune"):
+    if mode not in ("cudagraphs", "max-autotune") or device is None:
         return plan
     problem = None
     if device.type != "cuda":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvcompile.decide.known import KnownSite
 from kvcompile.layouts import CacheLayout
 from kvcompile.recipe.scales import ModelId, Scales, scales_of
-from kvcompile.types import AttentionSite
 
 
-def foreign(scales: Scales, model: ModelId | None, sites: Sequence[AttentionSite]) -> str | None:
+def foreign(scales: Scales, model: ModelId | None, sites: Sequence[KnownSite]) -> str | None:
     """Why calibrated scales are not of this model, or None."""
     again = "; run kvcompile calibrate on this one"
     if model is not None and scales.model.architecture != model.architecture:
@@ -24,7 +24,7 @@ def foreign(scales: Scales, model: ModelId | None, sites: Sequence[AttentionSite
 
 
 def calibrated(
-    site: AttentionSite, layout: CacheLayout, latent: bool, scales: Scales | None
+    site: KnownSite, layout: CacheLayout, latent: bool, scales: Scales | None
 ) -> tuple[tuple[str, tuple[float, ...]], ...]:
     """The calibrated scales of a site's cache, by buffer.
 

@@ -6,18 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvcompile.decide.checks import check
+from kvcompile.decide.known import KnownSite, facts_of
 from kvcompile.decide.scales import calibrated
 from kvcompile.layouts import CacheLayout, Full, InKeys
 from kvcompile.plan import Decision
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.retention import LayerContext
 from kvcompile.recipe.scales import Scales
-from kvcompile.types import AttentionSite, MaskSpec, StateSlot
+from kvcompile.specs import MaskSpec
 
 
-def decide(
-    site: AttentionSite,
-    sites: Sequence[AttentionSite],
+def decide_site(
+    site: KnownSite,
+    sites: Sequence[KnownSite],
     recipe: Recipe,
     scales: Scales | None,
     model_max_tokens: int | None,
@@ -41,7 +42,7 @@ def decide(
     readers = [other.layer for other in sites if other.kv_source == site.layer != other.layer]
     latent = site.latent is not None and config.latent == "auto" and not readers
     if site.latent is not None and latent:
-        expanded, site = site, site.latent.site
+        expanded, site = site, site.latent
         layout = replace(layout, values=InKeys(site.v_head_dim))
         whole = expanded.num_kv_heads * (expanded.head_dim + expanded.v_head_dim)
         because.append(
@@ -70,33 +71,16 @@ def decide(
     exact_storage = layout.keys.exact(site.dtype) and layout.values.exact(site.dtype)
     lossless = exact_retention and exact_storage
     return Decision(
-        layer=site.layer,
-        module_path=site.module_path,
-        source=site.source,
-        idiom=site.idiom,
-        num_qo_heads=site.num_qo_heads,
-        num_kv_heads=site.num_kv_heads,
-        head_dim=site.head_dim,
-        v_head_dim=site.v_head_dim,
-        sm_scale=site.sm_scale,
-        mask=site.mask,
+        **facts_of(site),  # type: ignore[arg-type]
         layout=layout,
         lossless=lossless,
         because=tuple(because),
-        kv_source=site.kv_source,
-        rope=site.rope.form if site.rope else None,
-        score=site.score,
+        rope=site.rope,
         latent=latent,
-        rerun=bool(site.rerun),
-        mask_rows=_mask_rows(site, sites),
+        rerun=site.rerun,
+        mask_rows=site.mask_rows,
         scales=own,
     )
-
-
-def _mask_rows(site: AttentionSite, sites: Sequence[AttentionSite]) -> tuple[StateSlot, ...]:
-    """What the site's mask keeps of every token; layers that read the same keep it once, at the first."""
-    before = {node for other in sites if other.layer < site.layer for node, _ in other.key_rows}
-    return tuple(slot for node, slot in site.key_rows if node not in before)
 
 
 def _where(recipe: Recipe, rule: int) -> str:

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcompile.errors import ModelError
+from kvcompile.specs import MaskSpec, SiteShape
 from kvcompile.util.console import shown
-
-if TYPE_CHECKING:
-    from kvcompile.types import MaskKind
 
 # Names that configs give one thing. transformers maps most of them itself; plain dicts come as they are.
 _ALIASES = {
@@ -47,19 +45,15 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class LayerShape:
-    """K and V of one layer, per token: K [num_kv_heads, head_dim], V [num_kv_heads, v_head_dim].
+@dataclass(frozen=True, kw_only=True)
+class LayerShape(SiteShape):
+    """The shape of one layer's attention, as its config says it.
 
-    latent: MLA only: channels of a latent row, and how many of them are the values
+    num_qo_heads: as many as there are KV heads where the config names no query heads
+    latent:       MLA only: channels of a latent row, and how many of them are the values
     """
 
     layer: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    attention: MaskKind
-    window: int | None
     kv_source: int  # the layer whose K/V this one reads (its own unless shared)
     latent: tuple[int, int] | None = None
 
@@ -220,21 +214,28 @@ class _Reader:
             known = ", ".join((*_CAUSAL, *_SLIDING, *_CHUNKED, *_NO_ATTENTION))
             raise ModelError(f"layer_types[{layer}]: the cache of {kind!r} is not known here; known: {known}")
         config = self._config_of(layer)
-        window: int | None = None
-        mask: MaskKind = "causal"
+        mask = MaskSpec("causal")
         if kind in _SLIDING:
-            mask = "sliding"
-            window = self._number(config, "sliding_window") or self._miss("sliding_window")
+            mask = MaskSpec("sliding", self._number(config, "sliding_window") or self._miss("sliding_window"))
         if kind in _CHUNKED:
-            mask = "chunked"
-            window = self._number(config, "attention_chunk_size") or self._miss("attention_chunk_size")
+            size = self._number(config, "attention_chunk_size") or self._miss("attention_chunk_size")
+            mask = MaskSpec("chunked", size)
         heads, head_dim, v_head_dim = self._dims(config, layer)
         if heads == 0:
             return None
         source = layer
         if layer >= first_shared:
             source = max((i for i in range(first_shared) if types[i] == kind), default=layer)
-        return LayerShape(layer, heads, head_dim, v_head_dim, mask, window, source, self._latent(config))
+        return LayerShape(
+            num_qo_heads=self._number(config, "num_attention_heads", least=0, layer=layer) or heads,
+            num_kv_heads=heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            mask=mask,
+            layer=layer,
+            kv_source=source,
+            latent=self._latent(config),
+        )
 
     def _config_of(self, layer: int) -> object:
         if isinstance(self.config, Mapping) or not getattr(self.config, "is_heterogeneous", False):

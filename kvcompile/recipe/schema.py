@@ -166,17 +166,18 @@ class CompileConfig(Strict):
         "auto",
         description="generated Triton kernels, or PyTorch; auto: Triton on an NVIDIA GPU where there are any",
     )
-    backend: Literal["inductor", "torch_tensorrt"] = Field(
+    backend: str = Field(
         "inductor",
-        description="what compiles the graph between attention sites; torch_tensorrt: TensorRT engines, on NVIDIA GPUs",
+        description="what compiles the graph between attention sites: inductor, or an installed backend by its name; "
+        "torch_tensorrt: TensorRT engines, on NVIDIA GPUs",
     )
 
     @model_validator(mode="after")
     def _backend_takes_the_mode(self) -> CompileConfig:
-        if self.backend == "torch_tensorrt" and self.mode != "default":
+        if self.backend != "inductor" and self.mode != "default":
             raise ValueError(
-                f"backend: torch_tensorrt has no mode: {self.mode}: its engines are launched by torch_tensorrt's own "
-                "runtime, outside of CUDA graphs and of Inductor's tuning; leave mode out, or use backend: inductor"
+                f"backend: {self.backend} has no mode: {self.mode}: what it compiles runs outside of CUDA graphs and "
+                "of Inductor's tuning; leave mode out, or use backend: inductor"
             )
         return self
 

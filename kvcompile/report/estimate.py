@@ -4,14 +4,16 @@
     tokens    = the largest T with total(B = batch, T) <= memory
     sequences = the largest B with total(B, T = tokens) <= memory
 
-The layouts come from `make_plan`, so an estimate and `optimize` never disagree on what a recipe means.
+Nothing is decided here: `make_plan` (kvcompile/decide) is given what the config tells of the model, and decides as for
+`optimize`. What no config tells is taken to be the usual: a rotary embedding in every layer, scores that are only
+scaled and masked, and MLA that has its latent form.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +23,14 @@ from kvcompile.util.console import MOST_BYTES, format_bytes, format_layers, pars
 # Light on purpose: torch and transformers are imported when estimate() is called.
 if TYPE_CHECKING:
     import sympy
+    import torch
     from rich.console import Console, ConsoleOptions, RenderResult
 
+    from kvcompile.decide.known import KnownModel, KnownSite
     from kvcompile.layouts import CacheLayout
     from kvcompile.original.model_config import LayerShape, ModelShape
     from kvcompile.plan import Decision, Plan
+    from kvcompile.specs import SiteShape
 
 _TOKENS_UNKNOWN = 4096
 _ENDLESS = MOST_BYTES
@@ -37,15 +42,24 @@ class LayerCost:
     """Layers of one kind and what each of them costs. Bytes are those of one layer."""
 
     layers: tuple[int, ...]
-    attention: str  # "causal", "sliding(4096)"
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
+    shape: SiteShape
     layout: CacheLayout
     latent: bool  # one row for all heads, the values in the keys
     shared: bool  # reads another layer's K/V: costs nothing
     bytes_per_token: int  # of one slot
     bytes_per_sequence: int  # at `tokens` of the estimate
+
+    @property
+    def attention(self) -> str:
+        """What the model shows to the layer: "causal", "sliding(4096)"."""
+        return str(self.shape.mask)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready and flat."""
+        data = asdict(self)
+        shape = data.pop("shape")
+        del shape["mask"]
+        return {"layers": self.layers, "attention": self.attention, **shape, **data}
 
 
 @dataclass(frozen=True)
@@ -89,7 +103,8 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return asdict(self) | {"ratio": self.ratio}
+        layers = [cost.to_dict() for cost in self.layers]
+        return asdict(self) | {"layers": layers, "ratio": self.ratio}
 
     def __str__(self) -> str:
         return render(self)
@@ -107,7 +122,7 @@ class Estimate:
             rows.add_row(
                 f"{format_layers(cost.layers)}",
                 cost.attention,
-                f"{cost.num_kv_heads} x {_dims(cost)}",
+                f"{cost.shape.num_kv_heads} x {_dims(cost)}",
                 "shared with an earlier layer" if cost.shared else _layout(cost),
                 format_bytes(count * cost.bytes_per_token),
                 format_bytes(count * cost.bytes_per_sequence),
@@ -176,7 +191,8 @@ def estimate(
 
     Raises:
         ModelError: the shapes cannot be told; names the missing fields.
-        PlanError, RecipeError: as `optimize` would.
+        PlanError, RecipeError: as `optimize` would, as far as a config tells: every layer is taken to have a rotary
+            embedding.
         KVCompileError: a memory size that is none.
     """
     limit = None if memory is None else parse_bytes(memory)
@@ -251,7 +267,6 @@ def _plan(
     import torch
 
     from kvcompile.decide import make_plan
-    from kvcompile.decide.auto import choose
     from kvcompile.original.model_config import dtype_name
     from kvcompile.plan import Plan
     from kvcompile.recipe import Recipe
@@ -262,22 +277,68 @@ def _plan(
         if recipe is None and dtype is None and not overrides:
             return made, shape
     else:
-        shape = _shape(source)
+        made, shape = None, _shape(source)
     loaded = Recipe.load("baseline" if recipe is None else recipe, **overrides)
     if loaded.auto is not None:
         given = loaded.auto.model_fields_set
         missing = {key: value for key, value in asked.items() if value is not None and key not in given}
         loaded = Recipe.load(loaded, auto=missing)
     chosen: torch.dtype = getattr(torch, dtype_name(dtype or shape.dtype or "bfloat16"))
-    states = made.states if isinstance(made, Plan) else ()
-    sites, made_for = _sites(shape, chosen), shape.max_tokens or _TOKENS_UNKNOWN
+    return make_plan(_known(shape, chosen, made, _device(source)), loaded), shape
 
-    def plan_of(recipe: Recipe) -> Plan:
-        return make_plan(sites, recipe, chosen, made_for, states=states)
 
-    if loaded.auto is not None:
-        return choose(loaded, plan_of, made_for, None), shape
-    return plan_of(loaded), shape
+def _known(
+    shape: ModelShape, dtype: torch.dtype, made: Plan | None, device: torch.device | None
+) -> KnownModel:
+    """What a config tells of the model that deciding asks for; made: a plan of it, whose states are known."""
+    from kvcompile.decide.known import KnownModel
+
+    numbers = {layer.layer: number for number, layer in enumerate(shape.layers)}
+    return KnownModel(
+        sites=tuple(
+            _known_site(number, layer, numbers[layer.kv_source], dtype)
+            for number, layer in enumerate(shape.layers)
+        ),
+        dtype=dtype,
+        max_tokens=shape.max_tokens,
+        states=() if made is None else made.states,
+        device=device,
+    )
+
+
+def _known_site(number: int, layer: LayerShape, kv_source: int, dtype: torch.dtype) -> KnownSite:
+    """A site as detection would report it."""
+    from kvcompile.decide.known import KnownSite
+    from kvcompile.specs import RotaryForm
+
+    expanded = KnownSite(
+        num_qo_heads=layer.num_qo_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        v_head_dim=layer.v_head_dim,
+        mask=layer.mask,
+        layer=number,
+        module_path=f"layer {layer.layer}",
+        source="config",
+        idiom="config",
+        sm_scale=1.0,  # nothing is decided by it
+        kv_source=kv_source,
+        dtype=dtype,
+        rope=RotaryForm("half", 0, layer.head_dim),
+    )
+    if layer.latent is None:
+        return expanded
+    width, rank = layer.latent
+    return replace(expanded, latent=replace(expanded, num_kv_heads=1, head_dim=width, v_head_dim=rank))
+
+
+def _device(source: object) -> torch.device | None:
+    """The device of a model; None where there is a config alone."""
+    import torch
+
+    if not isinstance(source, torch.nn.Module):
+        return None
+    return next((tensor.device for tensor in (*source.parameters(), *source.buffers())), None)
 
 
 def _shape(source: object) -> ModelShape:
@@ -310,62 +371,24 @@ def _shape_of_plan(plan: Plan) -> ModelShape:
 
     layers = tuple(
         LayerShape(
-            d.layer,
-            d.num_kv_heads,
-            d.head_dim,
-            d.v_head_dim,
-            d.mask.kind,
-            d.mask.window,
-            d.kv_source,
-            (d.head_dim, d.v_head_dim) if d.latent else None,
+            num_qo_heads=d.num_qo_heads,
+            num_kv_heads=d.num_kv_heads,
+            head_dim=d.head_dim,
+            v_head_dim=d.v_head_dim,
+            mask=d.mask,
+            layer=d.layer,
+            kv_source=d.kv_source,
+            latent=(d.head_dim, d.v_head_dim) if d.latent else None,
         )
         for d in plan.decisions
     )
     return ModelShape("optimized model", layers, len(layers), plan.dtype, plan.limits.max_tokens, ())
 
 
-def _sites(shape: ModelShape, dtype: Any) -> list[Any]:
-    """Sites as detection would report them; the graph nodes are stand-ins that planning never reads."""
-    import torch
-
-    from kvcompile.types import AttentionSite, LatentForm, MaskSpec, RopeSpec, RotaryForm, Rotation
-
-    node = torch.fx.Graph().placeholder("unknown")
-    turn = Rotation(node, (), ())
-    numbers = {layer.layer: number for number, layer in enumerate(shape.layers)}
-
-    def site(number: int, layer: LayerShape) -> AttentionSite:
-        expanded = AttentionSite(
-            layer=number,
-            module_path=f"layer {layer.layer}",
-            source="config",
-            idiom="config",
-            q=node,
-            k=node,
-            v=node,
-            out=node,
-            num_qo_heads=layer.num_kv_heads,
-            num_kv_heads=layer.num_kv_heads,
-            head_dim=layer.head_dim,
-            v_head_dim=layer.v_head_dim,
-            sm_scale=1.0,
-            mask=MaskSpec(layer.attention, layer.window),
-            rope=RopeSpec(RotaryForm("half", 0, layer.head_dim), node, node, turn, turn, "unknown"),
-            dtype=dtype,
-            kv_source=numbers[layer.kv_source],
-        )
-        if layer.latent is None:
-            return expanded
-        width, rank = layer.latent
-        own = replace(expanded, num_kv_heads=1, head_dim=width, v_head_dim=rank)
-        return replace(expanded, latent=LatentForm(own, node, None))
-
-    return [site(number, layer) for number, layer in enumerate(shape.layers)]
-
-
 def _costs(plan: Plan, shape: ModelShape, tokens: int) -> tuple[LayerCost, ...]:
     """Layers of the same kind together, in the order of their first."""
     from kvcompile.layouts import symbols as sy
+    from kvcompile.specs import SiteShape
 
     itemsize = plan.torch_dtype.itemsize
     groups: dict[LayerCost, list[int]] = {}
@@ -374,10 +397,7 @@ def _costs(plan: Plan, shape: ModelShape, tokens: int) -> tuple[LayerCost, ...]:
         size = decision.subs(decision.bytes, itemsize).subs({sy.B: 1, sy.T: tokens})
         cost = LayerCost(
             layers=(),
-            attention=str(decision.mask),
-            num_kv_heads=decision.num_kv_heads,
-            head_dim=decision.head_dim,
-            v_head_dim=decision.v_head_dim,
+            shape=SiteShape(**{of.name: getattr(decision, of.name) for of in fields(SiteShape)}),
             layout=decision.layout,
             latent=decision.latent,
             shared=shared,
@@ -496,6 +516,7 @@ def _layout(cost: LayerCost) -> str:
 
 
 def _dims(cost: LayerCost) -> str:
+    keys, values = cost.shape.head_dim, cost.shape.v_head_dim
     if cost.latent:
-        return f"{cost.head_dim} (latent)"
-    return str(cost.head_dim) if cost.v_head_dim == cost.head_dim else f"{cost.head_dim}/{cost.v_head_dim}"
+        return f"{keys} (latent)"
+    return str(keys) if values == keys else f"{keys}/{values}"

@@ -14,9 +14,9 @@ from kvcompile.util.console import WIDTH, format_bytes, format_layers, render, t
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
+    from kvcompile.passes.records import NoMatch
     from kvcompile.pipeline import Analysis
     from kvcompile.plan import Decision, Plan
-    from kvcompile.types import NoMatch
 
 _MISSES_SHOWN = 12
 
@@ -132,12 +132,8 @@ class Explanation:
         made = table("", "")
         made.show_header = False
         made.add_row("kernels", "\n".join(_kernels(plan)))
-        if plan.backend == "torch_tensorrt":
-            made.add_row(
-                "compiled by",
-                "torch_tensorrt: TensorRT engines between attention sites\n"
-                "Inductor: attention, which writes the cache in place",
-            )
+        if plan.backend_because:
+            made.add_row("compiled by", escape(plan.backend_because))
         if plan.step_because:
             how = "one CUDA graph" if plan.step == "cudagraph" else "region by region"
             made.add_row("a decode step", f"{how}: {escape(plan.step_because)}")

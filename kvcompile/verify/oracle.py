@@ -24,10 +24,10 @@ from kvcompile.kernels.oracle.selection import read_by
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import InKeys, Scored, Storage, TopPages, model_dtype
 from kvcompile.passes.capture.opaque import is_mixer
+from kvcompile.passes.records import AttentionSite
 from kvcompile.passes.rewrite.insert_cache import Rewritten
 from kvcompile.pipeline import Front, example_inputs
 from kvcompile.plan import Decision, Plan
-from kvcompile.types import AttentionSite
 from kvcompile.verify.compare import Check
 from kvcompile.verify.runs import REPORT, Run, chosen, of_every_token
 

@@ -29,7 +29,7 @@ from kvcompile.kernels.ops.opaque import (
     template,
 )
 from kvcompile.passes.graph import expr
-from kvcompile.types import RecurrentState, StateSlot
+from kvcompile.specs import RecurrentState, StateSlot
 
 # (sequences, tokens) of the calls to learn from: no two multiples of 1, B, S and B * S agree on all three.
 SIZES = ((2, 5), (3, 7), (2, 13))

@@ -46,7 +46,7 @@ from kvcompile.passes.dependence.facts import (
 from kvcompile.passes.dependence.reductions import POSITION
 from kvcompile.passes.dependence.sizes import Size
 from kvcompile.passes.graph import expr, shape, source_line, target_name
-from kvcompile.types import NoMatch
+from kvcompile.passes.records import NoMatch
 
 log = logging.getLogger(__name__)
 

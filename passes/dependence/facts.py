@@ -25,7 +25,7 @@ from torch.fx import Node
 
 from kvcompile.passes.dependence.sizes import ONE, Size
 from kvcompile.passes.graph import module_path, source_line
-from kvcompile.types import NoMatch
+from kvcompile.passes.records import NoMatch
 
 
 class Level(IntEnum):

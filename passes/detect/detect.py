@@ -19,10 +19,11 @@ from kvcompile.passes.detect import rotation
 from kvcompile.passes.detect.position_limits import PositionLimit, position_limit
 from kvcompile.passes.graph import module_path, shape, source_line
 from kvcompile.passes.probe.probe import Prober
+from kvcompile.passes.records import AttentionSite, NoMatch, RopeSpec
 from kvcompile.passes.rules import exp_sum, latent, repeat_kv, rope, sdpa, softmax, token_local
 from kvcompile.passes.rules.block import Block, no_match
 from kvcompile.passes.table import graph_pass
-from kvcompile.types import AttentionSite, BiasSpec, NoMatch, RopeSpec, ScoreSpec
+from kvcompile.specs import BiasSpec, ScoreSpec
 
 log = logging.getLogger(__name__)
 

@@ -27,10 +27,10 @@ from kvcompile.passes.detect.query_key_dims import REDUCE, Axes, Axis, Unknown, 
 from kvcompile.passes.graph import ancestors, expr, shape, source_line, target_name, value
 from kvcompile.passes.probe.evaluate import depends_on
 from kvcompile.passes.probe.probe import Prober, Refused
+from kvcompile.passes.records import DynamicMask, KeySide, Leaf, PositionalPart, Side
 from kvcompile.passes.score_mod.leaves import LeafRef, Untranslatable
 from kvcompile.passes.score_mod.make import cast, lt, make
 from kvcompile.passes.score_mod.normal_form import NoNormalForm, normal_form
-from kvcompile.types import DynamicMask, KeySide, Leaf, PositionalPart, Side
 
 aten = torch.ops.aten
 _CREATE = ("new_zeros", "new_ones", "new_full", "new_empty", "zeros", "ones", "full")

@@ -25,8 +25,8 @@ from kvcompile.passes.detect.rotation import Rotations
 from kvcompile.passes.graph import ancestors, expr, shape
 from kvcompile.passes.probe.evaluate import shape_only
 from kvcompile.passes.probe.probe import NotEvaluated, Prober
+from kvcompile.passes.records import AttentionSite
 from kvcompile.passes.rules import token_local
-from kvcompile.types import AttentionSite
 
 _FEW = 16  # tokens of which every table must have a row
 _LENGTHS = (40, 300, 1100, 4200, 16500, 66000, 263000)

@@ -23,7 +23,8 @@ from torch.fx import GraphModule, Node, map_arg
 from kvcompile.kernels.ops.opaque import find, opaque
 from kvcompile.passes.graph import call, expr, shape, target_name, value
 from kvcompile.passes.probe.evaluate import evaluate, fetch_attr, shape_only
-from kvcompile.types import RotaryForm, Rotation
+from kvcompile.passes.records import Rotation
+from kvcompile.specs import RotaryForm
 
 _MOST_NODES = 200
 # Operators that act on each token alone and that a position may pass through on its way into queries and keys.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvcompile.kernels.ops.opaque import OpaqueModule, State, TensorSpec
 from kvcompile.passes.recurrent.state import StateRefused
-from kvcompile.types import Feed
+from kvcompile.specs import Feed
 
 # Relative RMS difference that two ways of feeding the same tokens may have. Rounding was seen below 1e-5 (float32) and
 # 1e-2 (bfloat16); a lost state is far above, and what lies between would be caught by the verification.

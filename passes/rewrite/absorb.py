@@ -16,10 +16,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.passes.graph import call
+from kvcompile.passes.records import AttentionSite, LatentForm
 from kvcompile.passes.rewrite.clean import drop_dead
 from kvcompile.passes.rules.latent import per_head
 from kvcompile.passes.table import graph_pass
-from kvcompile.types import AttentionSite, LatentForm
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten

@@ -14,9 +14,9 @@ from kvcompile.kernels.ops import attention as attention_op
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.detect.detect import Detection
 from kvcompile.passes.graph import call, expr, shape
+from kvcompile.passes.records import AttentionSite, Leaf
 from kvcompile.passes.rewrite.clean import drop_dead
 from kvcompile.passes.table import graph_pass
-from kvcompile.types import AttentionSite, Leaf
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten

@@ -30,10 +30,10 @@ from kvcompile.kernels.spec import Share
 from kvcompile.layouts import PageGroup
 from kvcompile.passes.capture.opaque import is_mixer
 from kvcompile.passes.detect import dynamic_mask
+from kvcompile.passes.records import AttentionSite, RopeSpec
 from kvcompile.passes.rewrite.clean import drop_dead
 from kvcompile.passes.table import graph_pass
 from kvcompile.plan import Decision, Plan
-from kvcompile.types import AttentionSite, RopeSpec
 
 STEP_INPUTS = ("positions", "seq_lens", "span")
 ROWS = "rows"

@@ -24,11 +24,12 @@ from torch.fx import Graph, GraphModule, Node
 from kvcompile.errors import DetectionError
 from kvcompile.passes.dependence import Dependence, Level
 from kvcompile.passes.graph import call, source_line, target_name, value
+from kvcompile.passes.records import AttentionSite, NoMatch
 from kvcompile.passes.rewrite.canonicalize import Canonical
 from kvcompile.passes.rewrite.clean import eliminate_dead_code
 from kvcompile.passes.rewrite.running_sum import replace_running_sums
 from kvcompile.passes.table import graph_pass
-from kvcompile.types import AttentionSite, NoMatch, RecurrentState
+from kvcompile.specs import RecurrentState
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten

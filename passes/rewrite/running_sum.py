@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 
 from kvcompile.kernels.ops.running_sum import running_sum
 from kvcompile.passes.graph import call, expr, module_path, shape, source_line
-from kvcompile.types import RecurrentState, StateSlot
+from kvcompile.specs import RecurrentState, StateSlot
 
 aten = torch.ops.aten
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

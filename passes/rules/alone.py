@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from kvcompile.kernels.ops.opaque import OpaqueModule, TensorSpec, find
+from kvcompile.passes.records import NoMatch
 from kvcompile.passes.recurrent.state import attributes_restored
 from kvcompile.passes.rules.block import no_match
-from kvcompile.types import NoMatch
 
 NAME = "alone"
 _FEW = 43

@@ -9,7 +9,8 @@ from torch.fx import Node
 
 from kvcompile.expression import ScoreMod
 from kvcompile.passes.graph import module_path, source_line
-from kvcompile.types import Leaf, MaskSpec, NoMatch
+from kvcompile.passes.records import Leaf, NoMatch
+from kvcompile.specs import MaskSpec
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from torch.fx import Node
 
 from kvcompile.passes.graph import expr, shape, target_name
 from kvcompile.passes.probe.probe import Prober
+from kvcompile.passes.records import NoMatch
 from kvcompile.passes.rules.block import Block, no_match
 from kvcompile.passes.rules.weighing import around
-from kvcompile.types import NoMatch
 
 NAME = "exp_sum"
 _CASTS = ("to", "_to_copy", "clone", "contiguous")

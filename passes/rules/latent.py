@@ -21,9 +21,9 @@ from torch.fx import Node
 
 from kvcompile.passes.graph import call, expr, shape, target_name
 from kvcompile.passes.probe.probe import Prober, Refused
+from kvcompile.passes.records import AttentionSite, LatentForm, NoMatch
 from kvcompile.passes.rules.block import no_match
 from kvcompile.passes.rules.repeat_kv import MOVES
-from kvcompile.types import AttentionSite, LatentForm, NoMatch
 
 NAME = "latent"
 aten = torch.ops.aten

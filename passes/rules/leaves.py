@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvcompile.passes.detect import dynamic_mask
 from kvcompile.passes.graph import expr, shape
 from kvcompile.passes.probe.probe import Prober, Refused
+from kvcompile.passes.records import Leaf
 from kvcompile.passes.score_mod.leaves import LeafRef
-from kvcompile.types import Leaf
 
 
 def leaves_of(refs: tuple[LeafRef, ...], prober: Prober) -> tuple[Leaf, ...]:

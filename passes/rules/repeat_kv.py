@@ -17,8 +17,8 @@ from torch.fx import Node
 
 from kvcompile.passes.graph import call, expr, shape, target_name
 from kvcompile.passes.probe.probe import Prober
+from kvcompile.passes.records import NoMatch
 from kvcompile.passes.rules.block import no_match
-from kvcompile.types import NoMatch
 
 NAME = "repeat_kv"
 MOVES = (

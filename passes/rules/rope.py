@@ -21,8 +21,9 @@ from torch.fx import Node
 from kvcompile.passes.detect.rotation import NotRotary, Rotations, clone_at_zero
 from kvcompile.passes.graph import expr, shape
 from kvcompile.passes.probe.probe import Prober
+from kvcompile.passes.records import NoMatch, RopeSpec, Rotation
 from kvcompile.passes.rules.block import no_match
-from kvcompile.types import NoMatch, RopeSpec, RotaryForm, Rotation
+from kvcompile.specs import RotaryForm
 
 NAME = "rope"
 _PROBES = (1, 4, 5)  # a, b and a + b

@@ -12,9 +12,9 @@ from torch.fx import Node
 
 from kvcompile.passes.graph import expr, shape
 from kvcompile.passes.probe.probe import Prober, Refused
+from kvcompile.passes.records import NoMatch
 from kvcompile.passes.rules.block import Block, no_match
 from kvcompile.passes.rules.leaves import leaves_of
-from kvcompile.types import NoMatch
 
 NAME = "sdpa"
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")

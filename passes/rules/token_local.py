@@ -26,10 +26,10 @@ from kvcompile.passes.dependence import Dependence
 from kvcompile.passes.graph import ancestors, expr, shape
 from kvcompile.passes.probe.evaluate import fetch_attr
 from kvcompile.passes.probe.probe import Prober
+from kvcompile.passes.records import AttentionSite, NoMatch
 from kvcompile.passes.rewrite.running_sum import is_running_sum
 from kvcompile.passes.rules import alone
 from kvcompile.passes.rules.block import no_match
-from kvcompile.types import AttentionSite, NoMatch
 
 NAME = "token_local"
 _BATCH, _SEQ, _LONG = 3, 13, 307

@@ -16,11 +16,11 @@ from torch.fx import Node
 
 from kvcompile.passes.graph import descendants, expr, shape, target_name
 from kvcompile.passes.probe.probe import Prober, Refused
+from kvcompile.passes.records import NoMatch
 from kvcompile.passes.rules.block import Block, no_match
 from kvcompile.passes.rules.leaves import leaves_of
 from kvcompile.passes.rules.sinks import sink_node
 from kvcompile.passes.score_mod.site import Scores
-from kvcompile.types import NoMatch
 
 aten = torch.ops.aten
 _PRODUCT = (aten.matmul.default, aten.bmm.default)

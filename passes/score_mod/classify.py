@@ -21,7 +21,7 @@ from kvcompile.passes.score_mod.make import cast, equal, le, linear, lt, make, s
 from kvcompile.passes.score_mod.normal_form import summed, terms
 from kvcompile.passes.score_mod.prove import Prover
 from kvcompile.passes.score_mod.weights import bare
-from kvcompile.types import MaskSpec
+from kvcompile.specs import MaskSpec
 
 PAST, OWN = le(K, Q), equal(K, Q)
 

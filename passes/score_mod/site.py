@@ -18,7 +18,7 @@ from kvcompile.passes.score_mod.normal_form import Form, NoNormalForm, normal_fo
 from kvcompile.passes.score_mod.prove import Prover
 from kvcompile.passes.score_mod.tables import Tables
 from kvcompile.passes.score_mod.weights import Weights
-from kvcompile.types import MaskSpec
+from kvcompile.specs import MaskSpec
 
 _FUTURE = lt(Q, K)
 _NOT_OF_ROWS = {"k", "key", "pair", "score", "reduction", "n", "b", "nb"}

@@ -17,7 +17,7 @@ from kvcompile.backends.tensorrt_plugins.launched import launched
 from kvcompile.errors import KernelError
 from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.reference import attention as reference
-from kvcompile.types import ScoreSpec
+from kvcompile.specs import ScoreSpec
 from tests.backends.test_tensorrt_plugins import attended, stub, tensors
 from tests.support import carried_scores as scores
 from tests.support.budget import within

@@ -23,7 +23,6 @@ import kvcompile
 from kvcompile.backends import torch_tensorrt as emit
 from kvcompile.backends.tensors_only import HasNumbers, tensors_only
 from kvcompile.compile.inductor import ShapeClass, Tracer
-from kvcompile.decide import backend
 from kvcompile.errors import CompileError, PlanError, RecipeError
 from tests.support.models import tiny_hf
 
@@ -99,7 +98,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     module.Input = Input  # type: ignore[attr-defined]
     module.dynamo = types.SimpleNamespace(compile=made.compile)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch_tensorrt", module)
-    monkeypatch.setattr(backend, "unavailable", lambda device: None)
+    monkeypatch.setattr(emit, "unavailable", lambda device: None)
     # Inductor's own work is tested elsewhere: the regions that stay with it run as they are.
     monkeypatch.setattr(emit, "compile_region", lambda module, inputs, tracer, mode: module)
     yield made
@@ -198,7 +197,7 @@ def test_a_cpu_has_none() -> None:
 
 def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
-    told = backend.unavailable(torch.device("cuda"))
+    told = emit.unavailable(torch.device("cuda"))
     series = ".".join(torch.__version__.split(".")[:2])
     assert told is not None and "not installed" in told and f"torch-tensorrt=={series}.*" in told
     assert "backend: inductor" in told
@@ -208,8 +207,8 @@ def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
             "Torch not compiled with CUDA enabled"
         )  # what the real one raises on a CPU torch
 
-    monkeypatch.setattr(backend.importlib, "import_module", broken)
-    told = backend.unavailable(torch.device("cuda"))
+    monkeypatch.setattr(emit.importlib, "import_module", broken)
+    told = emit.unavailable(torch.device("cuda"))
     assert told is not None and "does not import (AssertionError: Torch not compiled with CUDA" in told
 
 

@@ -34,7 +34,7 @@ from kvcompile.recipe import Recipe
 from kvcompile.report.explain import Explanation
 from kvcompile.runtime.cache import KVCache
 from kvcompile.runtime.cache_spec import CacheShape
-from kvcompile.types import RotaryForm, ScoreSpec
+from kvcompile.specs import RotaryForm, ScoreSpec
 from tests.passes.detect.test_shared_kv import CrossLayer
 from tests.support.models import tiny_hf
 from tests.verify.test_verify import fronts

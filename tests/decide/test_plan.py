@@ -10,10 +10,16 @@ import pytest
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import CacheLayout, Paged, fp8, int8
 from kvcompile.plan import Decision, Limits, Plan
-from kvcompile.types import MaskSpec, RecurrentState, RotaryForm, ScoreSpec, StateSlot
+from kvcompile.specs import MaskSpec, RecurrentState, RotaryForm, ScoreSpec, StateSlot
 
 PROSE = {
-    Plan: {"recipe": "mine", "recipe_digest": "other", "notes": ("noted",), "step_because": "asked for"},
+    Plan: {
+        "recipe": "mine",
+        "recipe_digest": "other",
+        "notes": ("noted",),
+        "step_because": "asked for",
+        "backend_because": "engines",
+    },
     Decision: {"source": "other.py:7", "idiom": "softmax", "because": ("so",), "kernels_because": "quick"},
 }
 OTHERS: dict[type, dict[str, Any]] = {
@@ -52,20 +58,20 @@ OTHERS: dict[type, dict[str, Any]] = {
 
 def plan() -> Plan:
     decision = Decision(
-        0,
-        "layers.0",
-        "model.py:3",
-        "sdpa",
-        4,
-        2,
-        64,
-        64,
-        0.125,
-        MaskSpec("causal"),
-        CacheLayout(),
-        True,
-        ("all",),
-        0,
+        layer=0,
+        module_path="layers.0",
+        source="model.py:3",
+        idiom="sdpa",
+        num_qo_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        v_head_dim=64,
+        sm_scale=0.125,
+        mask=MaskSpec("causal"),
+        layout=CacheLayout(),
+        lossless=True,
+        because=("all",),
+        kv_source=0,
     )
     return Plan("baseline", "digest", "float32", Limits(8, 64, 512), (decision,))
 

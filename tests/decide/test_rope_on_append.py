@@ -38,7 +38,7 @@ from kvcompile.layouts import (
 from kvcompile.pipeline import Front, absorbed, plan_for, rewrite, understand
 from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe
-from kvcompile.types import RotaryForm
+from kvcompile.specs import RotaryForm
 from kvcompile.verify import verify
 from tests.kernels.reference.test_attention import rope_tables
 from tests.passes.detect.test_shared_kv import CrossLayer

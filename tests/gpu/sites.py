@@ -29,7 +29,7 @@ from kvcompile.layouts import (
     with_hadamard,
     with_residual,
 )
-from kvcompile.types import BiasSpec, MaskSpec, ScoreSpec
+from kvcompile.specs import BiasSpec, MaskSpec, ScoreSpec
 
 KIVI = CacheLayout(per_channel(2, 32, 64), with_residual(uint(2, 32), 64))
 

@@ -10,7 +10,7 @@ from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.host.attention import cached_attention
 from kvcompile.layouts import CacheLayout, Paged
-from kvcompile.types import MaskSpec
+from kvcompile.specs import MaskSpec
 from tests.support.budget import within
 
 pytestmark = pytest.mark.gpu

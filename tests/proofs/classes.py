@@ -16,7 +16,7 @@ from kvcompile.expression import SCORE, Expr, H, K, Q, const, walk
 from kvcompile.passes.score_mod import classify, hiding
 from kvcompile.passes.score_mod.normal_form import NoNormalForm, normal_form
 from kvcompile.passes.score_mod.prove import Prover
-from kvcompile.types import MaskSpec
+from kvcompile.specs import MaskSpec
 from tests.proofs.draw import BOOL, FLOATS, INT64, Drawn, simplified
 from tests.proofs.values import FAR, HEADS, NEAR, Named, Text
 

@@ -17,7 +17,7 @@ from kvcompile.passes.detect.refused import Refused
 from kvcompile.passes.score_mod.prove import Prover
 from kvcompile.passes.score_mod.site import Scores, scores_of
 from kvcompile.passes.score_mod.weights import NoSoftmax, Weights, weights_of
-from kvcompile.types import MaskSpec
+from kvcompile.specs import MaskSpec
 from tests.proofs.classes import F32, GATE, LOGITS, PAST, SHORT, SLOPES, mask, shows, value
 from tests.proofs.draw import BOOL, INT64, Drawn, simplified
 from tests.proofs.values import HEADS, NEAR, Text

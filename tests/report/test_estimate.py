@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,7 +135,7 @@ def test_shared_layers_add_nothing() -> None:
 def test_layers_that_differ_are_read_one_by_one() -> None:
     config = AutoConfig.for_model("gemma4_text")
     cost = estimate(config, "baseline", tokens=100, dtype="bfloat16")
-    assert {(g.attention.split("(")[0], g.head_dim) for g in cost.layers} == {
+    assert {(g.attention.split("(")[0], g.shape.head_dim) for g in cost.layers} == {
         ("sliding", 256),
         ("causal", 512),
     }
@@ -160,7 +161,7 @@ def test_layers_without_attention_count_nothing() -> None:
 )
 def test_heads_of_other_configs(config: Any, heads: int, dim: int) -> None:
     (group,) = estimate(config, "baseline", tokens=8).layers
-    assert (group.num_kv_heads, group.head_dim) == (heads, dim)
+    assert (group.shape.num_kv_heads, group.shape.head_dim) == (heads, dim)
 
 
 def test_a_decoder_from_json_a_folder_a_dict_and_a_model_agree(tmp_path: Path) -> None:
@@ -174,9 +175,10 @@ def test_a_decoder_from_json_a_folder_a_dict_and_a_model_agree(tmp_path: Path) -
 
 
 def test_an_optimized_module_is_estimated_by_its_plan() -> None:
-    from kvcompile.report.estimate import _shape, _sites
+    from kvcompile.report.estimate import _known, _shape
 
-    plan = make_plan(_sites(_shape(TINY), torch.float16), Recipe.load("int8"), torch.float16, 99)
+    known = _known(replace(_shape(TINY), max_tokens=99), torch.float16, None, None)
+    plan = make_plan(known, Recipe.load("int8"))
     fast = SimpleNamespace(plan=plan)
     assert estimate(fast, tokens=10).bytes == plan.bytes(1, 10)
     assert estimate(fast).tokens == 99

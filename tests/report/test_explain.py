@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from kvcompile.passes.records import NoMatch
 from kvcompile.plan import Decision, Limits, Plan
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.retention import LayerContext
 from kvcompile.report.explain import Explanation, explain
-from kvcompile.types import MaskSpec, NoMatch, RotaryForm
+from kvcompile.specs import MaskSpec, RotaryForm
 
 MISS = NoMatch("sdpa", "scale is not a number", "sdpa_7", "modeling_x.py:123", "model.layers.3.attn")
 

@@ -31,7 +31,7 @@ from kvcompile.layouts import (
     uint,
     with_residual,
 )
-from kvcompile.types import RotaryForm
+from kvcompile.specs import RotaryForm
 from tests.support.inductor_sm90 import act_as_sm90, program_of
 
 HEADS, KV_HEADS, DIM, SLOTS, PAGES = 8, 2, 64, 1088, 70

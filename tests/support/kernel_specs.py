@@ -17,7 +17,7 @@ from kvcompile.kernels.triton.spec import KernelSpec, Role
 from kvcompile.layouts import CacheLayout, InKeys, Scored
 from kvcompile.recipe import load_recipe, shipped_recipes
 from kvcompile.recipe.retention import LayerContext
-from kvcompile.types import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
+from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 
 TOKENS = 32768
 _LAYER = 2  # of 4: the first layers may be kept as they are

@@ -193,6 +193,8 @@ _HF: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOssConfig",
         {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
     ),
+    "deepseek_v3": ("DeepseekV3Config", {}),
+    "gemma4": ("Gemma4TextConfig", {}),
     "bert": ("BertConfig", {}),
     "mamba": ("MambaConfig", {"state_size": 4, "use_mambapy": False}),
 }

@@ -19,7 +19,7 @@ from kvcompile.backends.tensorrt_plugins.launched import launched
 from kvcompile.kernels.triton.host.source import function_of
 from kvcompile.kernels.triton.params import KernelSource
 from kvcompile.layouts import CacheLayout
-from kvcompile.types import ScoreSpec
+from kvcompile.specs import ScoreSpec
 from tests.support.carried_scores import Carried
 from tests.support.kernel_specs import DEVICES, Shape, cache
 

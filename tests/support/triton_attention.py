@@ -44,7 +44,7 @@ from kvcompile.layouts import (
     with_hadamard,
     with_residual,
 )
-from kvcompile.types import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
+from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 from tests.support import dictionary
 from tests.support.carried_scores import Carried
 from tests.support.runner import Ran, run, shuffled

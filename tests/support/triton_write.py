@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.spec import KernelSpec, Role
 from kvcompile.layouts import CacheLayout, InKeys, Paged
-from kvcompile.types import RotaryForm
+from kvcompile.specs import RotaryForm
 
 HQ, HKV = 4, 2
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

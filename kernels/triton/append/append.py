@@ -41,7 +41,7 @@ from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, Te
 from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.supports import unsupported
-from kvcompile.types import RotaryForm
+from kvcompile.specs import RotaryForm
 
 OPTIONS = {
     *("one", "rope", "rope_q", "capped", "based", "q_out", "k_out", "v_out"),

@@ -15,7 +15,7 @@ import torch
 from kvcompile.kernels.triton.append.encode.tile import Tile
 from kvcompile.kernels.triton.helpers import hadamard, stored
 from kvcompile.kernels.triton.params import Param, ScalarParam, TensorParam
-from kvcompile.types import RotaryForm
+from kvcompile.specs import RotaryForm
 
 _HINT = 16  # channels side by side that the compiler may load at once
 

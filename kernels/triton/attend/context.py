@@ -16,7 +16,7 @@ from kvcompile.kernels.triton.tile.residual import InFull
 from kvcompile.kernels.triton.tile.tile_loader import TileLoader, edges, reader
 from kvcompile.kernels.triton.tile.values import Values
 from kvcompile.layouts import Paged, Scored, TopPages
-from kvcompile.types import RotaryForm
+from kvcompile.specs import RotaryForm
 
 
 @dataclass(frozen=True)

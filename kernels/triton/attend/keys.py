@@ -14,7 +14,7 @@ from kvcompile.kernels.triton.tile.channel_blocks import paired
 from kvcompile.kernels.triton.tile.symbolic import printed
 from kvcompile.layouts import Scored, TopPages
 from kvcompile.layouts import symbols as sy
-from kvcompile.types import RotaryForm
+from kvcompile.specs import RotaryForm
 
 
 def bounds(attend: Attend, source: SlotArray) -> block_bounds.Bounds:

@@ -132,7 +132,8 @@ def _check(module: CachedModel) -> None:
         )
     if module.plan.backend != "inductor":
         raise ExportError(
-            f"compile.backend {module.plan.backend}: its engines cannot be saved with a module; use kvcompile.export"
+            f"compile.backend {module.plan.backend}: what it compiles cannot be saved with a module; use "
+            "kvcompile.export"
         )
 
 

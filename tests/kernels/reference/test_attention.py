@@ -27,7 +27,7 @@ from kvcompile.layouts import (
     with_hadamard,
     with_residual,
 )
-from kvcompile.types import BiasSpec, MaskSpec, ScoreSpec
+from kvcompile.specs import BiasSpec, MaskSpec, ScoreSpec
 from tests.support.runner import run
 
 STORAGES = [

@@ -36,7 +36,7 @@ from kvcompile.layouts import (
 )
 from kvcompile.pipeline import plan_for, understand
 from kvcompile.recipe import Recipe
-from kvcompile.types import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
+from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 from kvcompile.verify import check_program, verify
 from tests.kernels.reference.test_attention import rope_tables
 from tests.kernels.reference.test_storage import CHUNKS, D, T, close, inputs

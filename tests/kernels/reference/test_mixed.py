@@ -39,7 +39,7 @@ from kvcompile.layouts import (
 from kvcompile.layouts import symbols as sy
 from kvcompile.pipeline import plan_for
 from kvcompile.recipe import Recipe
-from kvcompile.types import RotaryForm
+from kvcompile.specs import RotaryForm
 from kvcompile.verify import check_program, verify
 from tests.kernels.reference.test_attention import check, rope_tables
 from tests.kernels.reference.test_storage import CHUNKS, close, inputs

@@ -46,7 +46,7 @@ from kvcompile.layouts import (
     with_residual,
 )
 from kvcompile.layouts.stepping import steps_back
-from kvcompile.types import BiasSpec, ScoreSpec
+from kvcompile.specs import BiasSpec, ScoreSpec
 from tests.support import dictionary
 from tests.support.models import tiny_hf
 from tests.support.runner import run

@@ -34,7 +34,7 @@ from kvcompile.layouts import (
     with_hadamard,
     with_residual,
 )
-from kvcompile.types import BiasSpec, RotaryForm, ScoreSpec
+from kvcompile.specs import BiasSpec, RotaryForm, ScoreSpec
 from tests.kernels.reference.test_attention import HKV, HQ, D, T, rope_tables, score_tensors
 from tests.support.models import tiny_hf
 from tests.support.runner import run

@@ -51,7 +51,7 @@ from kvcompile.layouts import (
 )
 from kvcompile.pipeline import plan_for
 from kvcompile.recipe import Recipe
-from kvcompile.types import RotaryForm, ScoreSpec
+from kvcompile.specs import RotaryForm, ScoreSpec
 from kvcompile.verify import check_program, verify
 from tests.kernels.reference.test_attention import rope_tables
 from tests.support.carried_scores import op, pair

@@ -26,7 +26,7 @@ from kvcompile.layouts import (
     with_hadamard,
     with_residual,
 )
-from kvcompile.types import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
+from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 from tests.support import carried_scores
 from tests.support.triton_attention import H2O, Case, check
 from tests.support.triton_write import kernels_folder  # noqa: F401  (a fixture)

@@ -13,7 +13,8 @@ import kvcompile
 from kvcompile.layouts import InKeys, int8
 from kvcompile.passes.capture.capture import capture
 from kvcompile.passes.detect.detect import detect
-from kvcompile.types import NoMatch, RotaryForm
+from kvcompile.passes.records import NoMatch
+from kvcompile.specs import RotaryForm
 
 HEADS, NOPE, ROPE, VALUES, RANK, WIDTH = 4, 8, 4, 6, 10, 24
 

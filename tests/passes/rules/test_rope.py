@@ -17,7 +17,8 @@ from kvcompile.passes.capture.capture import capture
 from kvcompile.passes.detect.detect import detect
 from kvcompile.passes.detect.rotation import Rotations
 from kvcompile.passes.probe.evaluate import evaluate
-from kvcompile.types import NoMatch, RopeSpec, RotaryForm
+from kvcompile.passes.records import NoMatch, RopeSpec
+from kvcompile.specs import RotaryForm
 
 Rope = Callable[["Rotated", Tensor, Tensor], Tensor]  # (module, x [B, H, S, D], angles [S, D / 2])
 HEADS, DIM = 4, 8

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from kvcompile.errors import DetectionError, ModelError
 from kvcompile.passes.capture.capture import capture
 from kvcompile.passes.detect.detect import detect
+from kvcompile.passes.records import AttentionSite
 from kvcompile.passes.rewrite.canonicalize import canonicalize
-from kvcompile.types import AttentionSite
 
 Attend = Callable[["One", Tensor, Tensor, Tensor], Tensor]
 HEADS, DIM, LIMIT = 4, 8, 64

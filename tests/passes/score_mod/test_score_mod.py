@@ -25,13 +25,13 @@ from kvcompile.kernels.shared.expression import Places, evaluate
 from kvcompile.passes.graph import shape
 from kvcompile.passes.probe.evaluate import evaluate as run
 from kvcompile.passes.probe.probe import Prober
+from kvcompile.passes.records import Leaf
 from kvcompile.passes.rewrite.clean import clean
 from kvcompile.passes.score_mod.leaves import LeafRef
 from kvcompile.passes.score_mod.make import add, cast, equal, le, lt, make, not_, sub
 from kvcompile.passes.score_mod.prove import Prover
 from kvcompile.passes.score_mod.rules import RULES
 from kvcompile.passes.score_mod.translate import Translator
-from kvcompile.types import Leaf
 
 LONG, HEADS, SIZE = 64, 3, 37
 

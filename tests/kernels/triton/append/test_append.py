@@ -48,7 +48,7 @@ from kvcompile.layouts import (
     with_residual,
 )
 from kvcompile.layouts import symbols as sy
-from kvcompile.types import RotaryForm
+from kvcompile.specs import RotaryForm
 from tests.support.triton_write import (
     HKV,
     HQ,

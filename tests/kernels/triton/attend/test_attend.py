@@ -39,7 +39,7 @@ from kvcompile.layouts import (
     with_hadamard,
     with_residual,
 )
-from kvcompile.types import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
+from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 from tests.support.budget import within
 from tests.support.runner import Ran, run, shuffled
 from tests.support.triton_attention import H2O, Case, check, oracle, ran, real

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
 from kvcompile.layouts import CacheLayout, InKeys, fp8, int8, per_channel, uint, with_hadamard
-from kvcompile.types import RotaryForm
+from kvcompile.specs import RotaryForm
 from tests.support.triton_attention import Case, cases, check
 from tests.support.triton_write import kernels_folder  # noqa: F401  (a fixture)
 

@@ -23,7 +23,7 @@ from kvcompile.kernels.triton.params import KernelSource, ScalarParam, TensorPar
 from kvcompile.kernels.triton.render import environment, header, jit
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.layouts import CacheLayout, int8, with_hadamard
-from kvcompile.types import RotaryForm, ScoreSpec
+from kvcompile.specs import RotaryForm, ScoreSpec
 
 SPEC = KernelSpec("append", SiteSpec(CacheLayout(int8()), 0.125), 8, 2, 16, 16, "float32")
 PARAMS = (

@@ -33,7 +33,7 @@ from kvcompile.layouts import (
     with_hadamard,
     with_residual,
 )
-from kvcompile.types import BiasSpec, RotaryForm, ScoreSpec
+from kvcompile.specs import BiasSpec, RotaryForm, ScoreSpec
 from tests.support.kernel_specs import H200, SHAPES, recipe_layouts
 from tests.support.triton_attention import Case, check, ran
 from tests.support.triton_write import kernels_folder  # noqa: F401  (a fixture)

@@ -23,7 +23,7 @@ from kvcompile.kernels.triton.tile.channel_blocks import (
     split,
 )
 from kvcompile.layouts import CacheLayout, Full, SinkWindow, Window, int8, per_channel, uint, with_residual
-from kvcompile.types import MaskSpec
+from kvcompile.specs import MaskSpec
 
 # ---- pieces
 

@@ -32,7 +32,7 @@ from kvcompile.layouts import (
     uint,
     with_residual,
 )
-from kvcompile.types import BiasSpec, RotaryForm, ScoreSpec
+from kvcompile.specs import BiasSpec, RotaryForm, ScoreSpec
 from tests.support import carried_scores as scores
 from tests.support.carried_scores import Carried, D, carried, cast, number, op, table
 from tests.support.kernel_specs import H200

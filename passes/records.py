@@ -1,8 +1,7 @@
-"""The records that detection produces and everything later reads: frozen, printable."""
+"""Records of the passes: what detection finds in a graph, by its nodes. What needs no node is in kvcompile/specs.py."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -10,93 +9,8 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
-from kvcompile.expression import LeafKind, ScoreMod
-
-MaskKind = Literal["causal", "sliding", "chunked", "explicit"]
-BiasKind = Literal["alibi", "relative", "columns", "table"]
-
-
-@dataclass(frozen=True)
-class MaskSpec:
-    """What a query at position i sees of the key at position j.
-
-    causal:   j <= i
-    sliding:  i - window < j <= i  (`window` tokens, the query's own included)
-    chunked:  j <= i, and both in one chunk of `window` tokens: i // window == j // window
-    explicit: j <= i, and the site's bias (a table) is not -inf there
-    """
-
-    kind: MaskKind
-    window: int | None = None
-
-    def __str__(self) -> str:
-        return self.kind if self.window is None else f"{self.kind}({self.window})"
-
-
-@dataclass(frozen=True)
-class BiasSpec:
-    """What is added to the scaled score of query i and key j; `values` is a tensor of the site, H is Hq or 1.
-
-    alibi:    -values[h] * (i - j)           values fp32 [Hq]
-    relative: values[h, i - j]               values fp32 [H, reach]
-    columns:  values[h, j] - values[h, i]    values fp32 [H, reach]
-    table:    values[h, i, j]                values fp32 [H, reach, reach]
-
-    reach: distances (relative) or positions (columns, table) that have a value; None: all
-    """
-
-    kind: BiasKind
-    reach: int | None = None
-
-    def __str__(self) -> str:
-        names = {
-            "alibi": "ALiBi",
-            "relative": "relative bias",
-            "columns": "bias by key",
-            "table": "bias table",
-        }
-        return names[self.kind] + ("" if self.reach is None else f" of {self.reach:,}")
-
-
-@dataclass(frozen=True)
-class ScoreSpec:
-    """What happens to the scaled scores before the softmax, besides the mask.
-
-    s = softcap * tanh(s / softcap), if there is one;  s = s + bias;  then, with `sinks`, the softmax runs over
-    one more column per head, the sink logit, whose probability is dropped.
-    """
-
-    softcap: float | None = None
-    bias: BiasSpec | None = None
-    sinks: bool = False
-    mod: ScoreMod | None = None  # what is carried as an expression: after softcap and bias
-
-    @property
-    def plain(self) -> bool:
-        """Nothing but scale and mask."""
-        return self == ScoreSpec()
-
-    def __str__(self) -> str:
-        cap = None if self.softcap is None else f"softcap {self.softcap:g}"
-        return ", ".join(
-            str(part) for part in (cap, self.bias, "sink logits" if self.sinks else None, self.mod) if part
-        )
-
-
-RopeStyle = Literal["half", "interleaved"]
-
-
-@dataclass(frozen=True)
-class RotaryForm:
-    """Which channels a rotary embedding turns, and in which pairs: start .. start + rotary_dim - 1.
-
-    half:        channel i of them with channel i + rotary_dim / 2
-    interleaved: neighbours
-    """
-
-    style: RopeStyle
-    start: int
-    rotary_dim: int
+from kvcompile.expression import LeafKind
+from kvcompile.specs import RopeStyle, RotaryForm, SiteFacts, StateSlot
 
 
 @dataclass(frozen=True)
@@ -161,8 +75,8 @@ class RopeSpec:
         return replace(self, q_input=inputs[0], k_input=inputs[1], q=turn(self.q), k=turn(self.k))
 
 
-@dataclass(frozen=True)
-class AttentionSite:
+@dataclass(frozen=True, kw_only=True)
+class AttentionSite(SiteFacts):
     """One attention block of the captured graph; the call site, not the module, is the unit.
 
     q:   [B, num_qo_heads, S, head_dim]   as the scores use it (after RoPE)
@@ -171,24 +85,12 @@ class AttentionSite:
     out: [B, num_qo_heads, S, v_head_dim] the node whose value is the attention's result
     """
 
-    layer: int
-    module_path: str
-    source: str  # "file.py:123" of the attention call in the model's own code
-    idiom: str  # which rule matched: "sdpa", "softmax"
     q: Node
     k: Node
     v: Node
     out: Node
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    sm_scale: float
-    mask: MaskSpec
     rope: RopeSpec | None
     dtype: torch.dtype
-    kv_source: int  # the layer whose K/V this site reads (its own unless shared)
-    score: ScoreSpec = ScoreSpec()
     sinks: Node | None = None  # [num_qo_heads], a weight or a constant; where score.sinks
     bias: Node | None = None  # fp32, a constant in the form that score.bias says
     positionless: bool = False  # no position enters its queries and keys, but through other sites' results
@@ -239,10 +141,6 @@ class AttentionSite:
         """What the scores take from tokens besides queries and keys: it must be there token by token."""
         own = [leaf.node for leaf in self.leaves if leaf.kind in ("query", "key")]
         return (*own, *(node for mask in self.rerun for node in mask.sources))
-
-    @property
-    def group_size(self) -> int:
-        return self.num_qo_heads // self.num_kv_heads
 
 
 @dataclass(frozen=True)
@@ -378,47 +276,6 @@ class DynamicMask:
             {move(node): sides for node, sides in self.sides.items()},
             {(move(user), move(used)): side for (user, used), side in self.positions.items()},
         )
-
-
-# What a module with recurrent state takes exactly: any number of tokens at once; one at a time only; or two at least,
-# because its form for one is another (a token that comes alone is then kept, and given again with the next).
-Feed = Literal["together", "singly", "in pairs"]
-
-
-@dataclass(frozen=True)
-class StateSlot:
-    """One tensor of recurrent state, per sequence; `dtype` by name, e.g. "float32"."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.torch_dtype.itemsize
-
-
-@dataclass(frozen=True)
-class RecurrentState:
-    """What one module besides attention carries from token to token; its size does not depend on their number.
-
-    feed: how tokens that come after the first are given to it, see `Feed`
-    """
-
-    module_path: str
-    slots: tuple[StateSlot, ...]
-    feed: Feed
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes per sequence."""
-        return sum(slot.nbytes for slot in self.slots)
 
 
 @dataclass(frozen=True)
