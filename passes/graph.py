@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 
 from kvcompile.util.own_code import TORCH
 
+_BARE = ("aten::", "kvcompile::")  # the libraries whose operators go by their bare names
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 # Frames of libraries and of transformers' plumbing; the model's own line is the innermost of the others.
 _PLUMBING = (
@@ -62,9 +63,13 @@ def expr(dim: object) -> sympy.Expr:
 
 
 def target_name(node: Node) -> str:
-    """`aten.add.Tensor` -> `add`; for anything that is not an operator overload, its own name."""
+    """`aten.add.Tensor` -> `add`, an operator of another library -> `library::add`, anything else -> its own name.
+
+    What is known of PyTorch's `add` is not known of what another library calls so.
+    """
     if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.split("::")[-1]
+        name = node.target._schema.name
+        return name.split("::")[-1] if name.startswith(_BARE) else name
     return getattr(node.target, "__name__", str(node.target))
 
 

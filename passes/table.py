@@ -73,7 +73,6 @@ PASSES = (
         optional=True,
     ),
 )
-_NAMES = {each.name: each for each in PASSES}
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def disabled(name: str) -> bool:
     asked = {part.strip() for part in os.environ.get(VARIABLE, "").split(",")} - {""}
     optional = [each.name for each in PASSES if each.optional]
     for other in sorted(asked.difference(optional)):
-        problem = "cannot be left out" if other in _NAMES else "is no pass"
+        problem = "cannot be left out" if _listed(other) else "is no pass"
         raise PlanError(
             f"{VARIABLE}={other}: {other!r} {problem}; those that can be are {', '.join(optional)}"
         )
@@ -130,13 +129,14 @@ def disabled(name: str) -> bool:
 
 def graph_pass(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Enter a function into the table as the pass `name`."""
-    assert name in _NAMES, f"{name} is not in the table of passes"
+    listed = _listed(name)
+    assert listed is not None, f"{name} is not in the table of passes"
 
     def enter(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             watch = _watch.get()
-            if watch is None:
+            if watch is None or (listed.optional and disabled(name)):
                 return function(*args, **kwargs)
             place, started = len(watch.runs), time.perf_counter()
             watch.runs.append(PassRun(name, 0.0))  # before the passes inside it
@@ -182,6 +182,10 @@ def totals(runs: Sequence[PassRun]) -> tuple[PassReport, ...]:
         if own:
             found.append(PassReport(each.name, len(own), sum(own)))
     return tuple(found)
+
+
+def _listed(name: str) -> Pass | None:
+    return next((each for each in PASSES if each.name == name), None)
 
 
 def _graph_of(value: Any) -> Graph | None:

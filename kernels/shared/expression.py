@@ -40,7 +40,7 @@ def _power(a: Value, b: Value) -> Value:
     return torch.pow(a, b)
 
 
-# Operators by name: what translation makes of a model's own (`passes/score_mod/pointwise.py`).
+# Operators by name: what translation makes of a model's own (`passes/score_mod/rules/`).
 OPERATORS: dict[str, Callable[..., Value]] = {
     "add": operator.add,
     "sub": operator.sub,

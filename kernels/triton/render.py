@@ -15,21 +15,10 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from kvcompile.kernels.triton.params import Param, ScalarParam
+from kvcompile.kernels.triton.roles import ROLES
 from kvcompile.kernels.triton.spec import KernelSpec
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_DOES = {
-    "append": "new tokens of a layer to their slots, encoded",
-    "group": "groups of tokens that share scales per channel, encoded",
-    "decode": "one query per sequence against a share of the slots",
-    "combine": "the shares of decode to the output, and the log-sum-exp",
-    "prefill": "many queries against the cache, and against themselves",
-    "columns": "each key's share of the probabilities of many queries",
-    "score": "what one query adds to the scores of the slots",
-    "evict": "the slot that a retention by scores gives up",
-    "page_bounds": "the most that a page's keys can score with a step's queries",
-    "page_copy": "pages of a pool onto others",
-}
 
 
 def jit(params: Sequence[Param]) -> str:
@@ -62,4 +51,6 @@ def rendered(template: str, **values: object) -> str:
 def header(spec: KernelSpec, versions: bool = True) -> str:
     """Comment lines before a kernel: what it is for, its spec, and what made it; the same for equal specs."""
     made_by = ", ".join(f"{name} {version(name)}" for name in ("kvcompile", "torch", "triton"))
-    return rendered("header.jinja", spec=spec, does=_DOES[spec.role], versions=made_by if versions else "")
+    return rendered(
+        "header.jinja", spec=spec, does=ROLES[spec.role].does, versions=made_by if versions else ""
+    )

@@ -1,17 +1,6 @@
 """KernelSpec: all that one generated kernel is specialised for. Equal specs are one source file.
 
-| role | launch | what it does |
-|---|---|---|
-| append | batch x heads x new tokens | RoPE and Hadamard on q, k, v; encode k and v; scatter them to their slots |
-| group | batch x KV heads x groups | encode the groups of tokens that share scales per channel (KIVI keys) |
-| decode | splits x KV heads x batch | one query per sequence against a share of the slots: partial results |
-| combine | query heads x batch | partial results to the output, and the log-sum-exp |
-| prefill | query tiles x KV heads x batch | many queries against the cache, and against themselves |
-| columns | key tiles x score heads x batch | each key's share of the probabilities of many queries |
-| score | slot tiles x score heads x batch | what one query's logits add to the scores of the slots |
-| evict | score heads x batch | the slot that a retention by scores gives up |
-| page_bounds | page tiles x KV heads x batch | the most that a page's keys can score (Quest) |
-| page_copy | tiles of a page x copies | pages of a pool onto others |
+Its role says what it does: `roles.py` lists them.
 
 Names in a kernel: q, k, v are new vectors, `keys_*` and `values_*` the parts of the cache by `Part.name`
 (`keys_data`, `keys_scale`, `keys_minimum`, `keys_full`, ...). A tensor `x` comes as `x_ptr` and its strides in elements
@@ -32,18 +21,7 @@ from kvcompile.kernels.triton.device import Fp8Form
 from kvcompile.layouts import CacheLayout
 from kvcompile.layouts import symbols as sy
 
-Role = Literal[
-    "append",
-    "group",
-    "decode",
-    "combine",
-    "prefill",
-    "columns",
-    "score",
-    "evict",
-    "page_bounds",
-    "page_copy",
-]
+Role = str  # a key of ROLES
 # What products are computed in. The interpreter has no bfloat16 products: there it is float32.
 DotType = Literal["float16", "bfloat16", "float32"]
 _PREFIX = 16  # characters of `key`

@@ -22,7 +22,7 @@ from kvcompile.cli.common import (
     stages,
     waiting,
 )
-from kvcompile.targets.registry import Target
+from kvcompile.targets.registry import TARGETS, Target
 from kvcompile.util.console import format_bytes
 
 Options = Annotated[
@@ -31,10 +31,22 @@ Options = Annotated[
 ]
 
 
+def _target(name: str) -> Target:
+    """The name, which the registry has."""
+    if name not in TARGETS:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(map(repr, TARGETS))}.")
+    return name
+
+
 @command
 def export(
     out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the artifact goes.")],
-    target: Annotated[Target, typer.Option("--target", "-t", help="What shall run it.")] = "onnx",
+    target: Annotated[
+        Target,
+        typer.Option(
+            "--target", "-t", parser=_target, metavar=f"[{'|'.join(TARGETS)}]", help="What shall run it."
+        ),
+    ] = "onnx",
     model: Model = "smollm2",
     recipe: RecipeName = "baseline",
     dtype: Dtype = None,

@@ -117,12 +117,13 @@ def _written(found: list[tuple[str, Launch]], folder: Path) -> None:
 
 
 def _listed(found: list[tuple[str, Launch]]) -> Table:
+    from kvcompile.kernels.triton.roles import ROLES
     from kvcompile.util.console import table
 
     shown = table("for", "role", "key", "tile", "warps", "stages", "options", right=("warps", "stages"))
     for when, launch in found:
         spec = launch.spec
-        tile = f"{spec.block_m} x {spec.block_n}" if spec.role in ("decode", "prefill", "columns") else ""
+        tile = f"{spec.block_m} x {spec.block_n}" if ROLES[spec.role].tiled else ""
         numbers = (str(launch.num_warps), str(launch.num_stages))
         shown.add_row(when, spec.role, spec.key, tile, *numbers, ", ".join(spec.options))
     return shown

@@ -185,12 +185,8 @@ def _tuples(data: dict[str, Any]) -> dict[str, Any]:
 
 def _say(item: Any, prefix: tuple[str | int, ...] = ()) -> str:
     """One pydantic error as `path: what was expected, got what came`."""
-    tags = {*KINDS, *SELECTION_KINDS}
-    loc = [
-        part
-        for i, part in enumerate((*prefix, *item["loc"]))
-        if not (part in tags and i and _is_tag(item, part))
-    ]
+    whole = (*prefix, *item["loc"])
+    loc = [part for i, part in enumerate(whole) if not (i and _is_tag(whole[i - 1], part))]
     path = (
         "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".") or "(top)"
     )
@@ -210,10 +206,9 @@ def _say(item: Any, prefix: tuple[str | int, ...] = ()) -> str:
     return f"{path}: {message.replace('input should be', 'expected')}, got {shown(given)}"
 
 
-def _is_tag(item: Any, part: object) -> bool:
+def _is_tag(before: object, part: object) -> bool:
     """pydantic puts the chosen kind of a tagged union into the path; it is no key of the file."""
-    loc = item["loc"]
-    return any(loc[i] == part and loc[i - 1] in ("retention", "selection") for i in range(1, len(loc)))
+    return (before == "retention" and part in KINDS) or (before == "selection" and part in SELECTION_KINDS)
 
 
 def _allowed(loc: list[Any]) -> str:

@@ -202,6 +202,12 @@ class Recipe(Strict):
     compile: CompileConfig = CompileConfig()
     verify: VerifyMode = "quick"
 
+    @field_validator("verify", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, verify: Any) -> Any:
+        """YAML reads an unquoted `off` as false."""
+        return "off" if verify is False else verify
+
     @field_validator("scales")
     @classmethod
     def _scales_have_a_use(cls, scales: str | None, info: ValidationInfo) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def _target(folder: Path) -> Any:
     return data.get("target") if isinstance(data, dict) else None
 
 
-def openers(manifest: Manifest) -> Iterator[tuple[str, Callable[..., Session]]]:
+def openers(manifest: Manifest) -> Iterator[tuple[str, type[Session]]]:
     """Sessions that an artifact can be run with, by name, its target's own first."""
     for kind in TARGETS[manifest.target].sessions:
         yield kind.name, kind.load()

@@ -73,6 +73,11 @@ class Session(ABC):
         The outputs are written in place; the cache of an alias in place is input and output at once.
         """
 
+    @classmethod
+    def may_fail(cls, dtype: str) -> bool:
+        """Whether it may be missing on the machine that exports a model of `dtype`; an export goes on without it."""
+        return False
+
     @property
     def vocab_size(self) -> int:
         return self.manifest.model.vocab_size

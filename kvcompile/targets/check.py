@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 from kvcompile.errors import ArtifactError, ExportError
@@ -34,7 +33,7 @@ def checked(source: Source, folder: Path, tell: Callable[[str, int, int], None])
         try:
             session = opened(folder, check=False)
         except ArtifactError as error:
-            if not _may_fail(name, source):
+            if not opened.may_fail(source.plan.dtype):
                 raise ExportError(f"what was written does not run: {error}") from error
             log.warning("the artifact was not run with %s: %s", name, error)
             continue
@@ -45,10 +44,3 @@ def checked(source: Source, folder: Path, tell: Callable[[str, int, int], None])
             CheckInfo(session=session.name, error=check.error, budget=check.budget, tokens=check.tokens)
         )
     return tuple(found)
-
-
-def _may_fail(name: str, source: Source) -> bool:
-    """Whether a session may lack what it needs here: a GPU, ONNX Runtime, or its kernels of bfloat16."""
-    if name == "onnx":
-        return find_spec("onnxruntime") is None or source.plan.dtype == "bfloat16"
-    return name == "tensorrt"

@@ -13,10 +13,10 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from kvcompile.errors import ArtifactError
-from kvcompile.targets.registry import Target
+from kvcompile.targets.registry import TARGETS, Target
 from kvcompile.util.console import shown
 
 FORMAT_VERSION = 1
@@ -38,6 +38,12 @@ def dtype_named(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def _listed(target: Target) -> Target:
+    if target not in TARGETS:
+        raise ValueError(f"expected one of {', '.join(TARGETS)}")
+    return target
 
 
 class _Record(BaseModel):
@@ -193,7 +199,7 @@ class Manifest(_Record):
 
     format: Literal["kvcompile"] = "kvcompile"
     format_version: Literal[1] = 1
-    target: Target
+    target: Annotated[Target, AfterValidator(_listed)]
     versions: dict[str, str]
     model: ModelInfo
     recipe: RecipeInfo

@@ -57,11 +57,12 @@ def verify_artifact(
     manifest = Manifest.read(path)
     source = source_for(manifest, model, scales)
     outcomes = []
-    for name, opened in openers(manifest):
+    sessions = tuple(openers(manifest))
+    for name, opened in sessions:
         try:
             session = opened(path)
         except ArtifactError as error:
-            if name == manifest.target and manifest.target != "tensorrt":
+            if len(sessions) == 1:  # then nothing would be compared
                 raise
             outcomes.append(Outcome(name, None, str(error)))
             continue

@@ -144,8 +144,8 @@ def _site(block: Block, layer: int, prober: Prober) -> AttentionSite | NoMatch:
             block.idiom, f"the batch is not part of the product's dimensions {shape(block.out)}", block.out
         )
     scores = block.out if block.scores is None else block.scores
-    grouped = block.idiom == sdpa.NAME  # enable_gqa: K and V have fewer heads than Q
     q = repeat_kv.resolve(block.q, scores, False, prober)
+    grouped = block.grouped
     pair = _keys_and_values(block, block.k if grouped else scores, block.k if grouped else block.out, prober)
     if isinstance(q, NoMatch):
         return q

@@ -21,6 +21,7 @@ class Block:
     out: the node whose value is the attention's result
     scores: q's product with k [.., S, S], where the graph has one: q and k are in its batch layout, else in out's
     slopes: ALiBi's, [Hq]; sinks: a logit per query head [Hq]
+    grouped: whether the operator itself repeats k and v, which then may have fewer heads than q
     mod, leaves: what becomes of the scores besides, and what that reads
     """
 
@@ -38,6 +39,7 @@ class Block:
     sinks: Node | None = None
     mod: ScoreMod | None = None
     leaves: tuple[Leaf, ...] = ()
+    grouped: bool = False
 
 
 def no_match(rule: str, reason: str, node: Node) -> NoMatch:

@@ -70,4 +70,5 @@ def match(node: Node, prober: Prober) -> Block | NoMatch:
         slopes=found.slopes,
         mod=found.mod,
         leaves=leaves,
+        grouped=True,  # enable_gqa
     )

@@ -252,6 +252,20 @@ def test_tests_that_contributing_names_exist() -> None:
             assert text in defined, text
 
 
+def test_contributing_names_the_test_of_each_thing_that_can_be_added() -> None:
+    """In the table, and in the section that the test says it follows."""
+    text = TEXTS["CONTRIBUTING.md"]
+    table, sections = text.partition("\n## Tests\n")[0], re.split(r"\n#{2,3} (?=\w)", text)
+    found = sorted((ROOT / "tests").rglob("test_new_*.py"))
+    assert len(found) > 8
+    for path in found:
+        name = path.relative_to(ROOT).as_posix()
+        assert name in table, f"the table does not name {name}"
+        for followed in re.findall(r'what the section "(.+?)" of CONTRIBUTING', path.read_text("utf-8")):
+            (section,) = [each for each in sections if each.startswith(f"{followed}\n")]
+            assert name in section, f"{followed!r} does not name {name}"
+
+
 def test_names_that_contributing_tells_to_change_exist() -> None:
     """Upper-case tables, classes and private functions, in some file of the code or the tests."""
     folders = ("kvcompile", "passes", "kernels", "tests")

@@ -358,6 +358,19 @@ def test_overrides() -> None:
     assert "runtime.max_tokens" in problems("baseline", max_tokens=0)
 
 
+def test_a_key_that_is_called_like_its_kind_is_named() -> None:
+    said = problems({"cache": {"retention": {"kind": "window", "window": 9}}})
+    assert "cache.retention.window: unknown key" in said
+
+
+@pytest.mark.parametrize("written", ["off", "'off'", "Off"])
+def test_off_needs_no_quotes(tmp_path: Path, written: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"cache: {{keys: {{dtype: int8}}}}\nverify: {written}\n")
+    assert load_recipe(file).verify == "off"
+    assert "verify: expected 'quick', 'thorough' or 'off', got True" in problems({"verify": True})
+
+
 def test_the_digest_is_of_what_the_recipe_says() -> None:
     first = load_recipe("int8")
     assert first.digest() == load_recipe("int8.yaml").digest()

@@ -12,6 +12,7 @@ from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.append import append as append_role
 from kvcompile.kernels.triton.config import Config, case_of, config
 from kvcompile.kernels.triton.device import Fp8Form, device_of, fp8_of, interpreted
+from kvcompile.kernels.triton.roles import ROLES
 from kvcompile.kernels.triton.spec import KernelSpec, Role
 
 
@@ -35,9 +36,10 @@ class Kernels:
 
     def spec(self, role: Role, options: Sequence[str] = ()) -> KernelSpec:
         """The spec of a role; options that the device decides are added."""
-        own = self.config(role) if role in ("decode", "prefill", "columns") else Config()
+        tiled = ROLES[role].tiled
+        own = self.config(role) if tiled else Config()
         found = [*options, *(["interpreted"] if interpreted() else [])]
-        if role in ("decode", "prefill", "columns") and self.one_bias:
+        if tiled and self.one_bias:
             found.append("one_bias")
         return KernelSpec(
             role,

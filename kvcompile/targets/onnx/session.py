@@ -7,6 +7,7 @@ of an artifact have one file of weights, which the operating system maps once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,11 @@ class Session(session.Session):
                 raise ArtifactError(
                     f"{self.path / graph.file}: ONNX Runtime cannot load it: {reason}"
                 ) from error
+
+    @classmethod
+    def may_fail(cls, dtype: str) -> bool:
+        """ONNX Runtime is not installed, or has no kernels of the dtype."""
+        return find_spec("onnxruntime") is None or dtype == "bfloat16"
 
     @staticmethod
     def _file(graph: Graph) -> str:
