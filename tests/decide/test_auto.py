@@ -88,6 +88,8 @@ def test_a_model_chooses_by_what_is_free(monkeypatch: pytest.MonkeyPatch) -> Non
             model, "auto", compile={"mode": "none"}, verify="off", max_tokens=64, max_batch=1
         )
         assert fast.plan.recipe == f"auto: {expected}"
+        limits = {"max_tokens": 64, "max_batch": 1}
+        assert kvcompile.estimate(model, "auto", tokens=64, **limits).recipe == fast.plan.recipe
         assert fast.plan.limits.max_tokens == 64
         fast(torch.arange(3, 9)[None])
         assert fast.cache.nbytes <= free // 2

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
+from kvcompile.decide.known import KnownSite
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import CacheLayout, Paged, fp8, int8
+from kvcompile.original.model_config import LayerShape
+from kvcompile.passes.records import AttentionSite
 from kvcompile.plan import Decision, Limits, Plan
-from kvcompile.specs import MaskSpec, RecurrentState, RotaryForm, ScoreSpec, StateSlot
+from kvcompile.specs import MaskSpec, RecurrentState, RotaryForm, ScoreSpec, SiteFacts, SiteShape, StateSlot
 
 PROSE = {
     Plan: {
@@ -86,6 +90,15 @@ def changed(kind: type, name: str, value: Any) -> Plan:
 def test_every_field_is_looked_at() -> None:
     for kind in PROSE:
         assert {of.name for of in fields(kind)} == {*PROSE[kind], *OTHERS[kind]}
+
+
+@pytest.mark.parametrize(
+    "kind,shared",
+    [(AttentionSite, SiteFacts), (KnownSite, SiteFacts), (Decision, SiteFacts), (LayerShape, SiteShape)],
+)
+def test_facts_of_a_site_are_declared_once(kind: type, shared: type) -> None:
+    assert issubclass(kind, shared)
+    assert not {of.name for of in fields(shared)} & set(inspect.get_annotations(kind))
 
 
 @pytest.mark.parametrize("kind,name", [(kind, name) for kind in PROSE for name in PROSE[kind]])
