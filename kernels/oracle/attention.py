@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvcompile.expression import ScoreMod
 from kvcompile.kernels.oracle import quantize
+from kvcompile.kernels.oracle.kept import kept_keys
 from kvcompile.kernels.shared.expression import Places, evaluate
 from kvcompile.kernels.shared.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
@@ -84,7 +85,7 @@ def _sequence(
     layout = spec.layout
     group = q.shape[0] // k.shape[0]
     index = torch.arange(q.shape[1], device=q.device)
-    kept = _kept(index, spec)
+    kept = shown(spec.mask, index) & kept_keys(layout.retention, index)
     kept = kept if read is None else kept & read
     ks = quantize.older_and_newest(layout.keys, k, scales[0])
     k_full = v_full = _in_full(layout.keys, index)
@@ -223,12 +224,3 @@ def shown(mask: MaskSpec, index: Tensor) -> Tensor:
         assert mask.window is not None
         seen &= key >= query - query % mask.window
     return seen
-
-
-def _kept(index: Tensor, spec: SiteSpec) -> Tensor:
-    """Which tokens each query still finds, bool [T, T]."""
-    kept = shown(spec.mask, index)
-    retention = spec.layout.retention
-    if retention.window is not None:
-        kept &= (index > index[:, None] - retention.window) | (index < retention.sinks)
-    return kept

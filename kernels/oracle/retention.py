@@ -1,6 +1,6 @@
 """The oracle of retention by scores: for each head a dictionary from kept token to score, and no slots.
 
-Follows `layouts/scored.py` pass by pass, as the tokens came: which tokens stay depends on that. Shared with
+Follows `layouts/retention/scored.py` pass by pass, as the tokens came: which tokens stay depends on that. Shared with
 `kernels/reference/scored.py` are the vectors' rounding and nothing else.
 
 A choice between two tokens whose scores are equal but for rounding may fall either way, and what comes after differs

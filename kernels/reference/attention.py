@@ -38,7 +38,7 @@ from kvcompile.kernels.reference.symbolic import evaluate
 from kvcompile.kernels.shared import page_summaries
 from kvcompile.kernels.shared.dialect import current
 from kvcompile.kernels.shared.rope import rotated_first
-from kvcompile.layouts import CacheLayout, InKeys, Scored, TopPages
+from kvcompile.layouts import CacheLayout, InKeys, TopPages
 from kvcompile.layouts import symbols as sy
 
 
@@ -49,7 +49,7 @@ def cached_attention(x: AttendInputs) -> Tensor:
     the same without a selection; of a ring it attends first and writes after.
     """
     layout, dtype = x.spec.layout, x.q.dtype
-    if isinstance(layout.retention, Scored):
+    if layout.retention.by_score:
         return scored.cached_attention(x)
     q, k, rope = rotated_first(x.q, x.k, x.positions, x.rope, x.spec)
     x = replace(x, q=q, k=k, rope=rope)

@@ -3,9 +3,10 @@
     out     = softmax(f(q k)) v                                 as `reference` has it
     columns = sum over the queries that count of pool over the heads of a group of the probabilities
 
-Retention by scores needs both (`layouts/scored.py`). The probabilities of all queries at once would take S * T numbers
-a head, so queries come in blocks, each of which is dropped when it has been summed: an op of its own, which compilers
-call and do not look into. A graph that runs without kvcompile (`kernels/shared/dialect.py`) has them all at once.
+Retention by scores needs both (`layouts/retention/scored.py`). The probabilities of all queries at once would take
+S * T numbers a head, so queries come in blocks, each of which is dropped when it has been summed: an op of its own,
+which compilers call and do not look into. A graph that runs without kvcompile (`kernels/shared/dialect.py`) has them
+all at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Append and attend where scores say which tokens stay (`layouts/scored.py`): slots in any order, a token in each.
+"""Append and attend where scores say which tokens stay (`layouts/retention/scored.py`): slots in any order.
 
 Shapes as in `kernels/inputs.py`; besides K's and V's parts a layer has, per slot, the position of its token [B, Hs, N]
 (int32) and its score [B, Hs, N] (fp32), Hs = Hkv, or 1 where a layer has one score for all heads. Slots fill in order:

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
+from typing import Any
+
 import sympy
 import torch
+from sympy.core.relational import Relational
 from torch import Tensor
+
+_RELATIONS: dict[type, Callable[[Any, Any], Any]] = {
+    sympy.StrictLessThan: operator.lt,
+    sympy.LessThan: operator.le,
+    sympy.StrictGreaterThan: operator.gt,
+    sympy.GreaterThan: operator.ge,
+    sympy.Equality: operator.eq,
+    sympy.Unequality: operator.ne,
+}
 
 
 def evaluate(expression: sympy.Basic, values: dict[sympy.Symbol, Tensor]) -> Tensor:
@@ -38,8 +52,9 @@ def evaluate(expression: sympy.Basic, values: dict[sympy.Symbol, Tensor]) -> Ten
                 for value, condition in reversed(cases):
                     result = torch.where(_tensor(visit(condition), like), visit(value), result)
                 return result
-            case sympy.StrictLessThan():
-                return _tensor(visit(node.lhs), like) < visit(node.rhs)
+            case Relational() if type(node) in _RELATIONS:
+                found: Tensor = _RELATIONS[type(node)](_tensor(visit(node.lhs), like), visit(node.rhs))
+                return found
             case _:
                 raise ValueError(f"no torch form of {type(node).__name__} in {expression}")
 

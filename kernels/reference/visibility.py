@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvcompile.kernels.reference.symbolic import evaluate
 from kvcompile.kernels.spec import SiteSpec
+from kvcompile.layouts import symbols as sy
 
 
 def visible(query: Tensor, key: Tensor, spec: SiteSpec) -> Tensor:
@@ -19,5 +21,7 @@ def visible(query: Tensor, key: Tensor, spec: SiteSpec) -> Tensor:
     if retention.window is not None:
         recent = key > query - retention.window
         seen = seen & (recent | (key < retention.sinks) if retention.sinks else recent)
+    for shown in retention.shown:
+        seen = seen & evaluate(shown, {sy.query: query.expand_as(seen), sy.key: key.expand_as(seen)})
     # A padding query sees everything, so that its softmax has something to sum to.
     return seen | (query < 0)

@@ -1,4 +1,4 @@
-"""Which tokens a retention by scores keeps (`layouts/scored.py`): what `kernels/reference/scored.py` and
+"""Which tokens a retention by scores keeps (`layouts/retention/scored.py`): what `kernels/reference/scored.py` and
 `kernels/triton/retention/select.py` share.
 
 Shapes: B sequences; Hs = Hkv score heads, or 1; N slots; T tokens, those of the slots and then the new ones. A token is

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcompile.decide.known import KnownSite
-from kvcompile.layouts import CacheLayout, Contiguous, Full, Scored
+from kvcompile.layouts import CacheLayout, Contiguous, Scored
 
 
 def check(layout: CacheLayout, site: KnownSite, readers: Sequence[int]) -> None:
@@ -34,7 +34,7 @@ def check(layout: CacheLayout, site: KnownSite, readers: Sequence[int]) -> None:
     if (
         mod is not None
         and mod.reads_tokens
-        and not (isinstance(layout.retention, Full) and isinstance(layout.placement, Contiguous))
+        and not (layout.retention.keeps_all and isinstance(layout.placement, Contiguous))
     ):
         raise ValueError(
             "cache.retention: the scores of this layer depend on the activations of all tokens before; use "
@@ -45,7 +45,7 @@ def check(layout: CacheLayout, site: KnownSite, readers: Sequence[int]) -> None:
     if layout.selection.selects:
         _check_selection(site, readers)
     bias = site.score.bias
-    if mod is not None and isinstance(layout.retention, Scored) and set(mod.leaves) - {"table"}:
+    if mod is not None and layout.retention.by_score and set(mod.leaves) - {"table"}:
         raise ValueError(
             "cache.retention: the scores of this layer depend on activations of each token, and a retention by scores "
             "keeps none; use retention: {kind: full}"

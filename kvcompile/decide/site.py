@@ -8,12 +8,11 @@ from dataclasses import replace
 from kvcompile.decide.checks import check
 from kvcompile.decide.known import KnownSite, facts_of
 from kvcompile.decide.scales import calibrated
-from kvcompile.layouts import CacheLayout, Full, InKeys
+from kvcompile.layouts import InKeys
 from kvcompile.plan import Decision
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.retention import LayerContext
 from kvcompile.recipe.scales import Scales
-from kvcompile.specs import MaskSpec
 
 
 def decide_site(
@@ -63,7 +62,7 @@ def decide_site(
     own = calibrated(site, layout, latent, scales)
     if own and scales is not None:
         because.append(f"scales calibrated on {scales.text.tokens:,} tokens ({scales.digest()})")
-    exact_retention, why = _exact(layout, site.mask)
+    exact_retention, why = layout.retention.exact(site.mask)
     because.append(why)
     if layout.selection.selects:
         exact_retention = False
@@ -86,13 +85,3 @@ def decide_site(
 def _where(recipe: Recipe, rule: int) -> str:
     where = recipe.layers[rule].where.model_dump(exclude_none=True)
     return ", ".join(f"{key} {value}" for key, value in where.items())
-
-
-def _exact(layout: CacheLayout, mask: MaskSpec) -> tuple[bool, str]:
-    """Whether the retention keeps all that the site's own mask shows."""
-    retention = layout.retention
-    if isinstance(retention, Full):
-        return True, f"keeps all that a {mask} mask shows"
-    if mask.window is not None and retention.window is not None and retention.window >= mask.window:
-        return True, f"the layer sees {mask.window} tokens, the window keeps {retention.window}"
-    return False, f"forgets tokens that a {mask} mask would still show"

@@ -3,8 +3,7 @@
 from kvcompile.layouts.layout import BufferSpec, CacheLayout
 from kvcompile.layouts.pages import PageGroup
 from kvcompile.layouts.placement import Contiguous, Paged, Placement, Ring, Slots
-from kvcompile.layouts.retention import Full, Retention, SinkWindow, Window
-from kvcompile.layouts.scored import Scored
+from kvcompile.layouts.retention import Full, Retention, Scored, SinkWindow, Window
 from kvcompile.layouts.selection import AllTokens, Selection, TopPages
 from kvcompile.layouts.storage import (
     CODES,

@@ -15,7 +15,7 @@ from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.pages import SPARE_PAGES, offset, page_index
 from kvcompile.layouts.placement import Contiguous, Paged, Placement, Ring, Slots, placement_from
 from kvcompile.layouts.retention import Full, Retention, retention_from
-from kvcompile.layouts.scored import STATE_BYTES, Scored
+from kvcompile.layouts.retention.scored import STATE_BYTES, Scored
 from kvcompile.layouts.selection import AllTokens, Selection, TopPages, selection_from
 from kvcompile.layouts.storage import InKeys, Part, Storage, storage_from
 
@@ -64,8 +64,8 @@ class CacheLayout:
                 "axis: channel needs slots in the order of tokens: they settle in whole groups, and a ring takes slots "
                 "back one by one; use placement 'contiguous', or axis: token"
             )
-        window, sinks = self.retention.window, max(self.keys.sinks, self.values.sinks)
-        if (window is not None or isinstance(self.retention, Scored)) and sinks > self.retention.sinks:
+        sinks = max(self.keys.sinks, self.values.sinks)
+        if not self.retention.keeps_all and sinks > self.retention.sinks:
             return (
                 f"sinks: {sinks} keeps tokens in full that retention '{self.retention}' forgets: use a retention with "
                 f"as many sinks, or sinks: {self.retention.sinks}"
@@ -76,7 +76,7 @@ class CacheLayout:
         """Why pages cannot be selected here, or None."""
         if not isinstance(self.selection, TopPages):
             return None
-        if not isinstance(self.retention, Full):
+        if not self.retention.keeps_all:
             return (
                 f"selection: top_pages reads some of all tokens, and retention '{self.retention}' forgets most: use "
                 "one of the two"
@@ -144,7 +144,7 @@ class CacheLayout:
     @property
     def chunk_invariant(self) -> bool:
         """Whether a text leaves the same cache, and gives the same logits, in whatever pieces it comes."""
-        return not isinstance(self.retention, Scored) and not self.selection.selects
+        return not self.retention.by_score and not self.selection.selects
 
     @property
     def num_slots(self) -> sympy.Expr:
@@ -210,7 +210,7 @@ class CacheLayout:
     @property
     def num_notes(self) -> int:
         """How many buffers, the last ones, note something of slots or pages, and hold no vectors."""
-        return 3 if self.selection.selects else 2 if isinstance(self.retention, Scored) else 0
+        return 3 if self.selection.selects else 2 if self.retention.by_score else 0
 
     @property
     def num_key_parts(self) -> int:

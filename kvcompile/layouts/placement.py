@@ -21,8 +21,7 @@ import sympy
 
 from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.pages import check_page_size
-from kvcompile.layouts.retention import Full, Retention
-from kvcompile.layouts.scored import Scored
+from kvcompile.layouts.retention import Retention, Scored
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class Slots:
         return sy.held
 
     def check(self, retention: Retention) -> str | None:
-        if not isinstance(retention, Scored):
+        if not retention.by_score:
             return (
                 f"slots in any order need a score per token, which retention {retention.kind!r} has not: use placement "
                 + ("'contiguous'" if retention.window is None else "'ring'")
@@ -135,9 +134,8 @@ class Paged:
 
     def logical(self, retention: Retention) -> Contiguous | Ring | Slots:
         """What decides the slot: paging itself moves slots about, and their number and order stay."""
-        if isinstance(retention, Scored):
-            return Slots()
-        return Contiguous() if retention.window is None else Ring()
+        own: tuple[Contiguous | Ring | Slots, ...] = (Contiguous(), Ring(), Slots())
+        return next(placement for placement in own if placement.kind == retention.placement)
 
     def num_slots(self, retention: Retention) -> sympy.Expr:
         return self.logical(retention).num_slots(retention)
@@ -154,7 +152,7 @@ class Paged:
 
     def check(self, retention: Retention) -> str | None:
         problem = check_page_size(self.page_size)
-        if problem is None and self.pages is not None and not isinstance(retention, Full):
+        if problem is None and self.pages is not None and not retention.keeps_all:
             wanted = int(self.pages_per_sequence(retention))
             if wanted > self.pages:
                 return (

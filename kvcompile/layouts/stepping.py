@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvcompile.layouts.layout import CacheLayout
-from kvcompile.layouts.scored import Scored
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def steps_back(layouts: Iterable[CacheLayout], states: bool) -> StepsBack:
 
 
 def _of(layout: CacheLayout) -> StepsBack:
-    if isinstance(layout.retention, Scored):
+    if layout.retention.by_score:
         return StepsBack(
             0, f"'{layout.retention}' has given up tokens by scores that no token can be taken out of"
         )

@@ -18,6 +18,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from kvcompile import layouts
 from kvcompile.layouts.pages import LARGEST, SMALLEST
+from kvcompile.layouts.placement import placement_from
 from kvcompile.recipe.auto import AutoConfig
 from kvcompile.recipe.retention import (
     ANYWHERE,
@@ -49,15 +50,9 @@ class PlacementConfig(Strict):
         return self
 
     def build(self) -> layouts.Placement:
-        match self.kind:
-            case "contiguous":
-                return layouts.Contiguous()
-            case "ring":
-                return layouts.Ring()
-            case "slots":
-                return layouts.Slots()
-            case "paged":
-                return layouts.Paged(self.page_size, self.pages)
+        if self.kind == "paged":
+            return layouts.Paged(self.page_size, self.pages)
+        return placement_from({"kind": self.kind})
 
 
 class CacheConfig(Strict):
@@ -93,10 +88,8 @@ class CacheConfig(Strict):
         placement: layouts.Placement
         if self.placement is not None:
             placement = self.placement.build()
-        elif isinstance(retention, layouts.Full):
-            placement = layouts.Contiguous()
         else:
-            placement = layouts.Slots() if isinstance(retention, layouts.Scored) else layouts.Ring()
+            placement = placement_from({"kind": retention.placement})
         before = self.keys.rope == "before"
         selection = self.selection.build(place)
         return layouts.CacheLayout(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from kvcompile.kernels.ops import cached_attention as ops
-from kvcompile.layouts import PageGroup, Scored
+from kvcompile.layouts import PageGroup
 from kvcompile.passes.rewrite.insert_cache import Rewritten
 from kvcompile.pipeline import Front, example_inputs
 from kvcompile.plan import Plan
@@ -28,7 +28,7 @@ class Kept:
         self.names = {
             decision.layer: f"cache_{decision.layer}_{'pages_read' if pages else 'slots_token'}"
             for decision in plan.decisions
-            if (pages := decision.layout.selection.selects) or isinstance(decision.layout.retention, Scored)
+            if (pages := decision.layout.selection.selects) or decision.layout.retention.by_score
         }
         known = {name for names in rewritten.caches for name in names}
         assert known >= set(self.names.values())

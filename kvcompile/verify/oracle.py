@@ -22,7 +22,7 @@ from kvcompile.kernels.oracle.attention import policy_attention
 from kvcompile.kernels.oracle.retention import Choice, scored_attention
 from kvcompile.kernels.oracle.selection import read_by
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.layouts import InKeys, Scored, Storage, TopPages, model_dtype
+from kvcompile.layouts import InKeys, Storage, TopPages, model_dtype
 from kvcompile.passes.capture.opaque import is_mixer
 from kvcompile.passes.records import AttentionSite
 from kvcompile.passes.rewrite.insert_cache import Rewritten
@@ -201,7 +201,7 @@ class Oracle(Interpreter):
         known = {name: torch.tensor(values, device=q_in.device) for name, values in decision.scales}
         scales = (known.get("keys.scale"), known.get("values.scale"))
         rope = self.tables.get(site.layer, [])
-        if isinstance(decision.layout.retention, Scored):
+        if decision.layout.retention.by_score:
             kept = self.kept[site.layer]
             with self._told(site, decision):
                 out, self.choices[site.layer] = scored_attention(

@@ -12,11 +12,8 @@ from kvcompile.layouts import (
     CacheLayout,
     InKeys,
     Paged,
-    Scored,
-    SinkWindow,
     Storage,
     TopPages,
-    Window,
 )
 from kvcompile.plan import Decision, Plan
 
@@ -48,24 +45,7 @@ def shrink(plan: Plan) -> Plan:
     """The plan with budgets that a few dozen tokens exceed; the arithmetic is the same."""
 
     def small(decision: Decision) -> Decision:
-        retention = decision.layout.retention
-        match retention:
-            case Window(size=size):
-                retention = Window(min(size, _SMALL_WINDOW))
-            case SinkWindow():
-                retention = replace(
-                    retention,
-                    sinks=min(retention.sinks, _SMALL_SINKS),
-                    window=min(retention.window, _SMALL_WINDOW),
-                )
-            case Scored():
-                retention = replace(
-                    retention,
-                    sinks=min(retention.sinks, _SMALL_SINKS),
-                    heavy=min(retention.heavy, _SMALL_HEAVY),
-                    recent=min(retention.recent, _SMALL_WINDOW),
-                    rows=min(retention.rows, _SMALL_WINDOW),
-                )
+        retention = decision.layout.retention.small(_SMALL_SINKS, _SMALL_WINDOW, _SMALL_HEAVY)
         keys, values = _settling(decision.layout.keys), _settling(decision.layout.values)
         placement = decision.layout.placement
         if isinstance(placement, Paged):

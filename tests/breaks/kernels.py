@@ -99,8 +99,8 @@ KERNELS = (
     ),
     broken(
         "the oracle's window is one too wide",
-        "kernels/oracle/attention.py",
-        "(index > index[:, None] - retention.window)",
+        "kernels/oracle/kept.py",
+        "(key > query - retention.window)",
         "(index >= index[:, None] - retention.window)",
         "tests/kernels/reference/test_attention.py",
     ),

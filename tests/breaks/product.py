@@ -36,9 +36,9 @@ PRODUCT = (
     ),
     broken(
         "a window is exact whatever the mask shows",
-        "kvcompile/decide/site.py",
-        "retention.window >= mask.window",
-        "retention.window > 0",
+        "kvcompile/layouts/retention/hooks.py",
+        "window >= mask.window",
+        "window > 0",
         "tests/decide/test_plan.py",
         "tests/verify/test_verify.py",
         "tests/passes/rewrite/test_positions.py",

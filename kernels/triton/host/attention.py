@@ -37,7 +37,7 @@ from kvcompile.kernels.triton.host.call import (
 )
 from kvcompile.kernels.triton.host.site_kernels import kernels_of
 from kvcompile.kernels.triton.tile import expression
-from kvcompile.layouts import InKeys, Scored
+from kvcompile.layouts import InKeys
 
 
 def cached_attention(x: AttendInputs) -> Tensor:
@@ -59,7 +59,7 @@ def cached_attention(x: AttendInputs) -> Tensor:
     bias = None if bias is None else bias.float().contiguous()
     read = _read(site.score.mod, x.leaves or [])
     call = Call(made, q, k, v, x.buffers, x.positions, rope, sinks, bias, x.page_table, read)
-    if isinstance(site.layout.retention, Scored):
+    if site.layout.retention.by_score:
         return attention_scored.one(call) if q.shape[2] == 1 else attention_scored.many(call)
     pages = None
     if site.layout.selection.selects:

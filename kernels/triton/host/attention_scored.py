@@ -1,4 +1,4 @@
-"""Append and attend by generated kernels where scores say which tokens stay (`layouts/scored.py`).
+"""Append and attend by generated kernels where scores say which tokens stay (`layouts/retention/scored.py`).
 
 | new tokens | launches |
 |---|---|

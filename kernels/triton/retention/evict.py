@@ -1,4 +1,4 @@
-"""Role evict: the slot of one new token, where scores say which tokens stay (`layouts/scored.py`).
+"""Role evict: the slot of one new token, where scores say which tokens stay (`layouts/retention/scored.py`).
 
     slot = pos while slots are free, else that of the lowest score among tokens with sinks <= token <= pos - recent
     score: as it is, or score / (pos - token) for "mean_age"; of equal ones the oldest goes

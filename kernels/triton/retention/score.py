@@ -1,4 +1,4 @@
-"""Role score: what one query's logits add to the scores of the slots (`layouts/scored.py`), with no second read of K.
+"""Role score: what one query's logits add to the slots' scores (`layouts/retention/scored.py`), K not read again.
 
     share[slot] = pool over the heads of a group of 2^(logit[head, slot] - lse[head])
     "last": score = share      "sum", "mean_age": score += share      ("vote": a step changes no score)

@@ -1,4 +1,4 @@
-"""The role columns: each key's share of the probabilities of many queries (`layouts/scored.py`).
+"""The role columns: each key's share of the probabilities of many queries (`layouts/retention/scored.py`).
 
     columns[key] = sum over the queries that count of pool over heads of 2^(s - lse)
 

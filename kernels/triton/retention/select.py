@@ -1,5 +1,5 @@
 """The slots of tokens that stay after a pass over many: one sort per head (`kernels/shared/retention.py`,
-`layouts/scored.py`).
+`layouts/retention/scored.py`).
 
 Shapes: slots' token int32 and score float32 [B, Hs, N], Hs = Hkv or 1; gained float32 [B, Hs, N + S], what this pass
 gave the tokens in the slots and then the new ones.

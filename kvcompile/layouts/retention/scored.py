@@ -21,10 +21,12 @@ has more than budget + prefill_chunk tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import sympy
+
+from kvcompile.layouts.retention.hooks import Hooks
 
 Method = Literal["h2o", "tova", "snapkv"]
 Score = Literal["sum", "mean_age", "last", "vote"]
@@ -35,7 +37,7 @@ STATE_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Scored:
+class Scored(Hooks):
     """`sinks` + `heavy` + `recent` tokens; see the module.
 
     recent:  newest tokens that stay whatever their score, the query's own among them
@@ -57,6 +59,9 @@ class Scored:
     positions: Literal["original", "in_cache"] = "original"
     kind: Literal["scored"] = "scored"
 
+    by_score = True
+    placement = "slots"
+
     @property
     def window(self) -> None:
         """No token is hidden by its position alone."""
@@ -74,6 +79,15 @@ class Scored:
 
     def budget(self) -> sympy.Expr:
         return sympy.Integer(self.tokens)
+
+    def small(self, sinks: int, window: int, heavy: int) -> Scored:
+        return replace(
+            self,
+            sinks=min(self.sinks, sinks),
+            heavy=min(self.heavy, heavy),
+            recent=min(self.recent, window),
+            rows=min(self.rows, window),
+        )
 
     def __str__(self) -> str:
         parts = [
