@@ -9,17 +9,17 @@ give what was read there: the oracle then reads that, and tells the bounds that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from kvcompile.kernels.oracle.retention import Choice
-from kvcompile.layouts import TopPages
+from kvcompile.layouts import Selection, TopPages
 
 
 def read_by(
-    selection: TopPages,
+    selection: Selection,
     q: Tensor,
     k: Tensor,
     sm_scale: float,
@@ -38,6 +38,7 @@ def read_by(
     Raises:
         ValueError: `held` has another number of pages than a step reads, one without tokens, or lacks the newest.
     """
+    assert isinstance(selection, TopPages)
     batch, kv_heads = k.shape[:2]
     group = q.shape[1] // kv_heads
     read = torch.ones(batch, kv_heads, q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
@@ -95,3 +96,7 @@ def _pages(
     if count == len(bounds) or count == 1:
         return pages, None
     return pages, Choice(bounds[:newest], ~torch.isin(every[:newest], pages))
+
+
+# Which keys each query reads, and the choices of that, by the kind of the selection; arguments as of `read_by`.
+READ: dict[str, Callable[..., tuple[Tensor, list[Choice]]]] = {TopPages.kind: read_by}

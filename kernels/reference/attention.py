@@ -24,7 +24,6 @@ from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.reference import (
     codec,
     linear_write,
-    page_selection,
     paged,
     residual,
     residual_views,
@@ -34,11 +33,11 @@ from kvcompile.kernels.reference import (
 from kvcompile.kernels.reference.attend_many import attend_many
 from kvcompile.kernels.reference.attend_one import attend_one
 from kvcompile.kernels.reference.kv_sides import as_read, sides, turned_back
+from kvcompile.kernels.reference.selections import SELECT, gathered
 from kvcompile.kernels.reference.symbolic import evaluate
-from kvcompile.kernels.shared import page_summaries
 from kvcompile.kernels.shared.dialect import current
 from kvcompile.kernels.shared.rope import rotated_first
-from kvcompile.layouts import CacheLayout, InKeys, TopPages
+from kvcompile.layouts import CacheLayout, InKeys
 from kvcompile.layouts import symbols as sy
 
 
@@ -54,7 +53,7 @@ def cached_attention(x: AttendInputs) -> Tensor:
     q, k, rope = rotated_first(x.q, x.k, x.positions, x.rope, x.spec)
     x = replace(x, q=q, k=k, rope=rope)
     one = q.shape[2] == 1
-    page = _selected(x) if layout.selection.selects else None
+    chosen = SELECT[layout.selection.kind](x) if layout.selection.selects else None
     read = as_read(layout, bool(rope), q.shape[-1])
     if not rope:
         # A decode step is computed in fp32, many queries in the dtype of their keys.
@@ -62,7 +61,7 @@ def cached_attention(x: AttendInputs) -> Tensor:
     if one or layout.in_order:
         if x.spec.share in ("none", "first"):
             append(k, x.v, x.parts, x.positions, x.seq_lens, layout, x.page_table)
-        keys, values, key_positions = _stored(x.parts, x.new_lens, x.span, layout, x.page_table, page)
+        keys, values, key_positions = _stored(x.parts, x.new_lens, x.span, layout, x.page_table, chosen)
         if one:
             return turned_back(_attend_one(x, read, keys, values, key_positions), layout, read).to(dtype)
         allowed = None
@@ -86,20 +85,6 @@ def cached_attention(x: AttendInputs) -> Tensor:
     if x.spec.share in ("none", "last"):
         append(k, x.v, x.parts, x.positions, x.seq_lens, layout, x.page_table)
     return turned_back(out, layout, read).to(dtype)
-
-
-def _selected(x: AttendInputs) -> Tensor | None:
-    """The pages [B, Hkv, K] that a step reads, None where it reads all; new keys are in the summaries then."""
-    selection = x.spec.layout.selection
-    assert isinstance(selection, TopPages)
-    smallest, largest, read = x.notes
-    page_summaries.summarise(selection, x.k, x.positions, smallest, largest)
-    page = None
-    # Of a known span all pages may be read: then it is the cache without a selection.
-    if x.q.shape[2] == 1 and not (isinstance(x.span, int) and x.span <= selection.tokens):
-        page = page_selection.choose(selection, x.q, x.spec.sm_scale, smallest, largest, x.positions, x.span)
-    page_summaries.note(read, page, x.positions, selection)
-    return page
 
 
 def _attend_one(
@@ -195,19 +180,17 @@ def _stored(
     span: int,
     layout: CacheLayout,
     page_table: Tensor | None = None,
-    page: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """K's parts, V's parts and the positions [B, T] of the tokens in them; -1 where there is none.
 
-    page: the pages [B, Hkv, n] that are read, and then positions are [B, Hkv, T]; None: all slots
+    chosen: the slots [B, Hkv, T] that are read, and then positions are [B, Hkv, T]; None: all slots
     """
     keys, values = buffers[: layout.num_key_parts], buffers[layout.num_key_parts :]
-    if page is not None:
-        assert isinstance(layout.selection, TopPages)
-        slot = page_selection.slots_of(layout.selection, page)
-        keys = page_selection.gathered(layout.keys, keys, slot, span, page_table)
-        values = page_selection.gathered(layout.values, values, slot, span, page_table)
-        return keys, values, torch.where(slot < length[:, None, None], slot, -1)
+    if chosen is not None:
+        keys = gathered(layout.keys, keys, chosen, span, page_table)
+        values = gathered(layout.values, values, chosen, span, page_table)
+        return keys, values, torch.where(chosen < length[:, None, None], chosen, -1)
     slots = buffers[0].shape[2]
     if page_table is not None:
         slots = span if layout.in_order else layout.slots(None)

@@ -8,10 +8,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.reference import paged
-from kvcompile.kernels.reference.residual import take
+from kvcompile.kernels.inputs import AttendInputs
+from kvcompile.kernels.shared import page_summaries
 from kvcompile.kernels.shared.page_summaries import highest
-from kvcompile.layouts import InKeys, Storage, TopPages
+from kvcompile.layouts import TopPages
+
+
+def select(x: AttendInputs) -> Tensor | None:
+    """The slots [B, Hkv, N] that a step reads, None where it reads all; new keys are in the summaries then."""
+    selection = x.spec.layout.selection
+    assert isinstance(selection, TopPages)
+    smallest, largest, read = x.notes
+    page_summaries.summarise(selection, x.k, x.positions, smallest, largest)
+    page = None
+    # Of a known span all pages may be read: then it is the cache without a selection.
+    if x.q.shape[2] == 1 and not (isinstance(x.span, int) and x.span <= selection.tokens):
+        page = choose(selection, x.q, x.spec.sm_scale, smallest, largest, x.positions, x.span)
+    page_summaries.note(read, page, x.positions, selection)
+    return None if page is None else slots_of(selection, page)
 
 
 def choose(
@@ -43,15 +57,3 @@ def slots_of(selection: TopPages, page: Tensor) -> Tensor:
     """The slots of pages [B, Hkv, K], [B, Hkv, K * page_size]."""
     inside = torch.arange(selection.page_size, device=page.device)
     return (page[..., None] * selection.page_size + inside).flatten(2)
-
-
-def gathered(
-    storage: Storage | InKeys, parts: list[Tensor], slot: Tensor, span: int, table: Tensor | None
-) -> list[Tensor]:
-    """The parts at `slot` [B, Hkv, N], or as they are where their rows are fixed: [B, Hkv, N, ...]."""
-    own = storage.parts(128, torch.float32)
-    slot = slot.clamp(max=span - 1)
-    return [
-        part if of.fixed else take(part, slot) if table is None else paged.at(part, table, slot)
-        for part, of in zip(parts, own, strict=True)
-    ]

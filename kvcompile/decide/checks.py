@@ -43,7 +43,7 @@ def check(layout: CacheLayout, site: KnownSite, readers: Sequence[int]) -> None:
     if isinstance(layout.retention, Scored):
         _check_scored(layout.retention, site, readers)
     if layout.selection.selects:
-        _check_selection(site, readers)
+        _check_selection(layout.selection.kind, site, readers)
     bias = site.score.bias
     if mod is not None and layout.retention.by_score and set(mod.leaves) - {"table"}:
         raise ValueError(
@@ -84,7 +84,7 @@ def check(layout: CacheLayout, site: KnownSite, readers: Sequence[int]) -> None:
         )
 
 
-def _check_selection(site: KnownSite, readers: Sequence[int]) -> None:
+def _check_selection(kind: str, site: KnownSite, readers: Sequence[int]) -> None:
     """Refuse a selection of pages where it makes no sense, or is not written.
 
     Raises:
@@ -93,7 +93,7 @@ def _check_selection(site: KnownSite, readers: Sequence[int]) -> None:
     full = "selection: {kind: full}"
     if site.mask.window is not None:
         raise ValueError(
-            f"cache.selection: top_pages chooses among all tokens, of which a {site.mask} mask hides most; give "
+            f"cache.selection: {kind} chooses among all tokens, of which a {site.mask} mask hides most; give "
             f"{site.mask.kind} layers {full}: layers: [{{where: {{attention: {site.mask.kind}}}, cache: {{{full}}}}}]"
         )
     others = [*readers] if site.kv_source == site.layer else [site.kv_source]

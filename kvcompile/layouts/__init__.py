@@ -1,6 +1,7 @@
 """The four axes of a KV cache: storage x placement x retention x selection, and their symbolic address and bytes."""
 
-from kvcompile.layouts.layout import BufferSpec, CacheLayout
+from kvcompile.layouts.buffer import BufferSpec
+from kvcompile.layouts.layout import CacheLayout
 from kvcompile.layouts.pages import PageGroup
 from kvcompile.layouts.placement import Contiguous, Paged, Placement, Ring, Slots
 from kvcompile.layouts.retention import Full, Retention, Scored, SinkWindow, Window

@@ -12,34 +12,15 @@ import sympy
 import torch
 
 from kvcompile.layouts import symbols as sy
+from kvcompile.layouts.buffer import BufferSpec
 from kvcompile.layouts.pages import SPARE_PAGES, offset, page_index
 from kvcompile.layouts.placement import Contiguous, Paged, Placement, Ring, Slots, placement_from
 from kvcompile.layouts.retention import Full, Retention, retention_from
 from kvcompile.layouts.retention.scored import STATE_BYTES, Scored
-from kvcompile.layouts.selection import AllTokens, Selection, TopPages, selection_from
+from kvcompile.layouts.selection import AllTokens, Selection, selection_from
 from kvcompile.layouts.storage import InKeys, Part, Storage, storage_from
 
 _NONE = sympy.Integer(0)
-
-
-@dataclass(frozen=True)
-class BufferSpec:
-    """One cache tensor of a layer without its leading dim: [num_kv_heads, rows, ...], a row per slot or as
-    `Part.rows` says. The leading dim is the batch, or the pages of a pool where `paged`."""
-
-    name: str  # "keys.data", "keys.scale", "values.data", ...
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    paged: bool = False
-    fixed: bool = False  # its rows are not those of slots, and as many whatever the tokens
-    fill: tuple[float, ...] | None = None  # what a calibrated part holds from the start, a number per head
-
-    def written(self, buffer: torch.Tensor) -> torch.Tensor:
-        """`buffer` [batch, *shape] with what it holds from the start, in place; as it is where that is nothing."""
-        if self.fill is not None:
-            values = torch.tensor(self.fill, dtype=self.dtype, device=buffer.device)
-            buffer.copy_(values.view(1, -1, *[1] * (buffer.dim() - 2)).expand_as(buffer))
-        return buffer
 
 
 @dataclass(frozen=True)
@@ -74,21 +55,22 @@ class CacheLayout:
 
     def _check_selection(self) -> str | None:
         """Why pages cannot be selected here, or None."""
-        if not isinstance(self.selection, TopPages):
+        if not self.selection.selects:
             return None
+        name = f"selection: {self.selection.kind}"
         if not self.retention.keeps_all:
             return (
-                f"selection: top_pages reads some of all tokens, and retention '{self.retention}' forgets most: use "
+                f"{name} reads some of all tokens, and retention '{self.retention}' forgets most: use "
                 "one of the two"
             )
         if self.rotates_on_read:
             return (
-                "selection: top_pages bounds scores by keys as attention gets them, and rope: before keeps them before "
+                f"{name} compares keys as attention gets them, and rope: before keeps them before "
                 "their RoPE; use rope: after"
             )
         if self.keys.channelwise or self.values.channelwise:
             return (
-                "selection: top_pages reads single pages, and axis: channel keeps tokens in groups, of which it reads "
+                f"{name} reads single tokens, and axis: channel keeps tokens in groups, of which it reads "
                 "all; use axis: token"
             )
         return None
@@ -173,7 +155,7 @@ class CacheLayout:
     @property
     def bytes_per_slot(self) -> sympy.Expr:
         """Bytes that one more token takes over all KV heads, in H, D, Dv, P; on average, where tokens share some."""
-        summaries = sy.H * self.selection.bytes_per_slot() if isinstance(self.selection, TopPages) else 0
+        summaries = sy.H * self.selection.bytes_per_slot()
         return self._vectors_per_slot + STATE_BYTES * self.state_heads + summaries
 
     @property
@@ -188,8 +170,7 @@ class CacheLayout:
         """
         slots = self.num_slots
         state = sy.B * STATE_BYTES * self.state_heads * slots
-        if isinstance(self.selection, TopPages):
-            state += sy.B * sy.H * self.selection.bytes(sy.T)
+        state += sy.B * sy.H * self.selection.bytes(sy.T)
         if isinstance(self.placement, Paged):
             pages = self.placement.pages
             if pages is None:
@@ -210,7 +191,12 @@ class CacheLayout:
     @property
     def num_notes(self) -> int:
         """How many buffers, the last ones, note something of slots or pages, and hold no vectors."""
-        return 3 if self.selection.selects else 2 if self.retention.by_score else 0
+        return self.selection.num_notes + (2 if self.retention.by_score else 0)
+
+    @property
+    def followed(self) -> str | None:
+        """The buffer that says which tokens stayed, or were read, where a near tie may fall either way."""
+        return "slots.token" if self.retention.by_score else self.selection.followed
 
     @property
     def num_key_parts(self) -> int:
@@ -236,13 +222,6 @@ class CacheLayout:
                 BufferSpec("slots.token", shape, torch.int32),
                 BufferSpec("slots.score", shape, torch.float32),
             )
-        if isinstance(self.selection, TopPages):
-            rows = self.selection.rows(self.slots(max_tokens))
-            state = (
-                BufferSpec("pages.smallest", (num_kv_heads, rows, head_dim), dtype),
-                BufferSpec("pages.largest", (num_kv_heads, rows, head_dim), dtype),
-                BufferSpec("pages.read", (num_kv_heads, self.selection.pages), torch.int32, fixed=True),
-            )
         vectors = tuple(
             BufferSpec(
                 f"{side}.{part.name}",
@@ -254,7 +233,8 @@ class CacheLayout:
             for side, storage, dim in (("keys", self.keys, head_dim), ("values", self.values, v_head_dim))
             for part in storage.parts(dim, dtype)
         )
-        return (*vectors, *state)
+        noted = self.selection.notes(num_kv_heads, head_dim, self.slots(max_tokens), dtype)
+        return (*vectors, *state, *noted)
 
     def to_dict(self) -> dict[str, Any]:
         data = asdict(self)

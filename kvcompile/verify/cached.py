@@ -26,9 +26,9 @@ class Kept:
 
     def __init__(self, plan: Plan, rewritten: Rewritten):
         self.names = {
-            decision.layer: f"cache_{decision.layer}_{'pages_read' if pages else 'slots_token'}"
+            decision.layer: f"cache_{decision.layer}_{note.replace('.', '_')}"
             for decision in plan.decisions
-            if (pages := decision.layout.selection.selects) or decision.layout.retention.by_score
+            if (note := decision.layout.followed) is not None
         }
         known = {name for names in rewritten.caches for name in names}
         assert known >= set(self.names.values())

@@ -20,9 +20,9 @@ from kvcompile.errors import VerificationError
 from kvcompile.kernels.ops import opaque
 from kvcompile.kernels.oracle.attention import policy_attention
 from kvcompile.kernels.oracle.retention import Choice, scored_attention
-from kvcompile.kernels.oracle.selection import read_by
+from kvcompile.kernels.oracle.selection import READ
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.layouts import InKeys, Storage, TopPages, model_dtype
+from kvcompile.layouts import InKeys, Storage, model_dtype
 from kvcompile.passes.capture.opaque import is_mixer
 from kvcompile.passes.records import AttentionSite
 from kvcompile.passes.rewrite.insert_cache import Rewritten
@@ -210,10 +210,10 @@ class Oracle(Interpreter):
         else:
             shown: Tensor | None = None
             selection = decision.layout.selection
-            if isinstance(selection, TopPages):
+            if selection.selects:
                 pages = self.kept.get(site.layer)
                 with self._told(site, decision):
-                    shown, self.choices[site.layer] = read_by(
+                    shown, self.choices[site.layer] = READ[selection.kind](
                         selection, q_in, k_in, spec.sm_scale, self.chunks or q_in.shape[2:3], self.pads, pages
                     )
             out = policy_attention(

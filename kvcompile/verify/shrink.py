@@ -13,7 +13,6 @@ from kvcompile.layouts import (
     InKeys,
     Paged,
     Storage,
-    TopPages,
 )
 from kvcompile.plan import Decision, Plan
 
@@ -50,9 +49,7 @@ def shrink(plan: Plan) -> Plan:
         placement = decision.layout.placement
         if isinstance(placement, Paged):
             placement = Paged(_SMALL_PAGE)  # several for a sequence
-        selection = decision.layout.selection
-        if isinstance(selection, TopPages):
-            selection = TopPages(min(selection.page_size, _SMALL_PAGE), min(selection.pages, _SMALL_PAGES))
+        selection = decision.layout.selection.small(_SMALL_PAGE, _SMALL_PAGES)
         layout = replace(
             decision.layout,
             keys=keys,

@@ -5,17 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kvcompile.layouts.selection.hooks import Hooks
+
 
 @dataclass(frozen=True)
-class AllTokens:
+class AllTokens(Hooks):
     """No selection."""
 
     kind: Literal["full"] = "full"
 
-    @property
-    def selects(self) -> bool:
-        """Whether some tokens that are kept are not read."""
-        return False
+    selects = False
+
+    def small(self, size: int, count: int) -> AllTokens:
+        return self
 
     def __str__(self) -> str:
         return "full"

@@ -18,31 +18,41 @@ from dataclasses import dataclass
 from typing import Literal
 
 import sympy
+import torch
 
 from kvcompile.layouts import symbols as sy
+from kvcompile.layouts.buffer import BufferSpec
+from kvcompile.layouts.selection.hooks import Hooks
 
 
 @dataclass(frozen=True)
-class TopPages:
+class TopPages(Hooks):
     """page_size: tokens of a page; pages: how many a query reads, its own among them."""
 
     page_size: int = 16
     pages: int = 64
     kind: Literal["top_pages"] = "top_pages"
 
-    @property
-    def selects(self) -> bool:
-        """Whether some tokens that are kept are not read."""
-        return True
+    num_notes = 3
+    followed = "pages.read"
 
     @property
     def tokens(self) -> int:
         """Tokens that a query reads at most."""
         return self.page_size * self.pages
 
-    def rows(self, slots: int) -> int:
-        """Pages of so many slots."""
-        return -(-slots // self.page_size)
+    def small(self, size: int, count: int) -> TopPages:
+        return TopPages(min(self.page_size, size), min(self.pages, count))
+
+    def notes(
+        self, num_kv_heads: int, head_dim: int, slots: int, dtype: torch.dtype
+    ) -> tuple[BufferSpec, ...]:
+        rows = -(-slots // self.page_size)
+        return (
+            BufferSpec("pages.smallest", (num_kv_heads, rows, head_dim), dtype),
+            BufferSpec("pages.largest", (num_kv_heads, rows, head_dim), dtype),
+            BufferSpec("pages.read", (num_kv_heads, self.pages), torch.int32, fixed=True),
+        )
 
     def bytes(self, slots: sympy.Expr) -> sympy.Expr:
         """Bytes of one KV head's summaries of `slots` slots, and of the pages that were read last."""
