@@ -16,8 +16,14 @@ import gc
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
+
+
+# How long an example takes says something of the machine, and nothing of the code.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
