@@ -20,7 +20,6 @@ import hypothesis
 import pytest
 import torch
 
-
 # How long an example takes says something of the machine, and nothing of the code.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
