@@ -104,13 +104,18 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     yield made
 
 
+DECODERS = [
+    ("gpt2", "int8", 3),
+    pytest.param("llama", "paged_int8", 2, marks=pytest.mark.slow),
+    pytest.param("gemma3", "streaming", 1, marks=pytest.mark.slow),
+]
+
+
 def optimize(model: nn.Module, recipe: str, **more: Any) -> Any:
     return kvcompile.optimize(model, recipe, **{"verify": "off", "max_batch": 4, "prefill_chunk": 16, **more})
 
 
-@pytest.mark.parametrize(
-    ("kind", "recipe", "batch"), [("llama", "paged_int8", 2), ("gemma3", "streaming", 1), ("gpt2", "int8", 3)]
-)
+@pytest.mark.parametrize(("kind", "recipe", "batch"), DECODERS)
 def test_the_numbers_are_those_of_the_rewritten_graph(
     stand: Stand, kind: str, recipe: str, batch: int
 ) -> None:

@@ -32,6 +32,7 @@ from tests.coverage.sizes import (
     one_sided,
     told,
 )
+from tests.support.marks import cases
 
 # Names that sound like a size of what a token sees, of pieces or of a table.
 _SOUNDS = re.compile(
@@ -223,7 +224,7 @@ def test_where_the_original_ends(
     assert max(found.logits) == longest and ({longest - 1, longest} <= {*found.logits} or end == 7)
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "roberta", "phi3"])
+@pytest.mark.parametrize("model_type", cases(("gpt2", "roberta", "phi3"), ("gpt2", "roberta")))
 def test_an_end_that_is_overlooked_is_noticed(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables that are weights (gpt2), counted positions (roberta), rotary tables that turn (phi3 with longrope)."""
     import kvcompile.pipeline

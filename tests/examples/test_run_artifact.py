@@ -18,6 +18,7 @@ import kvcompile
 from kvcompile.targets.manifest import Manifest
 from kvcompile.targets.onnx.session import Session
 from tests.support.exports import small, tiny
+from tests.support.marks import cases
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "run_artifact.py"
 ALONE = """
@@ -60,7 +61,7 @@ def run(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", cases(RECIPES, ("int8",)))
 def test_it_generates_what_the_session_generates(artifact: Callable[[str], Path], recipe: str) -> None:
     """A batch of two lengths, its prompt in two passes, over every ring and budget."""
     folder = artifact(recipe)

@@ -157,6 +157,7 @@ def test_nobody_has_to_say_how_many_tokens() -> None:
         torch.testing.assert_close(fast(ids(1, 30)), model(ids(1, 30)), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow  # an export only to see what grows
 def test_what_a_session_writes_anew_is_held(tmp_path: Any) -> None:
     pytest.importorskip("onnxruntime")
     from kvcompile.recipe import Recipe

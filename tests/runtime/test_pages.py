@@ -467,6 +467,7 @@ def empty_inductor_cache() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow  # test_compile.py has it of other caches
 @pytest.mark.usefixtures("empty_inductor_cache")
 def test_a_pool_that_grows_compiles_nothing_again() -> None:
     model = tiny_hf("llama", layers=1)

@@ -81,7 +81,8 @@ def same(model: nn.Module, monkeypatch: pytest.MonkeyPatch, named: bool = True) 
 @pytest.mark.parametrize(
     "kind,layers,copied",
     [
-        *((kind, {}, 4) for kind in ("llama", "gpt2", "mixtral", "phi")),
+        *((kind, {}, 4) for kind in ("llama", "gpt2")),
+        *(pytest.param(kind, {}, 4, marks=pytest.mark.slow) for kind in ("mixtral", "phi")),
         ("gemma3", {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"]}, 3),
     ],
 )

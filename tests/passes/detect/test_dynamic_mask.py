@@ -150,6 +150,7 @@ def test_later_keys_below_every_score(far: float) -> None:
     compare(Decoder(by_dynamic(hidden_by(far))))
 
 
+@pytest.mark.slow  # Inductor has no part in masks; test_scores.py compiles one
 def test_they_compile() -> None:
     compare(Decoder(by_dynamic(indexer)), compile="default")
 

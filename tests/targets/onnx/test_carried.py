@@ -26,6 +26,7 @@ from tests.fuzz.parts import Part
 from tests.fuzz.spec import DecoderSpec, Layer
 from tests.soundness.checks import EAGER
 from tests.support.exports import written
+from tests.support.marks import cases
 
 LONG, SHORT = (61, 1, 7, 1, 1, 14, 1), (2, 1, 1, 3, 1)
 T5 = "torch.where(d < 8, d, 8 + ((d.clamp(min=1).float() / 8).log() / math.log(8) * 8).long().clamp(max=7))"
@@ -104,7 +105,7 @@ def padded(called: Called, ids: Tensor, pads: int, chunks: Sequence[int]) -> Ten
     return torch.cat([called(part, mask[:, :end]) for part, end in parts], 1)
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", cases(DECODERS, ("tokens",)))
 def test_onnx_runtime_gives_what_the_model_gives(name: str, tmp_path: Path) -> None:
     spec = DECODERS[name]
     source = exported(spec, tmp_path / "out", "onnx")

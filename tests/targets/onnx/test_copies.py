@@ -89,6 +89,7 @@ def test_half_precision(copies: list[int], tmp_path: Path) -> None:
     check_session(Session(tmp_path / "out", threads=1), source)
 
 
+@pytest.mark.slow  # every region is translated in the test above, too
 def test_what_cannot_be_copied_is_translated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(model: ir.Model) -> int:
         raise NotOnce("no")

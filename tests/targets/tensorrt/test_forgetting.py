@@ -23,7 +23,7 @@ LAYOUTS = (
     "snapkv",
     "long_context",
 )
-FAST = ("streaming_int8", "h2o")
+FAST = ("h2o",)
 
 
 @pytest.mark.parametrize("layout", cases(LAYOUTS, FAST))

@@ -25,7 +25,7 @@ LAYOUTS = (
     "paged_int8",
     "chat",
 )
-FAST = ("baseline", "int4", "chat")
+FAST = ("baseline", "chat")
 
 
 @pytest.mark.parametrize("layout", cases(LAYOUTS, FAST))

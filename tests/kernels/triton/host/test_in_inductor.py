@@ -87,12 +87,10 @@ LAUNCHES = {
     "streaming": (["append", "prefill_attention", "append"], STEP),
     "H2O": (["append", "prefill_attention", "columns", "columns", "append"], ["evict", *STEP, "score"]),
 }
-_SLOW = ["model", "int4 in pages", "KIVI", "streaming"]
+_SLOW = ["model", "int8", "int4 in pages", "KIVI", "streaming"]
 
 
-@pytest.mark.parametrize(
-    "name", ["int8", "H2O", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)]
-)
+@pytest.mark.parametrize("name", ["H2O", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)])
 def test_kernels_of_a_layout_are_launched_and_nothing_else_is_done_to_a_cache(name: str) -> None:
     """RoPE, rounding and append are one launch; what stands around is a linear layer, and no cache is copied."""
     prompt, batch, one = printed("tests.support.inductor_attention", name)[name]
