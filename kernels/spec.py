@@ -12,7 +12,7 @@ from kvcompile.layouts import CacheLayout
 from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 
 Share = Literal["none", "first", "middle", "last"]
-Kernels = Literal["reference", "triton"]
+Kernels = Literal["reference", "triton", "cpp"]
 
 
 @dataclass(frozen=True)

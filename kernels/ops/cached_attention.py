@@ -2,7 +2,8 @@
 
 Its schema says what it mutates; its body is the reference, into which torch.compile and make_fx see through
 (CompositeImplicitAutograd), so Inductor fuses it with what stands around it. Sites of generated kernels go to
-`kernels/triton/host/attention.py`, the only way to Triton from here: without such a site it is never imported.
+`kernels/triton/host/attention.py` or `kernels/ops/on_cpu.py`, the only ways to them from here: without such a site
+neither is imported.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from kvcompile.kernels.reference import attention as reference
 from kvcompile.kernels.shared.expression import Places, evaluate
 from kvcompile.kernels.spec import SiteSpec
 
+_GENERATED = {
+    "triton": "kvcompile.kernels.triton.host.attention",
+    "cpp": "kvcompile.kernels.ops.on_cpu",
+}
 _LIB = torch.library.Library("kvcompile", "FRAGMENT")
 _LIB.define(
     "cached_attention(Tensor q, Tensor k, Tensor v, Tensor(a!)[] buffers, Tensor positions, Tensor seq_lens, "
@@ -47,8 +52,8 @@ def cached_attention_function(
     x = AttendInputs(
         q, k, v, list(buffers), positions, seq_lens, list(rope), span, site, sinks, bias, leaves, page_table
     )
-    if site.kernels == "triton":
-        generated = importlib.import_module("kvcompile.kernels.triton.host.attention")
+    if site.kernels != "reference":
+        generated = importlib.import_module(_GENERATED[site.kernels])
         out: Tensor = generated.cached_attention(x)
         return out
     return reference.cached_attention(x)

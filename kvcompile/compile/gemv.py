@@ -1,13 +1,20 @@
-"""Linear layers of one token on a CPU: a product and a sum, which Inductor turns into a threaded, fused loop.
+"""Linear layers of one token on a CPU: a kernel that reads the weights once, in their own dtype.
 
-A matrix-vector product only reads its matrix once. The BLAS behind `aten::mm` reached 8-14 GB/s for it where
-the loop that Inductor generates reached 17-23 of about 31 GB/s (fp32, two AVX-512 cores, 576 x 576 to
-49152 x 576). For more than one row the BLAS stays: it is decided while tracing, by the row count.
+A matrix-vector product only reads its matrix, and the BLAS behind `aten::mm` is slow at it. Two forms are faster:
+
+| form | what it is | where |
+|---|---|---|
+| kernel | `kernels/cpp/include/linear.cpp`, sums in fp32 | three dtypes, a C++ compiler, a graph that stays here |
+| loop | a product and a sum, which Inductor turns into a threaded, fused loop | else |
+
+For more than one row the BLAS stays: it is decided while tracing, by the row count.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +25,26 @@ from kvcompile.passes.table import disabled, graph_pass
 
 _LIB = torch.library.Library("kvcompile", "FRAGMENT")
 _LIB.define("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
+_LIB.define("linear_loop(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
+_KERNELS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K], weight [N, K] -> [..., N]; sums in fp32."""
+    if _one_token(x) and (kernel := _kernel(x, weight, bias)) is not None:
+        made: Tensor = kernel.linear(x.contiguous(), weight, bias)
+        return made
+    return _loop(x, weight, bias)
+
+
+def _one_token(x: Tensor) -> bool:
+    return x.dtype.is_floating_point and all(isinstance(size, int) and size == 1 for size in x.shape[:-1])
+
+
+def _loop(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same without a kernel: in packages that run where there is no compiler."""
     rows = x.shape[:-1]
-    if any(not isinstance(size, int) or size != 1 for size in rows) or not x.dtype.is_floating_point:
+    if not _one_token(x):
         return F.linear(x, weight, bias)
     out = (x.reshape(1, -1).float() * weight.float()).sum(-1)
     if bias is not None:
@@ -31,7 +52,19 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out.to(x.dtype).reshape(*rows, weight.shape[0])
 
 
+def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    """What launches the kernel, or None where it has none for these."""
+    same = x.dtype == weight.dtype and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+    if x.device.type != "cpu" or x.dtype not in _KERNELS or not same or weight.stride(-1) != 1:
+        return None
+    available = importlib.import_module("kvcompile.kernels.cpp.available")
+    if available.problem(x.device) is not None:
+        return None
+    return importlib.import_module("kvcompile.kernels.cpp.host.linear")
+
+
 _LIB.impl("linear", _linear, "CompositeImplicitAutograd")
+_LIB.impl("linear_loop", _loop, "CompositeImplicitAutograd")
 
 
 NAME = "cpu_gemv"
@@ -46,12 +79,13 @@ def with_gemv(module: GraphModule) -> GraphModule:
 
 
 @graph_pass("cpu_gemv")
-def give_gemv(module: GraphModule) -> GraphModule:
-    """The same in place."""
+def give_gemv(module: GraphModule, kernels: bool = True) -> GraphModule:
+    """The same in place; kernels: whether the form may be a kernel, which is compiled where the graph runs."""
     if disabled(NAME):
         return module
     for node in module.graph.nodes:
         if node.target is torch.ops.aten.linear.default:
-            node.target = torch.ops.kvcompile.linear.default
+            ops = torch.ops.kvcompile
+            node.target = ops.linear.default if kernels else ops.linear_loop.default
     module.recompile()
     return module

@@ -18,7 +18,7 @@ def with_kernels(
     """The decision with the kernels that run it.
 
     Raises:
-        ValueError: the recipe asks for Triton, and the site has no kernels.
+        ValueError: the recipe asks for kernels, and the site has none.
     """
     made = choose(
         recipe.compile.kernels,
@@ -27,6 +27,7 @@ def with_kernels(
         (decision.head_dim, decision.v_head_dim),
         dtype,
         device,
+        recipe.compile.mode != "none",
     )
     return replace(decision, kernels=made.kernels, kernels_because=made.because)
 
@@ -40,7 +41,7 @@ def same_kernels(decisions: list[Decision]) -> list[Decision]:
             kernels="reference",
             kernels_because=f"layer {other.layer} reads the same cache: {other.kernels_because}",
         )
-        if d.kernels == "triton" and (other := without.get(d.kv_source)) is not None
+        if d.kernels != "reference" and (other := without.get(d.kv_source)) is not None
         else d
         for d in decisions
     ]

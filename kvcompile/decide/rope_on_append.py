@@ -44,7 +44,7 @@ def rope_on_append(plan: Plan) -> Plan:
 
 def refusal(decision: Decision, plan: Plan) -> str | None:
     """Why a site's rotation stays in the graph, or None."""
-    if decision.kernels != "triton":
+    if decision.kernels == "reference":
         return "the reference runs the site"
     if decision.layout.rotates_on_read:
         return "keys are stored before RoPE"

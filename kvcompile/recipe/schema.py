@@ -155,9 +155,10 @@ class CompileConfig(Strict):
         description="Inductor's default or max-autotune; cudagraphs: a decode step is one CUDA graph, as it is under "
         "max-autotune on a GPU; none runs the rewritten graph as it is",
     )
-    kernels: Literal["auto", "triton", "reference"] = Field(
+    kernels: Literal["auto", "triton", "cpp", "reference"] = Field(
         "auto",
-        description="generated Triton kernels, or PyTorch; auto: Triton on an NVIDIA GPU where there are any",
+        description="generated kernels, in Triton or C++, or PyTorch; auto: Triton on an NVIDIA GPU, C++ on a CPU, "
+        "where there are any",
     )
     backend: str = Field(
         "inductor",

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from torch import nn
 
-from kvcompile.errors import ExportError
+from kvcompile.errors import ExportError, PlanError
 from kvcompile.original.adapters import base_of
 from kvcompile.original.digest import of_weights
 from kvcompile.pipeline import Front, absorbed, plan_for, understand
@@ -147,6 +147,14 @@ def source_of(
     tell("capture and detect", 0, 1)
     model = base_of(model)
     front = understand(model)
+    if checked.compile.kernels in ("auto", "cpp") and front.device.type == "cpu":
+        if checked.compile.kernels == "cpp":
+            raise PlanError(
+                f"compile.kernels: cpp cannot be exported to {target}: C++ kernels are compiled where they run; use "
+                "kernels: auto or reference"
+            )
+        compiled = checked.compile.model_copy(update={"kernels": "reference"})
+        checked = checked.model_copy(update={"compile": compiled})
     plan = plan_for(front, checked)
     front = absorbed(front, plan)
     tell("capture and detect", 1, 1)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from kvcompile.kernels.triton.supports import refusal
+from kvcompile.decide.kernel_choice import refusal
 from kvcompile.layouts import (
     CacheLayout,
     InKeys,
@@ -76,7 +76,7 @@ def _with_kernels(decision: Decision, *smaller: CacheLayout) -> Decision:
 
 def _has_kernels(decision: Decision) -> bool:
     heads, dims = (decision.num_qo_heads, decision.num_kv_heads), (decision.head_dim, decision.v_head_dim)
-    return decision.kernels == "reference" or not refusal(decision.site_spec(), heads, dims, torch.float32)
+    return not refusal(decision.kernels, decision.site_spec(), heads, dims, torch.float32)
 
 
 _Kept = TypeVar("_Kept", bound=Storage | InKeys)

@@ -20,6 +20,9 @@ from kvcompile.api import build
 from kvcompile.decide.kernel_choice import KernelChoice, choose
 from kvcompile.errors import PlanError, RecipeError
 from kvcompile.expression import Instruction, ScoreMod
+from kvcompile.kernels.cpp import available as cpp_available
+from kvcompile.kernels.cpp import supports as cpp_supports
+from kvcompile.kernels.cpp.isa import isa
 from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.ops import cached_attention as ops
 from kvcompile.kernels.reference import attention as reference
@@ -54,11 +57,13 @@ def chosen(wanted: Any, device: torch.device | None, site: SiteSpec = SITE, **mo
 def runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels can run on any device."""
     monkeypatch.setattr(available, "problem", lambda device: None)
+    monkeypatch.setattr(cpp_available, "problem", lambda device: None)
 
 
 @pytest.fixture
 def runs_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(available, "problem", lambda device: f"none on {device}")
+    for own in (available, cpp_available):
+        monkeypatch.setattr(own, "problem", lambda device: f"none on {device}")
 
 
 # ---- what a layout says
@@ -114,7 +119,8 @@ class Elsewhere(Contiguous):
 def test_what_no_kernel_was_written_for_is_refused_by_the_plan(layout: CacheLayout, told: str) -> None:
     """Whatever is added to an axis runs on the reference until kernels are written for it, and raises at no launch."""
     site = replace(SITE, layout=layout)
-    assert refusal(site, (8, 2), (64, 64), torch.float32) == f"no kernels are written {told}"
+    for family in (refusal, cpp_supports.refusal):
+        assert family(site, (8, 2), (64, 64), torch.float32) == f"no kernels are written {told}"
 
 
 def test_what_kernels_cannot_do_has_a_reason() -> None:
@@ -138,7 +144,8 @@ def test_what_kernels_cannot_do_has_a_reason() -> None:
 
 def test_auto_takes_triton_where_it_can(runs: None) -> None:
     assert chosen("auto", CUDA) == KernelChoice("triton", "the model is on cuda:0")
-    assert chosen("auto", CPU) == KernelChoice("reference", "the model is on cpu")
+    assert chosen("auto", CPU) == KernelChoice("cpp", f"the model is on cpu, compiled for {isa().name}")
+    assert chosen("auto", torch.device("mps")) == KernelChoice("reference", "the model is on mps")
     dynamic = chosen("auto", CUDA, replace(SITE, score=DYNAMIC))
     assert dynamic.kernels == "reference" and "computed from activations" in dynamic.because
     assert chosen("auto", None).kernels == "reference"
@@ -146,6 +153,35 @@ def test_auto_takes_triton_where_it_can(runs: None) -> None:
 
 def test_auto_says_why_a_gpu_runs_the_reference(runs_nowhere: None) -> None:
     assert chosen("auto", CUDA) == KernelChoice("reference", "none on cuda:0")
+    assert chosen("auto", CPU) == KernelChoice("reference", "none on cpu")
+
+
+def test_auto_asks_no_compiler_where_nothing_is_compiled(runs: None) -> None:
+    assert chosen("auto", CPU, compiles=False).kernels == "reference"
+    assert chosen("cpp", CPU, compiles=False).kernels == "cpp"
+    assert chosen("auto", CUDA, compiles=False).kernels == "triton"
+
+
+def test_cpp_is_an_order() -> None:
+    assert chosen("cpp", CPU) == KernelChoice("cpp", "the recipe asks for C++")
+    with pytest.raises(ValueError, match=r"cpp cannot run this layer: .* for CPUs, .* on cuda:0; use"):
+        chosen("cpp", CUDA)
+    with pytest.raises(ValueError, match=r"kernels: cpp cannot run this layer: .* is an expression"):
+        chosen("cpp", CPU, replace(SITE, score=DYNAMIC))
+
+
+def test_what_cpp_kernels_cannot_do_has_a_reason() -> None:
+    def reason(
+        site: SiteSpec = SITE, heads: tuple[int, int] = (8, 2), dims: tuple[int, int] = (64, 64)
+    ) -> str:
+        return cpp_supports.refusal(site, heads, dims, torch.bfloat16) or ""
+
+    turned = CacheLayout(with_hadamard(int8()), int8(), before_rope=True)
+    assert reason() == reason(dims=(3, 5)) == ""
+    assert "577 channels" in reason(dims=(577, 64)) and "577 channels" in reason(dims=(64, 577))
+    assert "129 query heads" in reason(heads=(129, 1))
+    assert "before RoPE" in reason(replace(SITE, layout=turned, rotary=RotaryForm("half", 0, 64)))
+    assert "torch.float64" in (cpp_supports.refusal(SITE, (8, 2), (64, 64), torch.float64) or "")
 
 
 def test_reference_is_the_reference(runs: None) -> None:
@@ -391,11 +427,13 @@ def test_which_gpus_convert_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_verification_runs_the_kernels_that_were_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its small budgets are those that the kernels of a site have."""
     front = understand(tiny_hf("llama", head_dim=16))
-    plan = plan_for(front, Recipe.load("paged", max_tokens=256))
+    plan = plan_for(front, Recipe.load("paged", max_tokens=256, compile={"kernels": "reference"}))
     generated = replace(plan, decisions=tuple(replace(d, kernels="triton") for d in plan.decisions))
     asked = []
 
-    def refuses(site: SiteSpec, *args: Any) -> str | None:
+    def refuses(kernels: str, site: SiteSpec, *args: Any) -> str | None:
+        if kernels == "reference":
+            return None
         asked.append(site.layout.placement)
         return "too small" if site.layout.placement == Paged(4) else None
 

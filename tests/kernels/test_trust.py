@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "kernels"
 
-ROOMS = ("reference", "oracle", "triton")
+ROOMS = ("reference", "oracle", "triton", "cpp")
 # What the rooms of a pair both import, directly or not, of kvcompile.kernels.
 SHARED = {
     ("reference", "oracle"): {
@@ -35,6 +35,8 @@ SHARED = {
         "shared.page_summaries",  # of a prompt's keys, and the highest of bounds: the oracle says both again
         "shared.dialect",
     },
+    ("reference", "cpp"): {"spec", "inputs"},
+    ("oracle", "cpp"): {"spec"},
     ("oracle", "triton"): {"spec", "shared.rope", "shared.dialect"},
 }
 

@@ -19,6 +19,7 @@ from kvcompile.compile.executor import Executor
 from kvcompile.compile.inductor import Compiled, ShapeClass
 from kvcompile.compile.regions import RegionCall, Regions
 from kvcompile.errors import ArtifactError
+from kvcompile.kernels.cpp.host import ops as cpp_ops  # noqa: F401  compiled code calls them by name
 from kvcompile.kernels.ops import cached_attention as ops  # noqa: F401  the graph calls them by name
 from kvcompile.original.digest import of_weights
 from kvcompile.original.outputs import Outputs

@@ -108,7 +108,7 @@ def compiled(function: Functional, entry: Entry, mode: str, level: str) -> Compi
     assert isinstance(module, GraphModule)
     _lay_out(module)
     if entry.one and entry.alone and function.device.type == "cpu":
-        module = give_gemv(module)
+        module = give_gemv(module, kernels=False)
     given = example(function, entry.one, entry.alone)
     try:
         with torch.no_grad(), quiet("torch._inductor"):

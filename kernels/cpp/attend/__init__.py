@@ -1,0 +1,1 @@
+"""Attention of one query a sequence: the parts of its kernel."""

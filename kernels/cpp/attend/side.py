@@ -1,0 +1,70 @@
+"""K's part of a kernel, or V's: how a vector is written to its slot, met by queries, weighed; `side.cpp.jinja`."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+
+from kvcompile.kernels.cpp.attend.values import DATA, SCALES
+from kvcompile.kernels.cpp.render import real, rendered
+from kvcompile.kernels.cpp.spec import CppSpec
+from kvcompile.kernels.cpp.symbolic import printed
+from kvcompile.layouts import Paged, Storage
+from kvcompile.layouts import symbols as sy
+from kvcompile.layouts.storage.hadamard import block
+
+
+def side_text(spec: CppSpec, side: Literal["keys", "values"], on_read: bool) -> str:
+    """The functions of one side. on_read: keys turn when they are read."""
+    layout = spec.layout
+    storage = layout.keys if side == "keys" else layout.values
+    assert isinstance(storage, Storage)
+    dim = spec.head_dim if side == "keys" else spec.v_head_dim
+    code, scale = storage.element, storage.scale
+    data = storage.parts(dim, spec.torch_dtype)[0]
+    paged = layout.placement.page_size if isinstance(layout.placement, Paged) else 0
+    channelwise = scale.per == "channel"
+    return rendered(
+        "side.cpp.jinja",
+        side=side,
+        title="K" if side == "keys" else "V",
+        name=side.upper(),
+        storage=storage,
+        dim=dim,
+        data=DATA[data.dtype],
+        scale=SCALES[scale.dtype] if scale.per not in ("none", "head", "tensor") else "",
+        per=scale.per,
+        kind=code.kind,
+        minimum=scale.minimum,
+        bits=code.bits,
+        width=data.shape[-1],
+        every=data.every,
+        group=dim // storage.groups(dim) if not channelwise else 0,
+        largest=real(storage.largest),
+        clamps=_clamps(storage, spec.torch_dtype),
+        codebook=code.kind == "codebook",
+        levels=[real(level) for level in code.numbers],
+        thresholds=[real(at) for at, _ in code.thresholds],
+        uppers=["true" if upper else "false" for _, upper in code.thresholds],
+        signed="true" if code.signed else "false",
+        hadamard=block(dim) if storage.hadamard else 0,
+        unquantized=storage.unquantized,
+        newest_from=printed(storage.quantized_tokens, {sy.length: "length"}) if storage.residual else "",
+        direct=not code.packed,
+        paged=paged,
+        run=math.gcd(paged, 64) if paged else 64,
+        on_read=on_read and side == "keys",
+        in_keys=layout.in_keys,
+        together=spec.together,
+        scored=layout.retention.by_score,
+    )
+
+
+def _clamps(storage: Storage, model: torch.dtype) -> bool:
+    """Whether a float of another dtype cannot hold all numbers of the model's."""
+    dtype = storage.element.dtype
+    if storage.element.kind != "float" or dtype is None:
+        return False
+    return torch.finfo(model).max > torch.finfo(dtype).max

@@ -1,0 +1,32 @@
+"""Whether C++ kernels can run: on a CPU, where the compiler that Inductor uses is there."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from kvcompile.errors import KernelError
+from kvcompile.kernels.cpp.host.compiler import compiler
+from kvcompile.kernels.cpp.isa import isa
+
+
+def problem(device: torch.device) -> str | None:
+    """Why kernels cannot run on tensors of `device`, and what to do; None where they can."""
+    if device.type != "cpu":
+        return f"C++ kernels are for CPUs, and this model is on {device}"
+    return _no_compiler()
+
+
+def described() -> str:
+    """The instruction set that kernels are compiled for here."""
+    return isa().name
+
+
+@cache
+def _no_compiler() -> str | None:
+    try:
+        compiler()
+    except KernelError as error:
+        return str(error)
+    return None

@@ -1,0 +1,1 @@
+"""From specs to kernels that run: compiling, loading, and the ops of PyTorch."""

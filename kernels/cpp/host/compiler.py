@@ -1,0 +1,117 @@
+"""Runs the C++ compiler: the one that Inductor needs anyway."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from kvcompile.errors import KernelError
+from kvcompile.kernels.cpp.isa import Isa
+from kvcompile.util.cache_dir import code_folder, write_atomically
+
+INCLUDE = Path(__file__).parents[1] / "include"
+FOLDER = "cpp"
+# No contraction: what is written to a cache is rounded as the reference rounds it.
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-shared",
+    "-fPIC",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-Wno-maybe-uninitialized",
+)
+_HASH = 12
+_SECONDS = 300
+
+
+@cache
+def compiler() -> str:
+    """The compiler's command.
+
+    Raises:
+        KernelError: there is none.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        return str(get_cpp_compiler())
+    except Exception as error:
+        raise KernelError(
+            f"there is no C++ compiler ({error}): install g++ or clang++, or set CXX, or use compile: "
+            "{kernels: reference}"
+        ) from error
+
+
+@cache
+def version() -> str:
+    """What the compiler says of itself."""
+    said = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False, timeout=60)
+    return said.stdout.partition("\n")[0]
+
+
+def flags_for(isa: Isa) -> tuple[str, ...]:
+    """The flags of a kernel for an instruction set."""
+    return (*FLAGS, *isa.flags, f'-DKV_VECTORS="{isa.vectors}"', f"-I{INCLUDE}")
+
+
+@cache
+def headers() -> str:
+    """The text of all that kernels include."""
+    return "".join(path.read_text("utf-8") for path in sorted(INCLUDE.glob("*.h")))
+
+
+def built(name: str, text: str, flags: Sequence[str]) -> Path:
+    """The shared library of a source text: it is compiled once, and then lies in the user's cache.
+
+        <cache>/cpp/<name>_<hash>.cpp, .so
+
+    The hash is of all that the library depends on. It appears whole or not at all, whoever else makes it.
+
+    Raises:
+        KernelError: the folder cannot be used, or the compiler fails.
+    """
+    parts = (text, headers(), *flags, compiler(), version())
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:_HASH]
+    folder = code_folder(FOLDER)
+    source, library = folder / f"{name}_{digest}.cpp", folder / f"{name}_{digest}.so"
+    if library.exists():
+        return library
+    try:
+        write_atomically(source, text)
+        _compile(source, library, flags)
+    except OSError as error:
+        raise KernelError(
+            f"{library}: the compiled kernel cannot be written ({error.strerror or error}): set KVCOMPILE_CACHE_DIR "
+            "to a folder that you can write to"
+        ) from error
+    return library
+
+
+def _compile(source: Path, library: Path, flags: Sequence[str]) -> None:
+    handle, temporary = tempfile.mkstemp(dir=library.parent, prefix=f".{library.name}.", suffix=".tmp")
+    os.close(handle)
+    try:
+        # Libraries come behind the source that asks for them.
+        command = [compiler(), str(source), "-o", temporary, *flags]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS)
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if "error" in line.lower()] or [
+                done.stderr[-2000:]
+            ]
+            raise KernelError(
+                f"{source}: the compiler fails ({compiler()}, exit status {done.returncode}): {' '.join(errors[:5])}"
+            )
+        os.chmod(temporary, 0o700)
+        os.replace(temporary, library)
+    except subprocess.TimeoutExpired as error:
+        raise KernelError(f"{source}: the compiler took more than {_SECONDS} s ({compiler()})") from error
+    finally:
+        with suppress(OSError):
+            os.unlink(temporary)

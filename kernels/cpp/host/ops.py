@@ -1,0 +1,116 @@
+"""`kvcompile::cpp_attend` and `kvcompile::cpp_linear`: calls of C++ kernels; `include/launcher.cpp` has their bodies.
+
+The launcher finds the kernel by the text of its spec, and asks for those that it does not know: they are compiled then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcompile.errors import KernelError
+from kvcompile.kernels.cpp.host import source
+from kvcompile.kernels.cpp.host.compiler import INCLUDE, built
+
+_LIB = torch.library.Library("kvcompile", "FRAGMENT")
+_LIB.define(
+    "cpp_attend(Tensor q, Tensor k, Tensor v, Tensor(a!)[] buffers, Tensor positions, Tensor[] rope, Tensor? sinks, "
+    "Tensor? bias, Tensor? page_table, Tensor? chosen, int v_dim, str spec) -> Tensor"
+)
+_LIB.define("cpp_linear(Tensor x, Tensor weight, Tensor? bias, str spec) -> Tensor")
+_Loader = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64)
+
+
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    buffers: list[Tensor],
+    positions: Tensor,
+    rope: list[Tensor],
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    page_table: Tensor | None,
+    chosen: Tensor | None,
+    v_dim: int,
+    spec: str,
+) -> Tensor:
+    return q.new_empty((*q.shape[:-1], v_dim))
+
+
+torch.library.register_fake("kvcompile::cpp_attend", _fake, lib=_LIB)
+torch.library.register_fake(
+    "kvcompile::cpp_linear",
+    lambda x, weight, bias, spec: x.new_empty((*x.shape[:-1], weight.shape[0])),
+    lib=_LIB,
+)
+cpp_attend = torch.ops.kvcompile.cpp_attend.default
+cpp_linear = torch.ops.kvcompile.cpp_linear.default
+
+
+def _load(spec: bytes, message: int, size: int) -> int | None:
+    """The address of a spec's kernel; where there is none, `message` says why."""
+    try:
+        return source.address_of(spec.decode())
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".encode()[: size - 1]
+        ctypes.memmove(message, said + b"\0", len(said) + 1)
+        return None
+
+
+_LOADER = _Loader(_load)  # the launcher has its address: it must stay
+
+
+@cache
+def ready() -> None:
+    """Load the launcher, which gives the op its body; once.
+
+    Raises:
+        KernelError: it cannot be compiled, written or loaded.
+    """
+    path = launcher()
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelError(f"{path}: the compiled launcher of kernels cannot be loaded: {error}") from error
+    loaded.kvcompile_set_loader(ctypes.cast(_LOADER, ctypes.c_void_p))
+
+
+def _first_attend(*args: Any) -> Tensor:
+    """The op before the launcher gave it a body for CPUs: compiled code that was saved is the first to call it."""
+    ready()
+    return cpp_attend(*args)  # type: ignore[no-any-return]
+
+
+def _first_linear(*args: Any) -> Tensor:
+    ready()
+    return cpp_linear(*args)  # type: ignore[no-any-return]
+
+
+# Behind what the launcher registers for CPUs, in the dispatcher's order.
+_LIB.impl("cpp_attend", _first_attend, "CompositeExplicitAutograd")
+_LIB.impl("cpp_linear", _first_linear, "CompositeExplicitAutograd")
+
+
+def launcher() -> Path:
+    """The launcher's library, for this version of PyTorch; raises as `built`."""
+    root = Path(torch.__file__).parent
+    flags = (
+        "-std=c++20",
+        "-O2",
+        "-shared",
+        "-fPIC",
+        "-w",
+        f"-DKVCOMPILE_TORCH={torch.__version__}",
+        f"-I{root / 'include'}",
+        f"-I{INCLUDE}",
+        f"-L{root / 'lib'}",
+        "-ltorch_cpu",
+        "-lc10",
+    )
+    return built("launcher", (INCLUDE / "launcher.cpp").read_text("utf-8"), flags)

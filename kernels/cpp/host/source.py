@@ -1,0 +1,91 @@
+"""Generated kernels as libraries: written once to the user's cache, compiled, loaded, kept for the process."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from kvcompile.errors import KernelError
+from kvcompile.kernels.cpp.attend.values import MODELS
+from kvcompile.kernels.cpp.generate import generate
+from kvcompile.kernels.cpp.host.compiler import INCLUDE, built, flags_for
+from kvcompile.kernels.cpp.isa import Isa, isa
+from kvcompile.kernels.cpp.spec import CppSpec
+
+ENTRY = "kvcompile_kernel"
+_LINEAR = "linear "
+
+
+@dataclass(frozen=True)
+class CppKernel:
+    """A kernel that is loaded. library: its file, beside which the source lies; address: of its function"""
+
+    spec: CppSpec
+    isa: Isa
+    library: Path
+    address: int
+
+
+def library_of(spec: CppSpec, own: Isa) -> Path:
+    """The kernel's library for an instruction set.
+
+    Raises:
+        KernelError: it cannot be compiled or written.
+    """
+    return built(f"{spec.role}_{spec.key}_{own.name}", generate(spec), flags_for(own))
+
+
+def kernel(spec: CppSpec) -> CppKernel:
+    """The spec's kernel for this machine, compiled and loaded when it is first asked for; raises as `library_of`."""
+    return _kernel(spec, isa())
+
+
+def address_of(spec: str) -> int:
+    """The kernel of a spec as ops carry it: a CppSpec as JSON, or "linear <type of C++>"; raises as `library_of`."""
+    if spec.startswith(_LINEAR):
+        return _linear(spec.removeprefix(_LINEAR), isa())
+    return kernel(CppSpec.from_json(spec)).address
+
+
+def linear_spec(dtype: torch.dtype) -> str:
+    """The spec of a linear layer of one token."""
+    return _LINEAR + MODELS[dtype]
+
+
+@cache
+def _linear(model: str, own: Isa) -> int:
+    text = (INCLUDE / "linear.cpp").read_text("utf-8")
+    return _address(
+        lambda: built(f"linear_{model}_{own.name}", text, (*flags_for(own), f"-DKV_MODEL={model}"))
+    )
+
+
+@cache
+def _kernel(spec: CppSpec, own: Isa) -> CppKernel:
+    return CppKernel(spec, own, library_of(spec, own), _address(lambda: library_of(spec, own)))
+
+
+def _address(made: Callable[[], Path]) -> int:
+    """The function of a library, which `made` compiles once more where it is none.
+
+    Raises:
+        KernelError: it cannot be loaded.
+    """
+    path = made()
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError:
+        path.unlink(missing_ok=True)
+        path = made()
+        try:
+            loaded = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise KernelError(f"{path}: the compiled kernel cannot be loaded: {error}") from error
+    address = ctypes.cast(getattr(loaded, ENTRY), ctypes.c_void_p).value
+    assert address is not None
+    return address

@@ -1,0 +1,147 @@
+// The ops of generated C++ kernels: looks a kernel up by its spec, and calls it with the tensors of the op.
+//
+// It is the only file that knows PyTorch, through its stable ABI; it is compiled once for a version of PyTorch.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdlib>
+#include <optional>
+#include <mutex>
+#include <shared_mutex>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "call.h"
+
+namespace {
+
+using At = torch::stable::Tensor;
+using Kernel = void (*)(const kv::Call*);
+// Compiles and loads the kernel of a spec. Where it cannot, it gives null and writes why to `message`.
+using Loader = void* (*)(const char* spec, char* message, int64_t size);
+
+Loader loader = nullptr;
+std::shared_mutex lock;
+std::unordered_map<std::string, Kernel> kernels;
+
+Kernel kernel_of(const std::string& spec) {
+  {
+    std::shared_lock<std::shared_mutex> reading(lock);
+    const auto found = kernels.find(spec);
+    if (found != kernels.end()) return found->second;
+  }
+  char message[4096] = "kvcompile is not imported, which compiles its C++ kernels";
+  auto made = reinterpret_cast<Kernel>(loader ? loader(spec.c_str(), message, sizeof message) : nullptr);
+  if (!made) throw std::runtime_error(message);
+  std::unique_lock<std::shared_mutex> writing(lock);
+  return kernels.emplace(spec, made).first->second;
+}
+
+kv::Tensor seen(const At& x) {
+  kv::Tensor out{};
+  out.data = x.data_ptr();
+  out.dims = x.dim();
+  for (int64_t i = 0; i < out.dims && i < kv::MOST_DIMS; ++i) {
+    out.size[i] = x.size(i);
+    out.stride[i] = x.stride(i);
+  }
+  return out;
+}
+
+kv::Tensor seen(const std::optional<At>& x) { return x ? seen(*x) : kv::Tensor{}; }
+
+struct Memory {
+  void* data = nullptr;
+  int64_t size = 0;
+  ~Memory() { std::free(data); }
+};
+
+void* workspace(int64_t bytes) {
+  thread_local Memory own;
+  if (own.size < bytes) {
+    std::free(own.data);
+    own.size = (bytes + bytes / 2 + 63) / 64 * 64;
+    own.data = std::aligned_alloc(64, own.size);
+    if (!own.data) {
+      own.size = 0;
+      throw std::bad_alloc();
+    }
+  }
+  return own.data;
+}
+
+struct Tasks {
+  kv::Task task;
+  void* context;
+};
+
+void parallel(int64_t threads, kv::Task task, void* context) {
+  Tasks tasks{task, context};
+  torch_parallel_for(
+      0, threads, 1,
+      [](int64_t begin, int64_t end, void* own) {
+        const auto* given = static_cast<Tasks*>(own);
+        for (int64_t i = begin; i < end; ++i) given->task(i, given->context);
+      },
+      &tasks);
+}
+
+At empty(const std::vector<int64_t>& size, const At& like) {
+  std::vector<int64_t> stride(size.size(), 1);
+  for (size_t i = size.size() - 1; i > 0; --i) stride[i - 1] = stride[i] * size[i];
+  int32_t dtype = 0, device = 0, index = 0;
+  AtenTensorHandle made = nullptr;
+  aoti_torch_get_dtype(like.get(), &dtype);
+  aoti_torch_get_device_type(like.get(), &device);
+  aoti_torch_get_device_index(like.get(), &index);
+  if (aoti_torch_empty_strided(size.size(), size.data(), stride.data(), dtype, device, index, &made))
+    throw std::bad_alloc();
+  return At(made);
+}
+
+void run(const std::string& spec, const std::vector<kv::Tensor>& tensors) {
+  uint32_t threads = 1;
+  torch_get_num_threads(&threads);
+  const kv::Call call{tensors.data(), nullptr, threads, parallel, workspace};
+  kernel_of(spec)(&call);
+}
+
+At attend(At q, At k, At v, std::vector<At> buffers, At positions, std::vector<At> rope, std::optional<At> sinks,
+          std::optional<At> bias, std::optional<At> page_table, std::optional<At> chosen, int64_t v_dim,
+          std::string spec) {
+  At out = empty({q.size(0), q.size(1), q.size(2), v_dim}, q);
+  std::vector<kv::Tensor> tensors{seen(out),   seen(q),    seen(k), seen(v), seen(positions),
+                                  seen(sinks), seen(bias), seen(page_table)};
+  for (size_t i = 0; i < 2; ++i) tensors.push_back(i < rope.size() ? seen(rope[i]) : kv::Tensor{});
+  tensors.push_back(seen(chosen));
+  for (const At& buffer : buffers) tensors.push_back(seen(buffer));
+  run(spec, tensors);
+  return out;
+}
+
+// Of one token: x is dense, its last dimension the weight's second.
+At linear(At x, At weight, std::optional<At> bias, std::string spec) {
+  std::vector<int64_t> size(x.dim(), 1);
+  size.back() = weight.size(0);
+  At out = empty(size, x);
+  run(spec, {seen(out), seen(x), seen(weight), seen(bias)});
+  return out;
+}
+
+}  // namespace
+
+// Kernels that were loaded before are asked for again.
+extern "C" void kvcompile_set_loader(void* given) {
+  std::unique_lock<std::shared_mutex> writing(lock);
+  loader = reinterpret_cast<Loader>(given);
+  kernels.clear();
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kvcompile, CPU, m) {
+  m.impl("cpp_attend", TORCH_BOX(&attend));
+  m.impl("cpp_linear", TORCH_BOX(&linear));
+}

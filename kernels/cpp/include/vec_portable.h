@@ -1,0 +1,45 @@
+// Vectors of 4 floats in plain C++, which compilers turn into what the machine has (SSE2, NEON, or nothing).
+#pragma once
+
+#include "types.h"
+
+namespace kv {
+
+constexpr int W = 4;
+constexpr int ROWS = 2;
+struct Vec {
+  float x[W];
+};
+
+#define KV_LANES(expression)                      \
+  Vec out;                                          \
+  for (int i = 0; i < W; ++i) out.x[i] = expression; \
+  return out
+
+inline Vec set1(float x) { KV_LANES(x); }
+inline Vec add(Vec a, Vec b) { KV_LANES(a.x[i] + b.x[i]); }
+inline Vec sub(Vec a, Vec b) { KV_LANES(a.x[i] - b.x[i]); }
+inline Vec mul(Vec a, Vec b) { KV_LANES(a.x[i] * b.x[i]); }
+inline Vec div(Vec a, Vec b) { KV_LANES(a.x[i] / b.x[i]); }
+inline Vec max(Vec a, Vec b) { KV_LANES(a.x[i] > b.x[i] ? a.x[i] : b.x[i]); }
+inline Vec min(Vec a, Vec b) { KV_LANES(a.x[i] < b.x[i] ? a.x[i] : b.x[i]); }
+inline Vec fma(Vec a, Vec b, Vec c) { KV_LANES(a.x[i] * b.x[i] + c.x[i]); }
+inline Vec exp(Vec x) { KV_LANES(std::exp(x.x[i])); }
+inline float sum(Vec a) { return (a.x[0] + a.x[1]) + (a.x[2] + a.x[3]); }
+inline float largest(Vec a) {
+  float top = a.x[0];
+  for (int i = 1; i < W; ++i) top = a.x[i] > top ? a.x[i] : top;
+  return top;
+}
+template <class T>
+inline Vec load(const T* p) {
+  KV_LANES(to_float(p[i]));
+}
+inline void store(float* p, Vec x) {
+  for (int i = 0; i < W; ++i) p[i] = x.x[i];
+}
+inline Vec sum_rows(const Vec* r) { KV_LANES(sum(r[i])); }
+
+#undef KV_LANES
+
+}  // namespace kv

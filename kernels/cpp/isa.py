@@ -1,0 +1,90 @@
+"""The instruction sets that kernels are compiled for: the best that this machine has, found at run time.
+
+| name | vectors of | flags of the compiler |
+|---|---|---|
+| avx512_bf16 | 16 floats, and products of bfloat16 | AVX-512 F, BW, DQ, VL, VNNI, BF16 |
+| avx512 | 16 floats | AVX-512 F, BW, DQ, VL |
+| avx2 | 8 floats | AVX2, FMA, F16C |
+| portable | 4 floats in plain C++ | none: SSE2 on x86-64, NEON on ARM, or nothing |
+
+KVCOMPILE_CPU_ISA names another that the machine has: for tests, and to bisect.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Isa:
+    """One instruction set.
+
+    needs:   what the processor must have, as /proc/cpuinfo calls it
+    vectors: the header of its vectors
+    """
+
+    name: str
+    needs: frozenset[str]
+    flags: tuple[str, ...]
+    vectors: str
+
+
+_AVX2 = {"avx2", "fma", "f16c"}
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+_AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
+_AVX512_FLAGS = (
+    *_AVX2_FLAGS,
+    *(f"-mavx512{name}" for name in ("f", "bw", "dq", "vl")),
+    "-mprefer-vector-width=512",
+)
+ISAS = (
+    Isa(
+        "avx512_bf16",
+        frozenset(_AVX512 | {"avx512_bf16", "avx512_vnni"}),
+        (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni"),
+        "vec_avx512.h",
+    ),
+    Isa("avx512", frozenset(_AVX512), _AVX512_FLAGS, "vec_avx512.h"),
+    Isa("avx2", frozenset(_AVX2), _AVX2_FLAGS, "vec_avx2.h"),
+    Isa("portable", frozenset(), (), "vec_portable.h"),
+)
+VARIABLE = "KVCOMPILE_CPU_ISA"
+
+
+def isa() -> Isa:
+    """The best instruction set of this machine, or the one that KVCOMPILE_CPU_ISA names.
+
+    Raises:
+        ValueError: it names one that is unknown, or that this machine has not.
+    """
+    there = available()
+    wanted = os.environ.get(VARIABLE)
+    if not wanted:
+        return there[0]
+    found = next((own for own in there if own.name == wanted), None)
+    if found is None:
+        raise ValueError(
+            f"{VARIABLE}={wanted}: this machine has {', '.join(own.name for own in there)}; set one of these, or "
+            "unset it"
+        )
+    return found
+
+
+@cache
+def available() -> tuple[Isa, ...]:
+    """Those that this machine has, the best first."""
+    features = _features()
+    return tuple(own for own in ISAS if own.needs <= features)
+
+
+def _features() -> frozenset[str]:
+    """What the processor has; where nothing says so, nothing."""
+    try:
+        text = Path("/proc/cpuinfo").read_text("utf-8", errors="replace")
+    except OSError:
+        return frozenset()
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return frozenset(line.partition(":")[2].split())

@@ -1,0 +1,391 @@
+// the new token of each sequence to its slot, and its queries against the slots.
+// {"dims": [64, 64], "dtype": "bfloat16", "heads": [9, 3], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"code": "uint2", "hadamard": false, "residual": 128, "scale": {"dtype": "float16", "minimum": true, "per": "channel", "size": 32}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"code": "uint2", "hadamard": false, "residual": 128, "scale": {"dtype": "float16", "minimum": true, "per": "group", "size": 32}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.125}}
+#include KV_VECTORS
+#include "attend.h"
+#include "call.h"
+#include "codes.h"
+#include "address.h"
+
+using namespace kv;
+
+namespace {
+
+using Model = bf16;
+constexpr int QO_HEADS = 9, KV_HEADS = 3, GROUP = QO_HEADS / KV_HEADS;
+constexpr int DIM = 64;     // channels of queries and keys
+constexpr int V_DIM = 64;  // channels that are weighed
+constexpr int OUT_DIM = 64;
+constexpr float SM_SCALE = 0x1.0000000000000p-3f;
+enum { OUT, Q, K, V, POSITIONS, SINKS, BIAS, PAGE_TABLE, COS, SIN, CHOSEN, KEYS_DATA, KEYS_SCALE, KEYS_MINIMUM, KEYS_FULL, VALUES_DATA, VALUES_SCALE, VALUES_MINIMUM, VALUES_FULL };
+
+constexpr int UNITS = 3;  // of a sequence: heads whose new token goes to one slot together are one
+constexpr int OF_UNIT = KV_HEADS / UNITS;
+// KV heads whose slots are read by turns, a block of each: each has its slots to itself.
+constexpr int TOGETHER = 1, LANES = KV_HEADS / TOGETHER;
+
+struct State {
+  const Call& call;
+  const Tensor& operator[](int number) const { return call.tensors[number]; }
+  // The position of a sequence's new token; negative: it is padding.
+  int64_t query(int64_t batch) const { return *(*this)[POSITIONS].at<int64_t>(batch); }
+};
+
+struct Partial {
+  Softmax softmax[GROUP];
+  alignas(64) float sum[GROUP][padded(V_DIM)];
+};
+
+// The slots of a block that the query sees, their tokens, and how many there are.
+struct Block {
+  int count;
+  bool straight;  // whether the slots follow each other
+  int64_t slot[BLOCK], token[BLOCK];
+
+  void find(const State& state, Place at, int64_t start, int64_t n, int64_t length) {
+    for (int64_t i = 0; i < n; ++i) slot[i] = token[i] = start + i;
+    count = static_cast<int>(n);
+    straight = true;
+  }
+};
+
+// Scores, or weights, of a block times what its vectors are still to be multiplied by.
+inline void weigh(float* scores, float* factor, int n) {
+  for (int i = n; i < (n + W - 1) / W * W; ++i) factor[i] = 0.0f;
+  for (int i = 0; i < n; i += W) {
+    const Vec by = load(factor + i);
+    for (int g = 0; g < GROUP; ++g) store(scores + g * BLOCK + i, mul(load(scores + g * BLOCK + i), by));
+  }
+}
+
+// How many slots of a sequence may hold a token that is seen.
+inline int64_t slots_of(const State& state, int64_t batch) {
+  const int64_t length = state.query(batch) + 1;
+  if (length <= 0) return 0;
+  return length;
+}
+
+// K: int2 per channel/32 tokens, last 128 in full.
+namespace keys {
+
+constexpr int N = 64;
+using Data = uint8_t;
+using Scale = f16;
+
+template <class T>
+inline T* row(const State& state, int part, Place at, int64_t slot) {
+  return row_in<T>(state[part], at, slot / 32);
+}
+
+// The first position of a sequence of `length` that is read in the model's dtype as one of the newest.
+inline int64_t newest_from(int64_t length) { return (length - (length % 128)); }
+
+inline bool in_full(int64_t token, int64_t length) {
+  return token >= newest_from(length);
+}
+
+// The row of a token among those in the model's dtype.
+inline int64_t full_row(int64_t token) {
+  return token % 128;
+}
+
+// What a token becomes: x [N] is spoilt.
+inline void write(const State& state, Place at, int64_t slot, int64_t token, float* x) {
+  round_to<Model>(x, N);
+  narrow(x, N, row_in<Model>(state[KEYS_FULL], at, full_row(token)));
+  // Tokens of a group share scales: it is written when it is whole, from where its tokens stand until then.
+  constexpr int TOKENS = 32;
+  if ((token + 1) % TOKENS != 0) return;
+  alignas(64) float group[TOKENS][N];
+  alignas(64) uint8_t codes[TOKENS][N];
+  for (int t = 0; t < TOKENS; ++t)
+    widen(row_in<Model>(state[KEYS_FULL], at, full_row(token - (TOKENS - 1) + t)), N, group[t]);
+  Scale* scale = row<Scale>(state, KEYS_SCALE, at, slot);
+  Scale* minimum = row<Scale>(state, KEYS_MINIMUM, at, slot);
+  for (int c = 0; c < N; ++c) {
+    float low = group[0][c], high = low;
+    for (int t = 1; t < TOKENS; ++t) {
+      low = std::min(low, group[t][c]);
+      high = std::max(high, group[t][c]);
+    }
+    minimum[c] = clamped<Scale>(low);
+    scale[c] = clamped<Scale>((high - low) / 0x1.8000000000000p+1f);
+    to_codes(&group[0][c], TOKENS, N, to_float(scale[c]), to_float(minimum[c]), 0x1.8000000000000p+1f, &codes[0][c]);
+  }
+  uint8_t* out = row<uint8_t>(state, KEYS_DATA, at, slot);
+  for (int t = 0; t < TOKENS; ++t) pack<2>(codes[t], N, out + t * 16);
+}
+
+// What stands in a slot, as floats without the scale of their vector.
+inline void decode(const State& state, Place at, int64_t slot, float* out) {
+  uint8_t codes[N];
+  unpack<2, N>(row<uint8_t>(state, KEYS_DATA, at, slot) + slot % 32 * 16, codes);
+  const Scale* scale = row<Scale>(state, KEYS_SCALE, at, slot);
+  const Scale* minimum = row<Scale>(state, KEYS_MINIMUM, at, slot);
+  for (int c = 0; c < N; ++c) out[c] = to_float(codes[c]) * to_float(scale[c]) + to_float(minimum[c]);
+  for (int c = N; c < padded(N); ++c) out[c] = 0.0f;
+}
+
+// The vectors of a block as floats, one behind the other, and what each is still to be multiplied by.
+inline void decode_all(const State& state, Place at, const Block& block, int64_t length, float* out, float* factor) {
+  for (int i = 0; i < block.count; ++i, out += padded(N)) {
+    factor[i] = 1.0f;
+    if (in_full(block.token[i], length)) {
+      const Rows<Model, N> rows{row_in<Model>(state[KEYS_FULL], at, full_row(block.token[i])), 0};
+      for (int c = 0; c < padded(N) / W; ++c) store(out + c * W, rows.get(0, c));
+      continue;
+    }
+    decode(state, at, block.slot[i], out);
+  }
+}
+
+// Scores of the queries with the keys of a block; `decoded` has the keys where they had to be decoded.
+void products(const State& state, Place at, const Block& block, int64_t length, const float* q, float* scores,
+              float* decoded) {
+  alignas(64) float factor[BLOCK];
+  decode_all(state, at, block, length, decoded, factor);
+  qk<GROUP, N>(q, Decoded<padded(N)>{decoded}, block.count, scores);
+}
+
+// The same of several heads from `first` on, which see the same slots.
+void products(const State& state, Place first, const Block* blocks, int64_t length, const float (*q)[GROUP * padded(DIM)],
+              float (*scores)[GROUP * BLOCK], float* decoded) {
+  for (int h = 0; h < TOGETHER; ++h)
+    if (blocks[h].count) products(state, {first.batch, first.head + h}, blocks[h], length, q[h], scores[h], decoded);
+}
+
+}  // namespace keys
+
+// V: int2/g32, last 128 in full.
+namespace values {
+
+constexpr int N = 64;
+using Data = uint8_t;
+using Scale = f16;
+
+template <class T>
+inline T* row(const State& state, int part, Place at, int64_t slot) {
+  return row_in<T>(state[part], at, slot);
+}
+
+// The first position of a sequence of `length` that is read in the model's dtype as one of the newest.
+inline int64_t newest_from(int64_t length) { return (length - 128); }
+
+inline bool in_full(int64_t token, int64_t length) {
+  return token >= newest_from(length);
+}
+
+// The row of a token among those in the model's dtype.
+inline int64_t full_row(int64_t token) {
+  return token % 128;
+}
+
+// What a token becomes: x [N] is spoilt.
+inline void write(const State& state, Place at, int64_t slot, int64_t token, float* x) {
+  round_to<Model>(x, N);
+  narrow(x, N, row_in<Model>(state[VALUES_FULL], at, full_row(token)));
+  Data* out = row<Data>(state, VALUES_DATA, at, slot);
+  uint8_t codes[N];
+  Scale* scale = row<Scale>(state, VALUES_SCALE, at, slot);
+  Scale* minimum = row<Scale>(state, VALUES_MINIMUM, at, slot);
+  for (int start = 0, g = 0; start < N; start += 32, ++g) {
+    const auto [low, high] = std::minmax_element(x + start, x + start + 32);
+    minimum[g] = clamped<Scale>(*low);
+    scale[g] = clamped<Scale>((*high - *low) / 0x1.8000000000000p+1f);
+    to_codes(x + start, 32, 1, to_float(scale[g]), to_float(minimum[g]), 0x1.8000000000000p+1f, codes + start);
+  }
+  pack<2>(codes, N, out);
+}
+
+// What stands in a slot, as floats without the scale of their vector.
+inline void decode(const State& state, Place at, int64_t slot, float* out) {
+  uint8_t codes[N];
+  unpack<2, N>(row<uint8_t>(state, VALUES_DATA, at, slot), codes);
+  const Scale* scale = row<Scale>(state, VALUES_SCALE, at, slot);
+  const Scale* minimum = row<Scale>(state, VALUES_MINIMUM, at, slot);
+  for (int start = 0, g = 0; start < N; start += 32, ++g) {
+    const float by = to_float(scale[g]), low = to_float(minimum[g]);
+    for (int c = start; c < start + 32; ++c) out[c] = to_float(codes[c]) * by + low;
+  }
+  for (int c = N; c < padded(N); ++c) out[c] = 0.0f;
+}
+
+// The vectors of a block as floats, one behind the other, and what each is still to be multiplied by.
+inline void decode_all(const State& state, Place at, const Block& block, int64_t length, float* out, float* factor) {
+  for (int i = 0; i < block.count; ++i, out += padded(N)) {
+    factor[i] = 1.0f;
+    if (in_full(block.token[i], length)) {
+      const Rows<Model, N> rows{row_in<Model>(state[VALUES_FULL], at, full_row(block.token[i])), 0};
+      for (int c = 0; c < padded(N) / W; ++c) store(out + c * W, rows.get(0, c));
+      continue;
+    }
+    decode(state, at, block.slot[i], out);
+  }
+}
+
+// The vectors of a block, weighed by p (which is spoilt), are added to `out`.
+void sums(const State& state, Place at, const Block& block, int64_t length, float* p, float* out, float* decoded) {
+  alignas(64) float factor[BLOCK];
+  decode_all(state, at, block, length, decoded, factor);
+  pv<GROUP, V_DIM>(p, Decoded<padded(N)>{decoded}, block.count, out);
+}
+
+// The same of several heads from `first` on, which see the same slots.
+void sums(const State& state, Place first, const Block* blocks, int64_t length, float (*p)[GROUP * BLOCK], Partial* out,
+          float* decoded) {
+  for (int h = 0; h < TOGETHER; ++h)
+    if (blocks[h].count) sums(state, {first.batch, first.head + h}, blocks[h], length, p[h], out[h].sum[0], decoded);
+}
+
+}  // namespace values
+
+// The new token of a sequence takes its slot.
+void append(const State& state, Place at) {
+  const int64_t token = state.query(at.batch);
+  const int64_t slot = token;
+  alignas(64) float x[padded(DIM > V_DIM ? DIM : V_DIM)];
+  widen(state[K].at<Model>(at.batch, at.head), DIM, x);
+  keys::write(state, at, slot, token, x);
+  widen(state[V].at<Model>(at.batch, at.head), OUT_DIM, x);
+  values::write(state, at, slot, token, x);
+}
+
+// The queries of a group, as they meet the keys.
+void queries(const State& state, Place at, float* q) {
+  for (int g = 0; g < GROUP; ++g) {
+    float* own = q + g * padded(DIM);
+    widen(state[Q].at<Model>(at.batch, at.head * GROUP + g), DIM, own);
+    for (int i = DIM; i < padded(DIM); ++i) own[i] = 0.0f;
+  }
+}
+
+// Slots begin .. end - 1 of heads that are read by turns, from `first` on, with their queries.
+void attend(const State& state, Place first, int64_t begin, int64_t end, Partial* out) {
+  const int64_t length = state.query(first.batch) + 1;
+  alignas(64) float q[TOGETHER][GROUP * padded(DIM)], scores[TOGETHER][GROUP * BLOCK];
+  alignas(64) float decoded[BLOCK * padded(DIM > V_DIM ? DIM : V_DIM)];
+  Block blocks[TOGETHER];
+  for (int h = 0; h < TOGETHER; ++h) {
+    queries(state, {first.batch, first.head + h}, q[h]);
+    for (auto& own : out[h].softmax) own = {};
+    for (auto& own : out[h].sum) std::memset(own, 0, sizeof own);
+  }
+  for (int64_t start = begin; start < end; start += BLOCK) {
+    for (int h = 0; h < TOGETHER; ++h)
+      blocks[h].find(state, {first.batch, first.head + h}, start, std::min<int64_t>(BLOCK, end - start), length);
+    if (blocks[0].count == 0) continue;
+    keys::products(state, first, blocks, length, q, scores, decoded);
+    for (int h = 0; h < TOGETHER; ++h) {
+      for (int i = 0; i < GROUP * BLOCK; i += W) store(scores[h] + i, mul(load(scores[h] + i), set1(SM_SCALE)));
+      for (int g = 0; g < GROUP; ++g)
+        softmax<V_DIM>(scores[h] + g * BLOCK, blocks[h].count, out[h].softmax[g], out[h].sum[g]);
+    }
+    values::sums(state, first, blocks, length, scores, out, decoded);
+  }
+}
+
+// The shares of a head's slots become its result, and what is said of its softmax.
+void combine(const State& state, Place at, const Partial* parts, int64_t count, Softmax* whole) {
+  // Those of the heads that are read together stand between them.
+  for (int g = 0; g < GROUP; ++g) {
+    const int64_t head = at.head * GROUP + g;
+    Softmax& all = whole[g] = {};
+    for (int64_t i = 0; i < count; ++i) all.top = std::fmax(all.top, parts[i * TOGETHER].softmax[g].top);
+    alignas(64) float sum[padded(V_DIM)] = {};
+    for (int64_t i = 0; i < count; ++i) {
+      const Softmax& own = parts[i * TOGETHER].softmax[g];
+      if (own.top == -INFINITY) continue;
+      const float share = std::exp(own.top - all.top);
+      all.total += own.total * share;
+      for (int c = 0; c < padded(V_DIM); c += W) store(sum + c, fma(load(parts[i * TOGETHER].sum[g] + c), set1(share), load(sum + c)));
+    }
+    for (int c = 0; c < V_DIM; ++c) sum[c] /= all.total;
+    narrow(sum, OUT_DIM, state[OUT].at<Model>(at.batch, head));
+  }
+}
+
+// What the workers of a call share. A lane is the heads of a sequence that are read together; pieces of slots are
+// numbered lane by lane, and taken by whoever is free.
+struct Work {
+  State state;
+  int64_t batch, piece;             // sequences, and slots of a piece
+  int64_t* first;                   // of each lane, and behind the last: the number of its first piece
+  Partial* partials;                // of each piece and head
+  Softmax* whole;                   // of each query head
+  std::atomic<int64_t> next, unit;  // the next piece, and unit, that nobody has
+  std::atomic<int32_t>* ready;      // of each sequence: units whose token is not there yet
+  std::atomic<int32_t>* left;       // of each lane: pieces that are not done
+  void operator()();
+};
+
+void Work::operator()() {
+  for (;;) {
+    const int64_t mine = unit.fetch_add(1);
+    if (mine >= batch * UNITS) break;
+    const int64_t row = mine / UNITS, head = mine % UNITS * OF_UNIT;
+    if (state.query(row) >= 0) {
+      for (int h = 0; h < OF_UNIT; ++h) append(state, {row, head + h});
+    } else {
+      for (int g = 0; g < OF_UNIT * GROUP; ++g)
+        std::memset(state[OUT].at<Model>(row, head * GROUP + g), 0, OUT_DIM * sizeof(Model));
+    }
+    ready[row].fetch_sub(1, std::memory_order_release);
+  }
+  const int64_t all = first[batch * LANES];
+  for (;;) {
+    const int64_t mine = next.fetch_add(1);
+    if (mine >= all) break;
+    const int64_t lane = std::upper_bound(first, first + batch * LANES + 1, mine) - first - 1;
+    const Place at{lane / LANES, lane % LANES * TOGETHER};
+    while (ready[at.batch].load(std::memory_order_acquire)) pause();
+    const int64_t begin = (mine - first[lane]) * piece;
+    attend(state, at, begin, std::min(begin + piece, slots_of(state, at.batch)), partials + mine * TOGETHER);
+    if (left[lane].fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
+    for (int h = 0; h < TOGETHER; ++h) {
+      const int64_t head = at.head + h;
+      combine(state, {at.batch, head}, partials + first[lane] * TOGETHER + h, first[lane + 1] - first[lane],
+              whole + (at.batch * KV_HEADS + head) * GROUP);
+    }
+  }
+}
+
+constexpr int64_t SMALLEST = TOGETHER > 1 ? 64 : 128;  // slots of a piece
+constexpr int64_t A_THREAD = 4;    // pieces, so that whoever is slow has the fewer
+
+// Takes its share of memory that lies together.
+template <class T>
+T* taken(char*& memory, int64_t count) {
+  T* own = reinterpret_cast<T*>(memory);
+  memory += (count * sizeof(T) + 63) / 64 * 64;
+  return own;
+}
+
+}  // namespace
+
+extern "C" void kvcompile_kernel(const Call* call) {
+  State state{*call};
+  const int64_t batch = state[POSITIONS].size[0], heads = batch * KV_HEADS, units = batch * UNITS, lanes = batch * LANES;
+  int64_t slots = 0, pieces = 0;
+  for (int64_t b = 0; b < batch; ++b) slots += slots_of(state, b) * KV_HEADS;
+  int64_t piece = std::max(SMALLEST, slots / (call->threads * A_THREAD) / TOGETHER);
+  piece = (piece + BLOCK - 1) / BLOCK * BLOCK;
+  for (int64_t b = 0; b < batch; ++b) pieces += (slots_of(state, b) + piece - 1) / piece * LANES;
+  int64_t bytes = sizeof(Partial) * pieces * TOGETHER + sizeof(Softmax) * heads * GROUP + 8 * lanes;
+  bytes += 4 * (batch + lanes + units) + 1024;
+  char* memory = static_cast<char*>(call->workspace(bytes));
+  Work work{state, batch, piece};
+  work.partials = taken<Partial>(memory, pieces * TOGETHER);
+  work.first = taken<int64_t>(memory, lanes + 1);
+  work.whole = taken<Softmax>(memory, heads * GROUP);
+  work.ready = taken<std::atomic<int32_t>>(memory, batch);
+  work.left = taken<std::atomic<int32_t>>(memory, lanes);
+  int64_t number = 0;
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    const int64_t own = (slots_of(state, lane / LANES) + piece - 1) / piece;
+    work.first[lane] = number;
+    work.left[lane].store(static_cast<int32_t>(own), std::memory_order_relaxed);
+    number += own;
+  }
+  work.first[lanes] = number;
+  for (int64_t b = 0; b < batch; ++b) work.ready[b].store(UNITS, std::memory_order_relaxed);
+  shared_out(*call, std::min(call->threads, number + units), work);
+}

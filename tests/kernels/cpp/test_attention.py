@@ -1,0 +1,168 @@
+"""C++ kernels of sites against the oracle and the reference: layouts, masks, scores, instruction sets, threads."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvcompile.kernels.cpp.host import ops, source
+from kvcompile.kernels.cpp.isa import VARIABLE, available
+from kvcompile.kernels.cpp.spec import CppSpec
+from kvcompile.layouts import (
+    CacheLayout,
+    InKeys,
+    Paged,
+    Ring,
+    Scored,
+    SinkWindow,
+    Slots,
+    TopPages,
+    Window,
+    fp8,
+    int8,
+    mxfp4,
+    nf4,
+    per_channel,
+    uint,
+    with_hadamard,
+    with_residual,
+)
+from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
+from tests.support.triton_attention import H2O, Case, case_of, check, oracle, ran, real
+
+ALL, SINKS = ScoreSpec(4.0, BiasSpec("alibi"), True), ScoreSpec(sinks=True)
+ONES = (1,) * 14  # every token by the kernel, so what nobody wrote is not even a number
+# One of each kind of storage, placement, retention, selection, rotation and score; a kernel takes a second to compile.
+CASES = {
+    "plain": Case(CacheLayout(), (6, 2), (64, 40), chunks=ONES),
+    "half": Case(CacheLayout(), (3, 1), (32, 32), torch.bfloat16, score=ALL, chunks=ONES),
+    "int8": Case(CacheLayout(int8(), int8()), (4, 2), (24, 16), torch.float16, chunks=ONES),
+    "pages": Case(CacheLayout(uint(4, 16), fp8(scale="none"), Paged(16)), (5, 1), (80, 32), chunks=ONES),
+    "pages by turns": Case(
+        CacheLayout(placement=Paged(32)), (4, 2), (48, 16), score=SINKS, chunks=(20, 1, 1)
+    ),
+    "ring": Case(
+        CacheLayout(fp8("e5m2"), int8(), Ring(), SinkWindow(3, 6)),
+        (4, 2),
+        rotary=RotaryForm("half", 0, 16),
+        chunks=ONES,
+    ),
+    "in cache": Case(
+        CacheLayout(uint(3, 8), nf4(16), Paged(8), SinkWindow(3, 6, "in_cache")),
+        (2, 2),
+        rotary=RotaryForm("interleaved", 8, 8),
+        score=ScoreSpec(bias=BiasSpec("relative")),
+        chunks=ONES,
+    ),
+    "window, chunked": Case(
+        CacheLayout(with_hadamard(int8()), mxfp4(), retention=Window(7)),
+        (3, 1),
+        (48, 32),
+        mask=MaskSpec("chunked", 8),
+    ),
+    "kivi": Case(
+        CacheLayout(per_channel(4, 8, 16, sinks=3), with_residual(uint(2, 8), 7)), (2, 1), chunks=(13, 1, 1)
+    ),
+    "residuals": Case(
+        CacheLayout(with_residual(mxfp4(), 5, 2), with_hadamard(with_residual(int8(), 6))),
+        (4, 1),
+        (32, 24),
+        chunks=ONES,
+    ),
+    "latent": Case(CacheLayout(with_hadamard(int8()), InKeys(16)), (16, 1), (48, 16), chunks=ONES),
+    "before RoPE": Case(
+        CacheLayout(int8(), int8(), before_rope=True),
+        (2, 1),
+        rotary=RotaryForm("half", 0, 8),
+        score=ScoreSpec(bias=BiasSpec("table")),
+        chunks=ONES,
+    ),
+    "H2O": Case(
+        CacheLayout(int8(), int8(), Slots(), replace(H2O, heavy=5)), (4, 2), score=SINKS, chunks=ONES
+    ),
+    "H2O in cache": Case(
+        CacheLayout(placement=Paged(8), retention=replace(H2O, positions="in_cache", score="mean_age")),
+        (3, 1),
+        rotary=RotaryForm("half", 0, 16),
+        chunks=ONES,
+    ),
+    "TOVA": Case(
+        CacheLayout(placement=Slots(), retention=Scored(0, 5, 2, "tova", "last", "max", "layer")),
+        (4, 2),
+        chunks=ONES,
+    ),
+    "SnapKV": Case(
+        CacheLayout(placement=Slots(), retention=Scored(2, 3, 4, "snapkv", "vote", "mean", rows=4)),
+        (2, 2),
+        chunks=(9, 1, 1),
+    ),
+    "Quest": Case(CacheLayout(int8(), int8(), selection=TopPages(4, 2)), (4, 2), chunks=(13, 1, 1)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sites_of_every_kind(name: str) -> None:
+    check(CASES[name], "cpp")
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 150))])
+def test_any_site(seed: int) -> None:
+    chance = random.Random(seed)
+    check(case_of(lambda options: chance.choice(list(options)), seed % 3 == 0), "cpp")
+
+
+@pytest.mark.parametrize("isa", [isa.name for isa in available()])
+@pytest.mark.parametrize(
+    "name", ["half", pytest.param("residuals", marks=pytest.mark.slow), "pages by turns"]
+)
+def test_every_instruction_set_of_this_machine(isa: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, isa)
+    ops.ready.cache_clear()  # kernels that were loaded for another are loaded again
+    asked = []
+    loaded = source.address_of
+    monkeypatch.setattr(source, "address_of", lambda spec: asked.append(spec) or loaded(spec))
+    check(CASES[name], "cpp")
+    assert asked and source.kernel(CppSpec.from_json(asked[0])).isa.name == isa
+    ops.ready.cache_clear()
+
+
+LONG = (300, 1, 1)  # several pieces, of several blocks
+
+
+@pytest.mark.parametrize("layout", [CacheLayout(), CacheLayout(int8(), uint(4, 16), Paged(16))], ids=str)
+def test_slots_in_several_pieces(layout: CacheLayout) -> None:
+    """More slots than a piece has, of sequences of other lengths; any number of threads gives the same bits."""
+    case = Case(layout, (3, 1), (32, 32), chunks=LONG, pads=(0, 170, 299))
+    outs = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        outs.append(ran(case, "cpp").out[:, :, -2:])
+    wanted = oracle(case, [])[0][:, :, -2:]
+    there = real(case)[:, :, -2:]
+    assert float((outs[0].double() - wanted).masked_fill(~there, 0).abs().max()) < 2e-5
+    for out in outs[1:]:
+        assert float((out - outs[0]).masked_fill(~there, 0).abs().max()) < 2e-6
+
+
+def test_padding_gives_zeros_and_writes_nothing() -> None:
+    case = Case(CacheLayout(), (2, 1), chunks=(1, 1, 1), pads=(0, 3))
+    got = ran(case, "cpp")
+    assert not got.out[1].any() and got.buffers[0][1].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("heads", "dims"), [((1, 1), (4, 4)), ((20, 1), (16, 16)), ((2, 1), (576, 512)), ((5, 5), (20, 36))]
+)
+def test_sizes(heads: tuple[int, int], dims: tuple[int, int]) -> None:
+    check(Case(CacheLayout(), heads, dims, chunks=(1, 1, 1)), "cpp")

@@ -1,0 +1,96 @@
+"""Kernels with one line of their text broken: each is caught by the cases of `test_attention.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcompile.kernels.cpp.host import ops, source
+from kvcompile.kernels.cpp.spec import CppSpec
+from tests.kernels.cpp.test_attention import CASES
+from tests.support.triton_attention import check
+
+# What is broken, by what, and the case that must tell.
+BREAKS: dict[str, tuple[str, str, str]] = {
+    "the newest token is not read": ("plain", "return length;\n}", "return length - 1;\n}"),
+    "a token goes to the next slot": (
+        "plain",
+        "const int64_t slot = token;",
+        "const int64_t slot = token + 1;",
+    ),
+    "scores are not scaled": ("plain", "mul(load(scores[h] + i), set1(SM_SCALE))", "load(scores[h] + i)"),
+    "the sink has no share": ("half", "all.total = std::exp(sink - all.top);", ""),
+    "K's scale is dropped": ("int8", "weigh(scores, factor, block.count);", ""),
+    "V's scale is dropped": ("int8", "weigh(p, factor, block.count);", ""),
+    "another scale is written": ("int8", "absmax(x, N), ", "2.0f * absmax(x, N), "),
+    "a row of the next page": (
+        "pages",
+        "{pages[row / PER_PAGE], at.head}",
+        "{pages[row / PER_PAGE + 1], at.head}",
+    ),
+    "heads of a page mixed": (
+        "pages by turns",
+        "first.head + h};\n        const int count",
+        "first.head};\n        const int count",
+    ),
+    "a slot of the ring that is stale": ("ring", "key >= std::min<int64_t>(slot_, 3) && ", ""),
+    "a window one short": ("ring", "key > query - 6", "key > query - 5"),
+    "places are those of the sequence": ("in cache", "token[i] - gone", "token[i]"),
+    "chunks are not told apart": ("window, chunked", "key / 8 == query / 8", "true"),
+    "a group is written too late": (
+        "kivi",
+        "if ((token + 1) % TOKENS != 0) return;",
+        "if ((token + 2) % TOKENS != 0) return;",
+    ),
+    "newest tokens are read quantized": (
+        "residuals",
+        "return token >= newest_from(length)",
+        "return token > newest_from(length)",
+    ),
+    "the result stays turned": ("residuals", "    hadamard<8>(sum, V_DIM);\n", ""),
+    "the youngest goes": ("H2O", "held > token[slot]", "held < token[slot]"),
+    "sinks may go": ("H2O", "held < 2 || ", ""),
+    "no score is left": ("H2O", "score[i] += pooled;", ""),
+    "the age is not counted": ("H2O in cache", "std::max<int64_t>(position - held, 1)", "int64_t{1}"),
+    "only the first head counts": ("TOVA", "h < OF_UNIT * GROUP; ++h) {", "h < 1; ++h) {"),
+    "pages that were not chosen": ("Quest", "chosen[i] >= length || ", ""),
+    "shares are joined unscaled": (
+        "plain",
+        "const float share = std::exp(own.top - all.top);",
+        "const float share = 0.5f;",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("KVCOMPILE_CACHE_DIR", str(tmp_path))
+    yield
+    ops.ready.cache_clear()
+    source._kernel.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(what, marks=() if n % 6 == 0 else pytest.mark.slow) for n, what in enumerate(BREAKS)],
+)
+def test_broken_on_purpose(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, text, broken = BREAKS[what]
+    headers = (source.INCLUDE / "address.h").read_text("utf-8")
+    made = source.generate
+    done = []
+
+    def generate(spec: CppSpec) -> str:
+        # What is in a header stands in the file itself, so that it is broken alone.
+        whole = made(spec).replace('#include "address.h"\n', headers.replace("#pragma once\n", ""))
+        done.append(text in whole)
+        return whole.replace(text, broken)
+
+    monkeypatch.setattr(source, "generate", generate)
+    source._kernel.cache_clear()
+    ops.ready.cache_clear()
+    with pytest.raises(AssertionError):
+        check(CASES[case], "cpp")
+    assert any(done), "the text is not there any more"

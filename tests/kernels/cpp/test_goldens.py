@@ -1,0 +1,57 @@
+"""The text of C++ kernels, byte by byte; KVCOMPILE_ACCEPT=1 accepts what is generated."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvcompile.kernels.cpp.generate import generate
+from kvcompile.kernels.cpp.host.attention import spec_of
+from kvcompile.kernels.cpp.spec import CppSpec
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.layouts import (
+    CacheLayout,
+    Paged,
+    Ring,
+    Scored,
+    SinkWindow,
+    Slots,
+    int8,
+    mxfp4,
+    per_channel,
+    uint,
+    with_residual,
+)
+from kvcompile.specs import BiasSpec, RotaryForm, ScoreSpec
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
+ROPE = RotaryForm("half", 0, 64)
+SITES = {
+    "plain": SiteSpec(CacheLayout(), 0.125, rotary=ROPE),
+    "int8": SiteSpec(CacheLayout(int8(), int8()), 0.125),
+    "pages": SiteSpec(CacheLayout(uint(4, 32), uint(4, 32), Paged(16)), 0.125),
+    "ring": SiteSpec(CacheLayout(mxfp4(), int8(), Ring(), SinkWindow(4, 60, "in_cache")), 0.125, rotary=ROPE),
+    "kivi": SiteSpec(CacheLayout(per_channel(2, 32, 128), with_residual(uint(2, 32), 128)), 0.125),
+    "scored": SiteSpec(
+        CacheLayout(placement=Slots(), retention=Scored(4, 100, 24)),
+        0.125,
+        score=ScoreSpec(30.0, BiasSpec("alibi"), True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_text(name: str) -> None:
+    spec = spec_of(SITES[name], (9, 3), (64, 64), "torch.bfloat16")
+    made, path = generate(spec), GOLDENS / f"cpp_{name}.cpp"
+    if os.environ.get("KVCOMPILE_ACCEPT"):
+        path.write_text(made, encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == made
+
+
+def test_specs_are_texts_and_back() -> None:
+    for site in SITES.values():
+        spec = spec_of(site, (9, 3), (64, 64), "torch.bfloat16", chosen=True)
+        assert CppSpec.from_json(spec.to_json()) == spec and len(spec.key) == 16

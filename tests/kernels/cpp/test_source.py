@@ -1,0 +1,118 @@
+"""How C++ kernels are compiled and kept, what runs where nothing can be compiled, and what is said of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcompile.errors import KernelError
+from kvcompile.kernels.cpp import available as here
+from kvcompile.kernels.cpp import isa
+from kvcompile.kernels.cpp.host import compiler, ops, source
+from kvcompile.kernels.cpp.host.attention import spec_of
+from kvcompile.kernels.ops import cached_attention as op
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.layouts import CacheLayout, int8
+
+SPEC = spec_of(SiteSpec(CacheLayout(int8(), int8()), 0.5), (2, 1), (8, 8), "torch.float32")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("KVCOMPILE_CACHE_DIR", str(tmp_path / "cache"))
+    source._kernel.cache_clear()
+    yield tmp_path / "cache" / compiler.FOLDER
+    source._kernel.cache_clear()
+    ops.ready.cache_clear()
+
+
+def test_a_kernel_is_compiled_once_and_found_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = source.kernel(SPEC)
+    assert first.library.parent == folder and first.library.with_suffix(".cpp").read_text().startswith("// ")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert sorted(path.suffix for path in folder.iterdir()) == [".cpp", ".so"], "nothing else is left"
+    source._kernel.cache_clear()
+    monkeypatch.setattr(compiler, "_compile", lambda *args: pytest.fail("compiled again"))
+    assert source.kernel(SPEC).library == first.library
+
+
+def test_a_damaged_library_is_compiled_again(folder: Path) -> None:
+    path = source.library_of(SPEC, isa.isa())
+    path.write_bytes(b"half a libr")
+    assert source.kernel(SPEC).address
+    assert path.stat().st_size > 1000
+
+
+def test_the_hash_is_of_all_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {source.library_of(SPEC, own) for own in isa.available()}
+    found.add(source.library_of(replace(SPEC, dtype="float16"), isa.isa()))
+    monkeypatch.setattr(compiler, "version", lambda: "another compiler")
+    found.add(source.library_of(SPEC, isa.isa()))
+    assert len(found) == len(isa.available()) + 2
+
+
+def test_what_the_compiler_says_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "generate", lambda spec: "not C++")
+    with pytest.raises(
+        KernelError, match=r"decode_\w+\.cpp: the compiler fails \(.*exit status 1\): .*error"
+    ):
+        source.library_of(SPEC, isa.isa())
+    ops.ready.cache_clear()
+    x = torch.randn(1, 1, 1, 8)
+    buffers = [torch.zeros(1, 1, 4, 8)] * 2
+    spec = SiteSpec(CacheLayout(), 0.5, kernels="cpp").to_json()
+    with pytest.raises(RuntimeError, match=r"KernelError: .* the compiler fails"):
+        op.cached_attention(
+            x, x, x, buffers, torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1), [], 1, spec
+        )
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KVCOMPILE_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(KernelError, match="set KVCOMPILE_CACHE_DIR"):
+        source.library_of(SPEC, isa.isa())
+
+
+def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise KernelError("there is no C++ compiler (tried g++)")
+
+    monkeypatch.setattr(here, "compiler", none)
+    here._no_compiler.cache_clear()
+    assert here.problem(torch.device("cpu")) == "there is no C++ compiler (tried g++)"
+    here._no_compiler.cache_clear()
+
+
+def test_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isa.available()[-1].name == "portable" and isa.isa() == isa.available()[0]
+    monkeypatch.setenv(isa.VARIABLE, "portable")
+    assert isa.isa().name == "portable"
+    monkeypatch.setenv(isa.VARIABLE, "mmx")
+    with pytest.raises(ValueError, match=r"KVCOMPILE_CPU_ISA=mmx: this machine has .*portable"):
+        isa.isa()
+
+
+def test_saved_code_may_be_the_first_to_call() -> None:
+    """Code that Inductor has kept calls the op where nothing has traced it: then it makes itself ready."""
+    program = (
+        "import torch\n"
+        "from kvcompile.kernels.cpp.host import ops, source\n"
+        "x, w = torch.ones(1, 8), torch.ones(3, 8)\n"
+        "print(torch.ops.kvcompile.cpp_linear.default(x, w, None, source.linear_spec(x.dtype)).tolist())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ),
+        timeout=200,
+    )
+    assert done.stdout.strip() == "[[8.0, 8.0, 8.0]]", done.stderr[-2000:]
