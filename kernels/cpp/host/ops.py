@@ -67,8 +67,8 @@ _LOADER = _Loader(_load)  # the launcher has its address: it must stay
 
 
 @cache
-def ready() -> None:
-    """Load the launcher, which gives the op its body; once.
+def ready() -> ctypes.CDLL:
+    """Load the launcher, which gives the ops their bodies; once in a process, which has one body for an op.
 
     Raises:
         KernelError: it cannot be compiled, written or loaded.
@@ -79,6 +79,12 @@ def ready() -> None:
     except OSError as error:
         raise KernelError(f"{path}: the compiled launcher of kernels cannot be loaded: {error}") from error
     loaded.kvcompile_set_loader(ctypes.cast(_LOADER, ctypes.c_void_p))
+    return loaded
+
+
+def forget() -> None:
+    """Have the launcher ask for every kernel again: another instruction set may be wanted."""
+    ready().kvcompile_set_loader(ctypes.cast(_LOADER, ctypes.c_void_p))
 
 
 def _first_attend(*args: Any) -> Tensor:

@@ -39,6 +39,7 @@ ONES = (1,) * 14  # every token by the kernel, so what nobody wrote is not even 
 # One of each kind of storage, placement, retention, selection, rotation and score; a kernel takes a second to compile.
 CASES = {
     "plain": Case(CacheLayout(), (6, 2), (64, 40), chunks=ONES),
+    "two pieces": Case(CacheLayout(), chunks=(140, 1), pads=(0, 30)),
     "half": Case(CacheLayout(), (3, 1), (32, 32), torch.bfloat16, score=ALL, chunks=ONES),
     "int8": Case(CacheLayout(int8(), int8()), (4, 2), (24, 16), torch.float16, chunks=ONES),
     "pages": Case(CacheLayout(uint(4, 16), fp8(scale="none"), Paged(16)), (5, 1), (80, 32), chunks=ONES),
@@ -65,7 +66,9 @@ CASES = {
         mask=MaskSpec("chunked", 8),
     ),
     "kivi": Case(
-        CacheLayout(per_channel(4, 8, 16, sinks=3), with_residual(uint(2, 8), 7)), (2, 1), chunks=(13, 1, 1)
+        CacheLayout(per_channel(4, 8, 16, sinks=3), with_residual(uint(2, 8), 7)),
+        (2, 1),
+        chunks=(13, *ONES[:6]),
     ),
     "residuals": Case(
         CacheLayout(with_residual(mxfp4(), 5, 2), with_hadamard(with_residual(int8(), 6))),
@@ -128,13 +131,13 @@ def test_any_site(seed: int) -> None:
 )
 def test_every_instruction_set_of_this_machine(isa: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, isa)
-    ops.ready.cache_clear()  # kernels that were loaded for another are loaded again
+    ops.forget()  # kernels that were loaded for another are loaded again
     asked = []
     loaded = source.address_of
     monkeypatch.setattr(source, "address_of", lambda spec: asked.append(spec) or loaded(spec))
     check(CASES[name], "cpp")
     assert asked and source.kernel(CppSpec.from_json(asked[0])).isa.name == isa
-    ops.ready.cache_clear()
+    ops.forget()
 
 
 LONG = (300, 1, 1)  # several pieces, of several blocks

@@ -27,7 +27,7 @@ def vectors(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("isa", [isa.name for isa in available()])
 def test_sums_are_those_of_float32(isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, isa)
-    ops.ready.cache_clear()
+    ops.forget()
     for rows, columns in ((576, 576), (49, 65), (1537, 577), (1, 3), (3, 1), (5, 8192)):
         x, weight, bias = vectors(rows, columns, dtype)
         for own in (bias, None):
@@ -37,7 +37,7 @@ def test_sums_are_those_of_float32(isa: str, dtype: torch.dtype, monkeypatch: py
             # A sum in float32, rounded once.
             limit = torch.finfo(dtype).eps * wanted.abs() + columns**0.5 * 2e-6
             assert bool(((got.double() - wanted).abs() <= limit).all())
-    ops.ready.cache_clear()
+    ops.forget()
 
 
 def test_rows_of_a_wider_weight() -> None:

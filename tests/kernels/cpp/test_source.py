@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     source._kernel.cache_clear()
     yield tmp_path / "cache" / compiler.FOLDER
     source._kernel.cache_clear()
-    ops.ready.cache_clear()
+    ops.forget()
 
 
 def test_a_kernel_is_compiled_once_and_found_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_what_the_compiler_says_is_told(monkeypatch: pytest.MonkeyPatch) -> None
         KernelError, match=r"decode_\w+\.cpp: the compiler fails \(.*exit status 1\): .*error"
     ):
         source.library_of(SPEC, isa.isa())
-    ops.ready.cache_clear()
+    ops.forget()
     x = torch.randn(1, 1, 1, 8)
     buffers = [torch.zeros(1, 1, 4, 8)] * 2
     spec = SiteSpec(CacheLayout(), 0.5, kernels="cpp").to_json()
