@@ -52,6 +52,7 @@ CONDITIONS = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_masks(condition: str) -> None:
     exact(masked(condition))

@@ -26,6 +26,7 @@ def test_logits_by_the_length() -> None:
     refused(decoder(output=Part("by length")), LENGTH)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("source", ["len", "arange [B, S]", "arange [1, S]", "from 2"])
 @pytest.mark.parametrize("kind", ["learned", "rope half", "rope interleaved"])
 def test_lengths_that_only_count(kind: str, source: str) -> None:
