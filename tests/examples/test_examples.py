@@ -52,7 +52,7 @@ def test_demo_answers_and_reports(example: ModuleType, capsys: pytest.CaptureFix
 @needs_smollm2
 @pytest.mark.parametrize("example", ["long_stream"], indirect=True)
 def test_stream_stays_in_constant_memory(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert example.main(["--tokens", "600", "--every", "200", *EAGER]) == 0
+    assert example.main(["--tokens", "300", "--every", "100", *EAGER]) == 0
     rows = capsys.readouterr().out.splitlines()[1:]
     assert len(rows) == 3
     assert len({row.split("iB")[0].split()[-2] for row in rows}) == 1, "the cache grew"

@@ -81,6 +81,7 @@ def check(fast: Any, model: nn.Module) -> None:
     torch.testing.assert_close(found, model(ids), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_readers_attend_to_one_cache(recipe: str, parallel: bool) -> None:
