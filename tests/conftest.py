@@ -106,11 +106,20 @@ LONGEST = [
 ]
 
 
+def _places(item: pytest.Function) -> int:
+    """The places of a case's parameters in their lists, added up: a step of any of them is a step of the sum."""
+    case, places = max(item.callspec.indices.values()), 0
+    for mark in reversed([*item.iter_markers("parametrize")]):  # the uppermost changes with every case
+        case, place = divmod(case, len(mark.args[1]))
+        places += place
+    return places
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         few = item.get_closest_marker("few")
-        if few and isinstance(item, pytest.Function) and sum(item.callspec.indices.values()) % few.args[0]:
+        if few and isinstance(item, pytest.Function) and _places(item) % few.args[0]:
             item.add_marker(pytest.mark.slow)
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(_name(item.path), len(order)))

@@ -117,6 +117,7 @@ def test_compiled_equals_eager_and_the_policy(
     assert (got - expected).square().mean().sqrt() <= check.budget * expected.square().mean().sqrt()
 
 
+@pytest.mark.slow  # quick as ONNX
 @pytest.mark.parametrize(
     ("group", "placement"),
     [

@@ -80,6 +80,7 @@ def test_a_missing_model_is_one_message(example: ModuleType, capsys: pytest.Capt
     assert "no model 'no/such/folder' here" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # docs/artifacts.md is run, too
 @pytest.mark.parametrize("example", ["export"], indirect=True)
 def test_artifacts_give_the_tokens_of_the_module(
     example: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -10,6 +10,7 @@ from tests.soundness.checks import decoder, exact, held, placed, refused
 LENGTH = "length|size|position|sym|number|tokens mix"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("limit", [16, 64, 128, 256, 300])
 def test_rope_whose_base_grows_with_the_text(limit: int) -> None:
     refused(placed("rope, by the length", limit), LENGTH)

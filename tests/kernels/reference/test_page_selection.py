@@ -289,6 +289,7 @@ def fed(fast: Any, ids: Tensor, prompt: int) -> Tensor:
     return torch.cat(outs, dim=1)
 
 
+@pytest.mark.slow
 def test_compiled_steps_are_those_of_the_reference_and_compile_once() -> None:
     from torch._dynamo.utils import counters
 

@@ -102,7 +102,7 @@ def test_recipes_and_thorough_checks(recipe: str) -> None:
         assert torch.allclose(fast(part)[0], whole(part)[0][:, -1], atol=1e-5)
 
 
-@pytest.mark.parametrize("compiled", cases((False, True), (False,)))
+@pytest.mark.parametrize("compiled", cases((False, True), ()))
 def test_saved_and_exported(compiled: bool, tmp_path: Path) -> None:
     model = decoder(HEADS["[:, -1]"])
     fast = kvcompile.optimize(model, **(EAGER | ({"compile": {}} if compiled else {})))

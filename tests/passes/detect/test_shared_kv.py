@@ -147,6 +147,7 @@ def test_explain_and_estimate_count_them_once() -> None:
     assert found.bytes_per_token == fast.plan.bytes_per_token and found.bytes == fast.plan.bytes(1)
 
 
+@pytest.mark.slow  # tests/coverage has it in every run
 def test_a_transformers_model() -> None:
     """Gemma 3n: the last layers read the last layer of their own kind before them."""
     from tests.coverage.configs import tiny_model

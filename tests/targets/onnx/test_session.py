@@ -76,13 +76,14 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", cases(KINDS, ("gemma2", "mistral")))
+@pytest.mark.parametrize("kind", cases(KINDS, ("gemma2",)))
 def test_kinds_of_attention(kind: str, tmp_path: Path) -> None:
     changes, recipe = KINDS[kind]
     source = written(tiny(kind=kind, **changes), tmp_path / "out", "onnx", small(recipe))
     check_session(Session(tmp_path / "out", threads=1), source)
 
 
+@pytest.mark.slow  # its parts are quick where they are rounded
 def test_rounded_values_of_many_forms(tmp_path: Path) -> None:
     """What no shipped recipe has: Hadamard, 3 bits, e5m2 without scales, keys before RoPE, first tokens in full."""
     recipe = Recipe.load(

@@ -364,6 +364,7 @@ SHARED = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "turns"),
     [

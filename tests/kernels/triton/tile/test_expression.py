@@ -65,6 +65,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CARRIED)
 def test_expressions(name: str) -> None:
     check(replace(PLAIN, carried=CARRIED[name]()))
