@@ -13,6 +13,7 @@ understands them.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from pathlib import Path
 
@@ -26,6 +27,9 @@ hypothesis.settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "few(n): one case of n is quick, in turns over all parameters; the others are slow"
+    )
     asked = str(config.getoption("markexpr")).replace("not gpu", "")
     if "gpu" not in asked and not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -38,6 +42,8 @@ def _quick() -> None:
     torch.set_num_threads(1)
     torch._dynamo.config.fake_tensor_cache_enabled = False
     gc.set_threshold(100_000, 50, 100)
+    # pytest listens to loggers that do not propagate; where anyone listens to this one, PyTorch prints all its graphs.
+    logging.getLogger("torch.__trace").propagate = True
 
 
 def _name(path: Path) -> str:
@@ -100,6 +106,20 @@ LONGEST = [
 ]
 
 
+def _places(item: pytest.Function) -> int:
+    """The places of a case's parameters in their lists, added up: a step of any of them is a step of the sum."""
+    case, places = max(item.callspec.indices.values()), 0
+    for mark in reversed([*item.iter_markers("parametrize")]):  # the uppermost changes with every case
+        case, place = divmod(case, len(mark.args[1]))
+        places += place
+    return places
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        few = item.get_closest_marker("few")
+        if few and isinstance(item, pytest.Function) and _places(item) % few.args[0]:
+            item.add_marker(pytest.mark.slow)
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(_name(item.path), len(order)))

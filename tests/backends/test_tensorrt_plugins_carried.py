@@ -133,6 +133,7 @@ def test_what_has_no_form_as_a_plugin_is_refused(name: str) -> None:
             plugin_of(launch)
 
 
+@pytest.mark.slow
 def test_ptx_takes_the_tables() -> None:
     decode = plugins("contiguous", one=True, carried=scores.buckets(4))[1]
     (made,) = ptx.assembled([decode], 89)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +26,7 @@ def run(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_dry_run_measures_compares_and_judges(tmp_path: Path) -> None:
     """A case with peers, one with pages and lengths that differ, one that tracks scores, and an append."""
     out = tmp_path / "kernels.json"

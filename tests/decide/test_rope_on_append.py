@@ -171,6 +171,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_models_equal_their_own_rotation(kind: str) -> None:
     """The oracle of the cache is the model's graph with its own rotation in it."""
@@ -195,6 +196,7 @@ def cosines(rewritten: Any) -> list[str]:
     ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recipe", ["int8", "kivi2", "paged_int8", "h2o"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_kind_of_cache(recipe: str, dtype: str) -> None:

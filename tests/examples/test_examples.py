@@ -52,7 +52,7 @@ def test_demo_answers_and_reports(example: ModuleType, capsys: pytest.CaptureFix
 @needs_smollm2
 @pytest.mark.parametrize("example", ["long_stream"], indirect=True)
 def test_stream_stays_in_constant_memory(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert example.main(["--tokens", "600", "--every", "200", *EAGER]) == 0
+    assert example.main(["--tokens", "300", "--every", "100", *EAGER]) == 0
     rows = capsys.readouterr().out.splitlines()[1:]
     assert len(rows) == 3
     assert len({row.split("iB")[0].split()[-2] for row in rows}) == 1, "the cache grew"
@@ -80,6 +80,7 @@ def test_a_missing_model_is_one_message(example: ModuleType, capsys: pytest.Capt
     assert "no model 'no/such/folder' here" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # docs/artifacts.md is run, too
 @pytest.mark.parametrize("example", ["export"], indirect=True)
 def test_artifacts_give_the_tokens_of_the_module(
     example: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -147,6 +147,7 @@ def adapted(**options: Any) -> Any:
     return peft.get_peft_model(model(), config).eval()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     [{}, {"task_type": "CAUSAL_LM"}, {"use_dora": True}, {"use_rslora": True, "lora_dropout": 0.1}],

@@ -24,7 +24,7 @@ def dump_of(model, tmp_path, monkeypatch):
     return fast, tmp_path / fast.plan.digest()
 
 
-@pytest.mark.parametrize("kind", cases(("hugging face", "plain"), ("hugging face",)))
+@pytest.mark.parametrize("kind", cases(("hugging face", "plain"), ("plain",)))
 def test_dump_has_every_stage_and_a_script_that_runs(kind, tmp_path, monkeypatch) -> None:
     model = tiny_hf("llama", "sdpa") if kind == "hugging face" else make(NanoGPT)
     fast, folder = dump_of(model, tmp_path, monkeypatch)

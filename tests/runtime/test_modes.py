@@ -31,6 +31,7 @@ def llama() -> nn.Module:
     return tiny_hf("llama")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("modes", [(True, False, True), (False, True, False)], ids=str)
 @pytest.mark.parametrize("recipe", ["int8", "paged"])
 def test_inference_mode_in_turns_with_none(llama: nn.Module, modes: tuple[bool, ...], recipe: str) -> None:

@@ -52,11 +52,13 @@ CONDITIONS = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_masks(condition: str) -> None:
     exact(masked(condition))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("condition", CONDITIONS[::6])
 def test_masks_filled_by_hand(condition: str) -> None:
     exact(masked(condition, eager=True))
@@ -67,6 +69,7 @@ def test_masks_of_padded_rows(condition: str) -> None:
     exact(masked(condition, **BY_PLACES))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "how", ["where", "add", "one minus", "times and less", "masked_fill_", "masked_fill, 0"]
 )

@@ -34,6 +34,7 @@ BIASES = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", BIASES)
 def test_biases(text: str) -> None:
     exact(biased(text))

@@ -24,6 +24,7 @@ SCALES = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", SCALES)
 def test_scales_of_scores(text: str) -> None:
     exact(scaled(text))

@@ -20,6 +20,7 @@ SPANS = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", SPANS)
 def test_weights(text: str) -> None:
     exact(weighed(text))

@@ -46,6 +46,7 @@ def test_ids_in_eager_masks(condition: str) -> None:
     exact(masked(condition, eager=True))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("condition", [DOCUMENTS[0], HIDDEN[0], "c.at_q(c.since()) >= d"])
 @pytest.mark.parametrize("pad_id", [5, 11, 0])
 def test_ids_of_padded_rows(condition: str, pad_id: int) -> None:

@@ -16,6 +16,7 @@ def indexer(k: int, how: str) -> Layer:
     return Layer(select=Part("indexer", (k, how)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", SPELLINGS)
 @pytest.mark.parametrize("k", [8, 64, 200, 2048])
 def test_the_best_keys(k: int, how: str) -> None:

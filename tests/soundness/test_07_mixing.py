@@ -45,6 +45,7 @@ LATER = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", EARLIER, ids=str)
 @pytest.mark.parametrize("in_block", [False, True], ids=["before", "in the block"])
 def test_earlier_tokens(case: tuple[Any, ...], in_block: bool) -> None:
@@ -52,6 +53,7 @@ def test_earlier_tokens(case: tuple[Any, ...], in_block: bool) -> None:
     held(mixed(*case, in_block=in_block), MIX)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", LATER, ids=str)
 @pytest.mark.parametrize("in_block", [False, True], ids=["before", "in the block"])
 def test_later_tokens(case: tuple[Any, ...], in_block: bool) -> None:

@@ -37,6 +37,7 @@ def test_embeddings_verified(embedding: Part) -> None:
     exact(decoder(embedding=embedding), verify="quick")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("embedding", [Part("plain"), *EMBEDDINGS], ids=str)
 def test_verification_draws_from_the_whole_vocabulary(embedding: Part) -> None:
     """The original is run on ids from everywhere, so that each comparison with an id is seen both ways."""

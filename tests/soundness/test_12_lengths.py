@@ -10,6 +10,7 @@ from tests.soundness.checks import decoder, exact, held, placed, refused
 LENGTH = "length|size|position|sym|number|tokens mix"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("limit", [16, 64, 128, 256, 300])
 def test_rope_whose_base_grows_with_the_text(limit: int) -> None:
     refused(placed("rope, by the length", limit), LENGTH)
@@ -26,6 +27,7 @@ def test_logits_by_the_length() -> None:
     refused(decoder(output=Part("by length")), LENGTH)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("source", ["len", "arange [B, S]", "arange [1, S]", "from 2"])
 @pytest.mark.parametrize("kind", ["learned", "rope half", "rope interleaved"])
 def test_lengths_that_only_count(kind: str, source: str) -> None:

@@ -10,6 +10,7 @@ from tests.soundness.checks import exact, held, placed
 KINDS = ("learned", "sinusoid", "rope half", "rope interleaved")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("source", ["ones", "ones, cumsum(-1)", "no padding"])
 @pytest.mark.parametrize("forward", ["input_ids", "position_ids"])
@@ -19,6 +20,7 @@ def test_counted_positions(kind: str, source: str, forward: str) -> None:
     exact(placed(f"{kind}, {source}", source, *more, forward=forward))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("pad_id", [0, 3, 60])
 @pytest.mark.parametrize("pads", [1, 23, 130])
 def test_any_token_as_padding(pad_id: int, pads: int) -> None:

@@ -10,6 +10,7 @@ from tests.soundness.checks import ROPE, decoder, exact, held, refused
 STATE = "state|buffer|chang|mutat|carried|written|in.place"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("habit", ["a counter", "running statistics"])
 @pytest.mark.parametrize("position", [ROPE, Part("learned, arange", ("arange",)), Part("none")], ids=str)
 def test_buffers_that_calls_change(habit: str, position: Part) -> None:
@@ -17,6 +18,7 @@ def test_buffers_that_calls_change(habit: str, position: Part) -> None:
     refused(decoder(habit=Part(habit), position=position), STATE)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("habit", ["a counter of tokens", "an idle counter", "an attribute"])
 @pytest.mark.parametrize("verify", ["off", "quick"])
 def test_state_that_could_be_carried(habit: str, verify: str) -> None:

@@ -9,6 +9,7 @@ from tests.fuzz.spec import Layer
 from tests.soundness.checks import EAGER, ROPE, decoder, exact, held, refused
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("verify", ["off", "quick"])
 @pytest.mark.parametrize(
     "output", ["the last token's", "the last token's, flat", "states", "a mean", "less what was seen"]
@@ -17,6 +18,7 @@ def test_outputs_that_are_no_logits_of_every_token(output: str, verify: str) -> 
     held(decoder(output=Part(output)), verify=verify)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("verify", ["off", "quick"])
 @pytest.mark.parametrize(
     "output", ["a tuple", "a dictionary", "a dictionary, hidden first", "a record", "with no loss"]
@@ -25,6 +27,7 @@ def test_outputs(output: str, verify: str) -> None:
     exact(decoder(output=Part(output)), verify)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["zeros", "full", "scatter"])
 @pytest.mark.parametrize("k", [8, 64])
 @pytest.mark.parametrize("verify", ["off", "quick"])

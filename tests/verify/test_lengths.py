@@ -260,6 +260,7 @@ BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("what", BROKEN)
 def test_broken_far_on(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     breaks, kind, recipe = BROKEN[what]

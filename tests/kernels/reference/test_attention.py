@@ -123,6 +123,7 @@ def check(spec: SiteSpec, chunks: list[int], padding: list[int], seed: int = 0) 
     assert error <= budget(spec, [q, k, v], pads, oracle)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "storage", [model_dtype(), fp8(), int8(), uint(4, 32), with_hadamard(uint(3, 32))], ids=str
 )

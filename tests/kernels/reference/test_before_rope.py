@@ -174,6 +174,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("what", "kind", "dtype"),
     [*itertools.product(RECIPES, ["llama"], ["float32", "bfloat16"]), ("KIVI", "tinyllama", "float32")],

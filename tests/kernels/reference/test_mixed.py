@@ -260,6 +260,7 @@ MIXED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("what", MIXED)
 def test_models_are_verified_and_take_the_memory_that_was_told(what: str, dtype: str) -> None:

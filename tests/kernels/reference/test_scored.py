@@ -256,22 +256,27 @@ def test_an_oracle_that_is_told_what_was_kept_checks_it() -> None:
     assert max(choice.excess for choice in choices) > 1e-3
 
 
-def test_compiled() -> None:
+H2O_IN_CACHE = {
+    "kind": "h2o",
+    "heavy": 9,
+    "recent": 6,
+    "score": "mean_age",
+    "prefill": "bounded",
+    "positions": "in_cache",
+}
+SNAPKV = {"kind": "snapkv", "heavy": 9, "recent": 6, "rows": 4}
+
+
+@pytest.mark.parametrize(
+    "layers", [(H2O_IN_CACHE,), pytest.param((H2O_IN_CACHE, SNAPKV), marks=pytest.mark.slow)]
+)
+def test_compiled(layers: tuple[dict[str, Any], ...]) -> None:
     """Inductor's program of a layer of each kind keeps what the oracle does, in any number of tokens."""
-    h2o = {
-        "kind": "h2o",
-        "heavy": 9,
-        "recent": 6,
-        "score": "mean_age",
-        "prefill": "bounded",
-        "positions": "in_cache",
-    }
-    snapkv = {"kind": "snapkv", "heavy": 9, "recent": 6, "rows": 4}
     recipe = {
-        "cache": {"keys": {"dtype": "int8"}, "retention": h2o},
-        "layers": [{"where": {"index": 1}, "cache": {"retention": snapkv}}],
+        "cache": {"keys": {"dtype": "int8"}},
+        "layers": [{"where": {"index": n}, "cache": {"retention": kind}} for n, kind in enumerate(layers)],
     }
-    fast = kvcompile.optimize(tiny_hf("llama"), recipe, verify="thorough")
+    fast = kvcompile.optimize(tiny_hf("llama", layers=len(layers)), recipe, verify="thorough")
     assert any(check.name == "compiled program" for check in fast.report["checks"])
     compiled = dict(fast.executor.compile_seconds)
     for tokens in (40, 3, 1, 1, 17):

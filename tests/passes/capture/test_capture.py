@@ -27,6 +27,7 @@ def run(captured: Captured, input_ids: Tensor) -> Tensor:
     return outputs[captured.logits_index]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("kind", [NanoGPT, TinyLlama, TinyLlamaPositions])
 def test_plain_modules(kind: type[nn.Module], eager: bool) -> None:

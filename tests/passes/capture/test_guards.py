@@ -154,6 +154,7 @@ def by_branch(k: int) -> Body:
     return lambda self, x, ids: x + selected(x, k if x.shape[1] >= k else x.shape[1])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("form", [by_min, by_min_of_a_list, by_branch])
 @pytest.mark.parametrize("k", [4, 11, 64, 2048])
 def test_a_selection_of_k_is_one_graph_for_all_lengths(form: Body, k: int) -> None:

@@ -77,6 +77,7 @@ def exact(model: nn.Module, fast: Any) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("verify", ["off", "quick"])
 @pytest.mark.parametrize("head", HEADS)
 def test_the_last_token_alone(head: str, verify: str) -> None:
@@ -101,7 +102,7 @@ def test_recipes_and_thorough_checks(recipe: str) -> None:
         assert torch.allclose(fast(part)[0], whole(part)[0][:, -1], atol=1e-5)
 
 
-@pytest.mark.parametrize("compiled", cases((False, True), (False,)))
+@pytest.mark.parametrize("compiled", cases((False, True), ()))
 def test_saved_and_exported(compiled: bool, tmp_path: Path) -> None:
     model = decoder(HEADS["[:, -1]"])
     fast = kvcompile.optimize(model, **(EAGER | ({"compile": {}} if compiled else {})))
@@ -147,6 +148,7 @@ REFUSED: dict[str, tuple[Head, str]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("verify", ["off", "quick"])
 @pytest.mark.parametrize("head", REFUSED)
 def test_what_is_more_than_the_last_token_is_refused(head: str, verify: str) -> None:

@@ -48,6 +48,7 @@ FAMILIES: dict[str, tuple[int, list[str], int | None]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_families(kind: str, attn: str) -> None:

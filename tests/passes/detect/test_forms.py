@@ -39,6 +39,7 @@ def check(form: Form) -> None:
     assert error < (1e-5 if form.dtype == torch.float32 else 2e-2), f"the logits differ by {error:.1e}"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(name: str) -> None:
     check(FORMS[name])

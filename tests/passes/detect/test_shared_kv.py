@@ -81,6 +81,7 @@ def check(fast: Any, model: nn.Module) -> None:
     torch.testing.assert_close(found, model(ids), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_readers_attend_to_one_cache(recipe: str, parallel: bool) -> None:
@@ -146,6 +147,7 @@ def test_explain_and_estimate_count_them_once() -> None:
     assert found.bytes_per_token == fast.plan.bytes_per_token and found.bytes == fast.plan.bytes(1)
 
 
+@pytest.mark.slow  # tests/coverage has it in every run
 def test_a_transformers_model() -> None:
     """Gemma 3n: the last layers read the last layer of their own kind before them."""
     from tests.coverage.configs import tiny_model

@@ -68,6 +68,7 @@ def check_decode(model: nn.Module) -> Positions:
     return positions
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("kind", [NanoGPT, TinyLlama])
 def test_aranges_are_offset(kind: type[nn.Module], eager: bool) -> None:
@@ -130,6 +131,7 @@ OFFSET: dict[str, tuple[Callable[[Placed, Tensor], Tensor], int]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", OFFSET)
 def test_positions_in_other_spellings(case: str) -> None:
     place, count = OFFSET[case]

@@ -172,6 +172,7 @@ def test_spellings(case: str) -> None:
         )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "case", ["interleaved", "complex", "deinterleaved", "last channels", "scaled", "norm after"]
 )

@@ -171,6 +171,7 @@ HITS: dict[str, tuple[nn.Module, str, float]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", HITS)
 def test_recognised(case: str) -> None:
     model, mask, scale = HITS[case]

@@ -18,7 +18,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "gpt2": ({"n_embd": 128, "n_head": 4}, "h2o"),  # learned positions
     "mistral": ({}, "chat"),  # a window behind pages
 }
-FAST = ("gemma2",)
+FAST = ()  # quick ones are in test_in_order.py and test_forgetting.py
 
 
 @pytest.mark.parametrize(

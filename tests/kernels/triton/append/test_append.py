@@ -175,6 +175,7 @@ def run(
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("number", range(len(STORAGES)), ids=[str(storage) for storage in STORAGES])
 def test_every_storage_is_written_as_the_reference_does(number: int) -> None:
     """As keys and as values, with dims that are a power of two and with others."""

@@ -138,6 +138,7 @@ def decoded(call: Call, splits: int, block: int, *options: str) -> tuple[Tensor,
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_any_number_of_splits(name: str) -> None:
     """One, some, and more than there are tiles; a sequence of few tokens, and one of none."""
@@ -226,6 +227,7 @@ def test_logits_are_those_of_the_slots() -> None:
 # ---- tiles
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "tile"),
     [
@@ -270,6 +272,7 @@ def test_the_log_sum_exp_of_many_queries() -> None:
 # ---- columns
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chunks", [(12, 9), (5, 6, 8)], ids=str)
 @pytest.mark.parametrize(
     "retention",
@@ -361,6 +364,7 @@ SHARED = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "turns"),
     [

@@ -82,11 +82,12 @@ CASES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "block"),
-    # A page of a tile and of half a tile; the others have one that the tests of tiles have.
+    # A tile of one page and of several; the others have one that the tests of tiles have.
     [(name, 16) for name in CASES]
-    + [pytest.param(name, 64, marks=() if "tile" in name else pytest.mark.slow) for name in CASES],
+    + [pytest.param(name, 64, marks=() if name == "pages of a tile" else pytest.mark.slow) for name in CASES],
 )
 def test_a_step_reads_the_pages_that_it_chose(name: str, block: int) -> None:
     case = replace(CASES[name], chunks=CHUNKS, pads=(0, 9))
@@ -113,7 +114,7 @@ def test_all_pages_are_the_full_cache(storage: Any) -> None:
 # ---- bounds alone
 
 
-@settings(deadline=None, max_examples=12, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
+@settings(deadline=None, max_examples=6, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
 @given(data=st.data(), seed=st.integers(0, 10**6))
 def test_bounds_and_summaries_are_those_of_the_reference(data: st.DataObject, seed: int) -> None:
     """Of any head, group and page size, of few and of many pages, from any strides of q and k."""
