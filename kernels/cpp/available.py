@@ -1,13 +1,14 @@
-"""Whether C++ kernels can run: on a CPU, where the compiler that Inductor uses is there."""
+"""Whether C++ kernels can run: on a CPU, where the compiler that Inductor uses is there and compiles the launcher."""
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 
 import torch
 
 from kvcompile.errors import KernelError
-from kvcompile.kernels.cpp.host.compiler import compiler
+from kvcompile.kernels.cpp.host.ops import launcher
 from kvcompile.kernels.cpp.isa import isa
 
 
@@ -25,8 +26,10 @@ def described() -> str:
 
 @cache
 def _no_compiler() -> str | None:
+    if sys.platform == "win32":
+        return "C++ kernels are compiled by g++ or clang++, and this is Windows"
     try:
-        compiler()
+        launcher()
     except KernelError as error:
         return str(error)
     return None

@@ -6,6 +6,7 @@ The launcher finds the kernel by the text of its spec, and asks for those that i
 from __future__ import annotations
 
 import ctypes
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,8 @@ def ready() -> ctypes.CDLL:
 
 def forget() -> None:
     """Have the launcher ask for every kernel again: another instruction set may be wanted."""
-    ready().kvcompile_set_loader(ctypes.cast(_LOADER, ctypes.c_void_p))
+    if ready.cache_info().currsize:
+        ready().kvcompile_set_loader(ctypes.cast(_LOADER, ctypes.c_void_p))
 
 
 def _first_attend(*args: Any) -> Tensor:
@@ -118,5 +120,7 @@ def launcher() -> Path:
         f"-L{root / 'lib'}",
         "-ltorch_cpu",
         "-lc10",
+        # PyTorch is loaded already.
+        *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()),
     )
     return built("launcher", (INCLUDE / "launcher.cpp").read_text("utf-8"), flags)

@@ -85,9 +85,13 @@ def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> str:
         raise KernelError("there is no C++ compiler (tried g++)")
 
-    monkeypatch.setattr(here, "compiler", none)
+    monkeypatch.setattr(compiler, "compiler", none)
     here._no_compiler.cache_clear()
     assert here.problem(torch.device("cpu")) == "there is no C++ compiler (tried g++)"
+    here._no_compiler.cache_clear()
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert "this is Windows" in (here.problem(torch.device("cpu")) or "")
     here._no_compiler.cache_clear()
 
 
