@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from kvcompile.compile.gemv import with_gemv
 from kvcompile.errors import CompileError
+from kvcompile.util.code_digest import code_digest
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +109,7 @@ def compile_region(module: GraphModule, inputs: Sequence[Any], tracer: Tracer, m
     on_cpu = all(value.device.type == "cpu" for value in inputs if isinstance(value, Tensor))
     module = with_gemv(module) if on_cpu else module
     try:
-        with torch.no_grad(), tracing(TracingContext(tracer.mode)):
+        with torch.no_grad(), tracing(TracingContext(tracer.mode)), _cached_for_this_code():
             artifact = torch._inductor.standalone_compile(
                 module,
                 list(inputs),
@@ -128,6 +130,15 @@ def compile_region(module: GraphModule, inputs: Sequence[Any], tracer: Tracer, m
             "This is a defect of kvcompile; compile: {mode: none} runs the graph without compilation."
         )
     return artifact
+
+
+def _cached_for_this_code() -> AbstractContextManager[None]:
+    """Inductor's caches know a graph by its ops, and of the body of one of ours, which is our code, they see nothing."""
+    tag = torch.compiler.config.cache_key_tag
+    patched: AbstractContextManager[None] = torch.compiler.config.patch(  # type: ignore[attr-defined]
+        cache_key_tag=f"{tag} kvcompile {code_digest()}".strip()
+    )
+    return patched
 
 
 def _patches(mode: str) -> dict[str, Any]:
