@@ -133,7 +133,7 @@ def compile_region(module: GraphModule, inputs: Sequence[Any], tracer: Tracer, m
 
 
 def _cached_for_this_code() -> AbstractContextManager[None]:
-    """Inductor's caches know a graph by its ops, and of the body of one of ours, which is our code, they see nothing."""
+    """Inductor's caches know a graph by its ops; of what an op of ours does, which is our code, they see nothing."""
     tag = torch.compiler.config.cache_key_tag
     patched: AbstractContextManager[None] = torch.compiler.config.patch(  # type: ignore[attr-defined]
         cache_key_tag=f"{tag} kvcompile {code_digest()}".strip()
