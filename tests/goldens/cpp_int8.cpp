@@ -100,6 +100,13 @@ inline void decode_all(const State& state, Place at, const Block& block, int64_t
 }
 
 inline void factors(const State& state, Place at, const Block& block, float* factor) {
+  if (block.straight && state[KEYS_SCALE].stride[2] == 1) {
+    const Scale* scale = row<Scale>(state, KEYS_SCALE, at, block.slot[0]);
+    int i = 0;
+    for (; i + W <= block.count; i += W) store(factor + i, load(scale + i));
+    for (; i < block.count; ++i) factor[i] = to_float(scale[i]);
+    return;
+  }
   for (int i = 0; i < block.count; ++i) factor[i] = to_float(*row<Scale>(state, KEYS_SCALE, at, block.slot[i]));
 }
 
@@ -107,7 +114,6 @@ inline void factors(const State& state, Place at, const Block& block, float* fac
 void products(const State& state, Place at, const Block& block, int64_t length, const float* q, float* scores,
               float* decoded) {
   alignas(64) float factor[BLOCK];
-  {
   if (block.straight) {
     const Rows<Data, N> rows{row<Data>(state, KEYS_DATA, at, block.slot[0]), state[KEYS_DATA].stride[2]};
     qk<GROUP, N>(q, rows, block.count, scores);
@@ -120,8 +126,6 @@ void products(const State& state, Place at, const Block& block, int64_t length, 
 
     factors(state, at, block, factor);
     weigh(scores, factor, block.count);
-    return;
-  }
 }
 
 // The same of several heads from `first` on, which see the same slots.
@@ -169,13 +173,19 @@ inline void decode_all(const State& state, Place at, const Block& block, int64_t
 }
 
 inline void factors(const State& state, Place at, const Block& block, float* factor) {
+  if (block.straight && state[VALUES_SCALE].stride[2] == 1) {
+    const Scale* scale = row<Scale>(state, VALUES_SCALE, at, block.slot[0]);
+    int i = 0;
+    for (; i + W <= block.count; i += W) store(factor + i, load(scale + i));
+    for (; i < block.count; ++i) factor[i] = to_float(scale[i]);
+    return;
+  }
   for (int i = 0; i < block.count; ++i) factor[i] = to_float(*row<Scale>(state, VALUES_SCALE, at, block.slot[i]));
 }
 
 // The vectors of a block, weighed by p (which is spoilt), are added to `out`.
 void sums(const State& state, Place at, const Block& block, int64_t length, float* p, float* out, float* decoded) {
   alignas(64) float factor[BLOCK];
-  {
     factors(state, at, block, factor);
     weigh(p, factor, block.count);
   if (block.straight) {
@@ -188,8 +198,6 @@ void sums(const State& state, Place at, const Block& block, int64_t length, floa
     pv<GROUP, V_DIM>(p, rows, block.count, out);
   }
 
-    return;
-  }
 }
 
 // The same of several heads from `first` on, which see the same slots.

@@ -185,13 +185,19 @@ inline void decode_all(const State& state, Place at, const Block& block, int64_t
 }
 
 inline void factors(const State& state, Place at, const Block& block, float* factor) {
+  if (block.straight && state[VALUES_SCALE].stride[2] == 1) {
+    const Scale* scale = row<Scale>(state, VALUES_SCALE, at, block.slot[0]);
+    int i = 0;
+    for (; i + W <= block.count; i += W) store(factor + i, load(scale + i));
+    for (; i < block.count; ++i) factor[i] = to_float(scale[i]);
+    return;
+  }
   for (int i = 0; i < block.count; ++i) factor[i] = to_float(*row<Scale>(state, VALUES_SCALE, at, block.slot[i]));
 }
 
 // The vectors of a block, weighed by p (which is spoilt), are added to `out`.
 void sums(const State& state, Place at, const Block& block, int64_t length, float* p, float* out, float* decoded) {
   alignas(64) float factor[BLOCK];
-  {
     factors(state, at, block, factor);
     weigh(p, factor, block.count);
   if (block.straight) {
@@ -204,8 +210,6 @@ void sums(const State& state, Place at, const Block& block, int64_t length, floa
     pv<GROUP, V_DIM>(p, rows, block.count, out);
   }
 
-    return;
-  }
 }
 
 // The same of several heads from `first` on, which see the same slots.

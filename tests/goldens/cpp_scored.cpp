@@ -168,7 +168,6 @@ inline void factors(const State& state, Place at, const Block& block, float* fac
 // Scores of the queries with the keys of a block; `decoded` has the keys where they had to be decoded.
 void products(const State& state, Place at, const Block& block, int64_t length, const float* q, float* scores,
               float* decoded) {
-  {
   if (block.straight) {
     const Rows<Data, N> rows{row<Data>(state, KEYS_DATA, at, block.slot[0]), state[KEYS_DATA].stride[2]};
     qk<GROUP, N>(q, rows, block.count, scores);
@@ -179,8 +178,6 @@ void products(const State& state, Place at, const Block& block, int64_t length, 
     qk<GROUP, N>(q, rows, block.count, scores);
   }
 
-    return;
-  }
 }
 
 // The same of several heads from `first` on, which see the same slots.
@@ -228,7 +225,6 @@ inline void factors(const State& state, Place at, const Block& block, float* fac
 
 // The vectors of a block, weighed by p (which is spoilt), are added to `out`.
 void sums(const State& state, Place at, const Block& block, int64_t length, float* p, float* out, float* decoded) {
-  {
   if (block.straight) {
     const Rows<Data, V_DIM> rows{row<Data>(state, VALUES_DATA, at, block.slot[0]), state[VALUES_DATA].stride[2]};
     pv<GROUP, V_DIM>(p, rows, block.count, out);
@@ -239,8 +235,6 @@ void sums(const State& state, Place at, const Block& block, int64_t length, floa
     pv<GROUP, V_DIM>(p, rows, block.count, out);
   }
 
-    return;
-  }
 }
 
 // The same of several heads from `first` on, which see the same slots.

@@ -52,6 +52,15 @@ kv::Tensor seen(const At& x) {
   return out;
 }
 
+// The same of vectors: their channels must lie together.
+kv::Tensor vectors(const At& x, const char* name) {
+  const kv::Tensor out = seen(x);
+  const int64_t last = out.dims - 1;
+  if (last < 0 || last >= kv::MOST_DIMS || (out.size[last] > 1 && out.stride[last] != 1))
+    throw std::runtime_error(std::string("a C++ kernel needs the channels of ") + name + " side by side");
+  return out;
+}
+
 kv::Tensor seen(const std::optional<At>& x) { return x ? seen(*x) : kv::Tensor{}; }
 
 struct Memory {
@@ -114,11 +123,11 @@ At attend(At q, At k, At v, std::vector<At> buffers, At positions, std::vector<A
           std::optional<At> bias, std::optional<At> page_table, std::optional<At> chosen, int64_t v_dim,
           std::string spec) {
   At out = empty({q.size(0), q.size(1), q.size(2), v_dim}, q);
-  std::vector<kv::Tensor> tensors{seen(out),   seen(q),    seen(k), seen(v), seen(positions),
-                                  seen(sinks), seen(bias), seen(page_table)};
+  std::vector<kv::Tensor> tensors{seen(out),   vectors(q, "q"), vectors(k, "k"),  vectors(v, "v"), seen(positions),
+                                  seen(sinks), seen(bias),      seen(page_table)};
   for (size_t i = 0; i < 2; ++i) tensors.push_back(i < rope.size() ? seen(rope[i]) : kv::Tensor{});
   tensors.push_back(seen(chosen));
-  for (const At& buffer : buffers) tensors.push_back(seen(buffer));
+  for (const At& buffer : buffers) tensors.push_back(vectors(buffer, "the cache"));
   run(spec, tensors);
   return out;
 }
@@ -128,7 +137,7 @@ At linear(At x, At weight, std::optional<At> bias, std::string spec) {
   std::vector<int64_t> size(x.dim(), 1);
   size.back() = weight.size(0);
   At out = empty(size, x);
-  run(spec, {seen(out), seen(x), seen(weight), seen(bias)});
+  run(spec, {seen(out), vectors(x, "x"), vectors(weight, "a weight"), seen(bias)});
   return out;
 }
 

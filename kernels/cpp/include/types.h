@@ -4,6 +4,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 namespace kv {
 
@@ -38,6 +41,9 @@ inline float to_float(uint8_t x) { return x; }
 inline float to_float(bf16 x) { return as_float(uint32_t{x.bits} << 16); }
 
 inline float to_float(f16 x) {
+#if defined(__F16C__)
+  return _cvtsh_ss(x.bits);
+#endif
   const uint32_t sign = uint32_t{x.bits} >> 15 << 31, rest = x.bits & 0x7fffu;
   if (rest >= 0x7c00u) return as_float(sign | 0x7f800000u | rest << 13);
   // Subnormal numbers become normal ones: the product with 2^112 moves the exponent's bias.

@@ -46,6 +46,12 @@ def test_rows_of_a_wider_weight() -> None:
     assert torch.allclose(linear(x[..., :64].contiguous(), part), x[..., :64] @ part.T, atol=1e-5)
 
 
+def test_channels_that_do_not_lie_together_are_refused() -> None:
+    x, weight, _ = vectors(8, 16, torch.float32)
+    with pytest.raises(RuntimeError, match="needs the channels of a weight side by side"):
+        linear(x[..., ::2].contiguous(), weight[:, ::2])
+
+
 class Layer(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float32, own: torch.dtype | None = None):
         super().__init__()
