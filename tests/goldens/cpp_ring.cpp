@@ -277,7 +277,7 @@ void combine(const State& state, Place at, const Partial* parts, int64_t count, 
     alignas(64) float sum[padded(V_DIM)] = {};
     for (int64_t i = 0; i < count; ++i) {
       const Softmax& own = parts[i * TOGETHER].softmax[g];
-      if (own.top == -INFINITY) continue;
+      if (own.top == -INFINITY && own.total == 0.0f) continue;  // it saw nothing
       const float share = std::exp(own.top - all.top);
       all.total += own.total * share;
       for (int c = 0; c < padded(V_DIM); c += W) store(sum + c, fma(load(parts[i * TOGETHER].sum[g] + c), set1(share), load(sum + c)));

@@ -27,7 +27,6 @@ struct Rows {
     }
     return load(p);
   }
-  void fetch(int i) const { __builtin_prefetch(base + i * stride); }
 };
 
 // Rows of T wherever they are.
@@ -147,11 +146,16 @@ inline void softmax(float* scores, int n, Softmax& so_far, float* out) {
   Vec most = load(scores);
   for (int i = W; i < end; i += W) most = max(most, load(scores + i));
   const float top = std::fmax(so_far.top, largest(most));
-  if (top == -INFINITY) {
-    for (int i = 0; i < end; i += W) store(scores + i, set1(0.0f));
+  Vec total = set1(0.0f);
+  if (top == -INFINITY) {  // all are hidden, or no numbers: these stay none
+    for (int i = 0; i < end; i += W) {
+      const Vec p = exp(load(scores + i));
+      total = add(total, p);
+      store(scores + i, p);
+    }
+    so_far.total += sum(total);
     return;
   }
-  Vec total = set1(0.0f);
   for (int i = 0; i < end; i += W) {
     const Vec p = exp(sub(load(scores + i), set1(top)));
     total = add(total, p);

@@ -1,4 +1,4 @@
-// What a kernel is called with: tensors by number, sizes, and the caller's threads. No header of PyTorch is needed.
+// What a kernel is called with: tensors by number, and the caller's threads. No header of PyTorch is needed.
 #pragma once
 
 #include <atomic>
@@ -30,7 +30,6 @@ using Task = void (*)(int64_t worker, void* context);
 
 struct Call {
   const Tensor* tensors;
-  const int64_t* sizes;
   int64_t threads;
   // Runs task(0 .. threads - 1, context), on as many threads as there are.
   void (*parallel)(int64_t threads, Task task, void* context);

@@ -115,7 +115,7 @@ At empty(const std::vector<int64_t>& size, const At& like) {
 void run(const std::string& spec, const std::vector<kv::Tensor>& tensors) {
   uint32_t threads = 1;
   torch_get_num_threads(&threads);
-  const kv::Call call{tensors.data(), nullptr, threads, parallel, workspace};
+  const kv::Call call{tensors.data(), threads, parallel, workspace};
   kernel_of(spec)(&call);
 }
 

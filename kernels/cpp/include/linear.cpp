@@ -2,6 +2,7 @@
 // sums are float; rows are taken in pieces by whoever is free.
 
 #include <algorithm>
+#include <type_traits>
 
 #include KV_VECTORS
 #include "attend.h"

@@ -56,8 +56,8 @@ inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
 
 // exp with an error below 2 units in the last place; 0 below -87, also of -inf.
 inline Vec exp(Vec x) {
-  const Vec low = set1(-87.336f), there = _mm256_cmp_ps(x, low, _CMP_GE_OQ);
-  const Vec bounded = max(x, low);
+  const Vec low = set1(-87.336f), there = _mm256_cmp_ps(x, low, _CMP_NLT_UQ);
+  const Vec bounded = max(low, x);  // what is no number stays none: max gives its second operand then
   const Vec k = _mm256_round_ps(mul(bounded, set1(1.44269504088896f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   Vec r = fma(k, set1(-0.693359375f), bounded);
   r = fma(k, set1(2.12194440e-4f), r);

@@ -46,10 +46,10 @@ inline Vec load(const e4m3* p) {
 }
 inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
 
-// 2^(k) for whole k, and exp with an error below 2 units in the last place; 0 below -87, also of -inf.
+// exp with an error below 2 units in the last place; 0 below -87, also of -inf.
 inline Vec exp(Vec x) {
   const Vec low = set1(-87.336f);
-  const __mmask16 there = _mm512_cmp_ps_mask(x, low, _CMP_GE_OQ);
+  const __mmask16 there = _mm512_cmp_ps_mask(x, low, _CMP_NLT_UQ);  // what is no number stays none
   const Vec k = _mm512_roundscale_ps(mul(x, set1(1.44269504088896f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   Vec r = fma(k, set1(-0.693359375f), x);
   r = fma(k, set1(2.12194440e-4f), r);

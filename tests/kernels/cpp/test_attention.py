@@ -12,6 +12,8 @@ import torch
 from kvcompile.kernels.cpp.host import ops, source
 from kvcompile.kernels.cpp.isa import VARIABLE, available
 from kvcompile.kernels.cpp.spec import CppSpec
+from kvcompile.kernels.ops import cached_attention as op
+from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
     CacheLayout,
     InKeys,
@@ -169,3 +171,25 @@ def test_padding_gives_zeros_and_writes_nothing() -> None:
 )
 def test_sizes(heads: tuple[int, int], dims: tuple[int, int]) -> None:
     check(Case(CacheLayout(), heads, dims, chunks=(1, 1, 1)), "cpp")
+
+
+@pytest.mark.parametrize("isa", [isa.name for isa in available()])
+@pytest.mark.parametrize("score", [ScoreSpec(), ScoreSpec(4.0, None, True)], ids=["plain", "capped, sinks"])
+def test_what_is_no_number_is_told(isa: str, score: ScoreSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the reference does: one key that is no number spoils what sees it, and so does a query."""
+    monkeypatch.setenv(VARIABLE, isa)
+    ops.forget()
+    site = SiteSpec(CacheLayout(), 0.25, score=score)
+    sinks = torch.ones(2) if score.sinks else None
+    for where in ("q", "k", "v"):
+        g = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(1, heads, 1, 16, generator=g) for heads in (2, 1, 1))
+        {"q": q, "k": k, "v": v}[where][0, 0, 0, 3] = float("nan")
+        outs = []
+        for kernels in ("cpp", "reference"):
+            buffers = [torch.randn(1, 1, 8, 16, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
+            text = replace(site, kernels=kernels).to_json()
+            at = torch.tensor([[5]])
+            outs.append(op.cached_attention(q, k, v, buffers, at, at[0], [], 6, text, sinks=sinks))
+        assert torch.equal(outs[0].isnan(), outs[1].isnan()) and outs[0].isnan().any(), where
+    ops.forget()
