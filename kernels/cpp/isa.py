@@ -44,7 +44,7 @@ ISAS = (
     Isa(
         "avx512_bf16",
         frozenset(_AVX512 | {"avx512_bf16", "avx512_vnni"}),
-        (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni"),
+        (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni", "-DKV_PAIRS"),
         "vec_avx512.h",
     ),
     Isa("avx512", frozenset(_AVX512), _AVX512_FLAGS, "vec_avx512.h"),

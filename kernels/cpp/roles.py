@@ -20,4 +20,8 @@ ROLES: dict[str, KernelRole] = {
         f"{_CPP}.attend.decode",
         "the new token of each sequence to its slot, and its queries against the slots",
     ),
+    "prefill": KernelRole(
+        f"{_CPP}.attend.prefill",
+        "many queries of each sequence against decoded keys and values",
+    ),
 }

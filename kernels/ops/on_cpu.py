@@ -3,7 +3,7 @@
 | new tokens | what runs |
 |---|---|
 | one | the generated kernel; what a selection chooses is the reference's choice |
-| many | the reference |
+| many | the reference, with the kernel's attention; of a retention by scores, all of it |
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from kvcompile.kernels.cpp.host.attention import cached_attention_one
+from kvcompile.kernels.cpp.host.prefill import attend_many
 from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.reference import attention as reference
 from kvcompile.kernels.reference.selections import SELECT
@@ -26,7 +27,7 @@ def cached_attention(x: AttendInputs) -> Tensor:
         KernelError: the kernel cannot be compiled.
     """
     if x.q.shape[2] != 1:
-        return reference.cached_attention(x)
+        return reference.cached_attention(x, attend_many)
     selection = x.spec.layout.selection
     if not selection.selects:
         return cached_attention_one(x)

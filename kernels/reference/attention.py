@@ -15,6 +15,7 @@ storage keeps turned stay turned: queries turn instead, and so does the result.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -40,12 +41,17 @@ from kvcompile.kernels.shared.rope import rotated_first
 from kvcompile.layouts import CacheLayout, InKeys
 from kvcompile.layouts import symbols as sy
 
+AttendMany = Callable[[AttendInputs, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
-def cached_attention(x: AttendInputs) -> Tensor:
+
+def cached_attention(x: AttendInputs, attend_many: AttendMany = attend_many) -> Tensor:
     """Append k and v to the buffers (in place) and attend; returns [B, Hq, S, Dv] in q's dtype.
 
     A step of one token is: write -> select -> attend -> note. A pass over many tokens of slots that are never reused is
     the same without a selection; of a ring it attends first and writes after.
+
+    Args:
+        attend_many: what attends where there are many, unless scores say which tokens stay.
     """
     layout, dtype = x.spec.layout, x.q.dtype
     if layout.retention.by_score:

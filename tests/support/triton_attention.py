@@ -239,8 +239,10 @@ def case_of(pick: Pick, scored: bool) -> Case:
 
 def ran(case: Case, kernels: str) -> Ran:
     """The op over the chunks. What generated kernels do not write is NaN: masked, it must not even be multiplied."""
-    # What runs on the reference in between is that: C++ kernels are for single tokens.
-    generated = kernels == "triton" or (kernels == "cpp" and set(case.chunks) == {1})
+    # Where many tokens come at once, C++ kernels attend and the reference does the rest: it decodes what is in rings.
+    alone = set(case.chunks) == {1}
+    by_position = not (case.scored or case.layout.retention.in_cache or case.layout.residual)
+    generated = kernels == "triton" or (kernels == "cpp" and (alone or by_position))
     unwritten = float("nan") if generated else 77.0
     site = replace(case.site, kernels=kernels)
     return run(

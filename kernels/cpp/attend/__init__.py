@@ -1,1 +1,1 @@
-"""Attention of one query a sequence: the parts of its kernel."""
+"""Attention of one query a sequence, and of many: the parts of its kernels."""

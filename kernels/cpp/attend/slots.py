@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvcompile.kernels.cpp.attend.bias import bias_text
 from kvcompile.kernels.cpp.render import real, rendered
 from kvcompile.kernels.cpp.spec import CppSpec
 from kvcompile.kernels.cpp.symbolic import printed
@@ -33,7 +34,7 @@ def slots_text(spec: CppSpec, places: bool, finishes: bool, query_place: str) ->
         first=retention.sinks if retention.in_cache else 0,
         finishes=finishes,
         softcap=None if score.softcap is None else real(score.softcap),
-        bias=None if score.bias is None else score.bias.kind,
+        bias=None if score.bias is None else bias_text(score.bias, "head"),
         query_place=query_place,
     )
 

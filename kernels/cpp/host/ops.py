@@ -1,4 +1,4 @@
-"""`kvcompile::cpp_attend` and `kvcompile::cpp_linear`: calls of C++ kernels; `include/launcher.cpp` has their bodies.
+"""`kvcompile::cpp_attend`, `cpp_attend_many`, `cpp_linear`: calls of C++ kernels. `launcher.cpp` has their bodies.
 
 The launcher finds the kernel by the text of its spec, and asks for those that it does not know: they are compiled then.
 """
@@ -23,6 +23,12 @@ _LIB.define(
     "cpp_attend(Tensor q, Tensor k, Tensor v, Tensor(a!)[] buffers, Tensor positions, Tensor[] rope, Tensor? sinks, "
     "Tensor? bias, Tensor? page_table, Tensor? chosen, int v_dim, str spec) -> Tensor"
 )
+_LIB.define(
+    "cpp_attend_many(Tensor q, Tensor k, Tensor v, Tensor places, Tensor positions, Tensor? sinks, Tensor? bias, "
+    "Tensor? allowed, str spec) -> Tensor",
+    # Vectors keep their channels side by side, and sizes stay free.
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
 _LIB.define("cpp_linear(Tensor x, Tensor weight, Tensor? bias, str spec) -> Tensor")
 _Loader = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64)
 
@@ -44,13 +50,20 @@ def _fake(
     return q.new_empty((*q.shape[:-1], v_dim))
 
 
+def _fake_many(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+    batch, heads, queries = q.shape[:3]
+    return q.new_empty((batch, queries, heads, v.shape[3])).transpose(1, 2)
+
+
 torch.library.register_fake("kvcompile::cpp_attend", _fake, lib=_LIB)
+torch.library.register_fake("kvcompile::cpp_attend_many", _fake_many, lib=_LIB)
 torch.library.register_fake(
     "kvcompile::cpp_linear",
     lambda x, weight, bias, spec: x.new_empty((*x.shape[:-1], weight.shape[0])),
     lib=_LIB,
 )
 cpp_attend = torch.ops.kvcompile.cpp_attend.default
+cpp_attend_many = torch.ops.kvcompile.cpp_attend_many.default
 cpp_linear = torch.ops.kvcompile.cpp_linear.default
 
 
@@ -95,6 +108,11 @@ def _first_attend(*args: Any) -> Tensor:
     return cpp_attend(*args)  # type: ignore[no-any-return]
 
 
+def _first_attend_many(*args: Any) -> Tensor:
+    ready()
+    return cpp_attend_many(*args)  # type: ignore[no-any-return]
+
+
 def _first_linear(*args: Any) -> Tensor:
     ready()
     return cpp_linear(*args)  # type: ignore[no-any-return]
@@ -102,6 +120,7 @@ def _first_linear(*args: Any) -> Tensor:
 
 # Behind what the launcher registers for CPUs, in the dispatcher's order.
 _LIB.impl("cpp_attend", _first_attend, "CompositeExplicitAutograd")
+_LIB.impl("cpp_attend_many", _first_attend_many, "CompositeExplicitAutograd")
 _LIB.impl("cpp_linear", _first_linear, "CompositeExplicitAutograd")
 
 

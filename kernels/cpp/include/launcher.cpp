@@ -99,9 +99,13 @@ void parallel(int64_t threads, kv::Task task, void* context) {
       &tasks);
 }
 
-At empty(const std::vector<int64_t>& size, const At& like) {
+std::vector<int64_t> dense(const std::vector<int64_t>& size) {
   std::vector<int64_t> stride(size.size(), 1);
   for (size_t i = size.size() - 1; i > 0; --i) stride[i - 1] = stride[i] * size[i];
+  return stride;
+}
+
+At empty(const std::vector<int64_t>& size, const std::vector<int64_t>& stride, const At& like) {
   int32_t dtype = 0, device = 0, index = 0;
   AtenTensorHandle made = nullptr;
   aoti_torch_get_dtype(like.get(), &dtype);
@@ -122,7 +126,8 @@ void run(const std::string& spec, const std::vector<kv::Tensor>& tensors) {
 At attend(At q, At k, At v, std::vector<At> buffers, At positions, std::vector<At> rope, std::optional<At> sinks,
           std::optional<At> bias, std::optional<At> page_table, std::optional<At> chosen, int64_t v_dim,
           std::string spec) {
-  At out = empty({q.size(0), q.size(1), q.size(2), v_dim}, q);
+  const std::vector<int64_t> size{q.size(0), q.size(1), q.size(2), v_dim};
+  At out = empty(size, dense(size), q);
   std::vector<kv::Tensor> tensors{seen(out),   vectors(q, "q"), vectors(k, "k"),  vectors(v, "v"), seen(positions),
                                   seen(sinks), seen(bias),      seen(page_table)};
   for (size_t i = 0; i < 2; ++i) tensors.push_back(i < rope.size() ? seen(rope[i]) : kv::Tensor{});
@@ -132,11 +137,21 @@ At attend(At q, At k, At v, std::vector<At> buffers, At positions, std::vector<A
   return out;
 }
 
+// Heads of a token lie side by side in what is given back: so the next layer wants them.
+At attend_many(At q, At k, At v, At places, At positions, std::optional<At> sinks, std::optional<At> bias,
+               std::optional<At> allowed, std::string spec) {
+  const std::vector<int64_t> size{q.size(0), q.size(1), q.size(2), v.size(3)};
+  At out = empty(size, {size[1] * size[2] * size[3], size[3], size[1] * size[3], 1}, q);
+  run(spec, {seen(out), vectors(q, "q"), vectors(k, "k"), vectors(v, "v"), seen(places), seen(positions), seen(sinks),
+             seen(bias), seen(allowed)});
+  return out;
+}
+
 // Of one token: x is dense, its last dimension the weight's second.
 At linear(At x, At weight, std::optional<At> bias, std::string spec) {
   std::vector<int64_t> size(x.dim(), 1);
   size.back() = weight.size(0);
-  At out = empty(size, x);
+  At out = empty(size, dense(size), x);
   run(spec, {seen(out), vectors(x, "x"), vectors(weight, "a weight"), seen(bias)});
   return out;
 }
@@ -152,5 +167,6 @@ extern "C" void kvcompile_set_loader(void* given) {
 
 STABLE_TORCH_LIBRARY_IMPL(kvcompile, CPU, m) {
   m.impl("cpp_attend", TORCH_BOX(&attend));
+  m.impl("cpp_attend_many", TORCH_BOX(&attend_many));
   m.impl("cpp_linear", TORCH_BOX(&linear));
 }

@@ -18,26 +18,21 @@ enum { OUT, X, WEIGHT, BIAS };
 constexpr int TOGETHER = 4;               // rows
 constexpr int64_t PIECE = 96 * 1024;      // bytes of weights
 
-#if defined(__AVX512BF16__)
-constexpr bool PRODUCTS = std::is_same_v<Model, bf16>;
-#else
-constexpr bool PRODUCTS = false;
-#endif
-
 // Sums of TOGETHER rows.
 template <int R>
 inline void rows(const Model* w, int64_t stride, const float* x, const Model* raw, int64_t n, float* out) {
   Vec total[R][2];
   for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = set1(0.0f);
   int64_t k = 0;
-#if defined(__AVX512BF16__)
-  if constexpr (PRODUCTS) {
-    for (; k + 64 <= n; k += 64) {
-      const __m512bh a = (__m512bh)_mm512_loadu_si512(raw + k), b = (__m512bh)_mm512_loadu_si512(raw + k + 32);
+#if defined(KV_PAIRS)
+  if constexpr (std::is_same_v<Model, bf16>) {
+    constexpr int STEP = 2 * W;
+    for (; k + 2 * STEP <= n; k += 2 * STEP) {
+      const Pairs a = load_pairs(raw + k), b = load_pairs(raw + k + STEP);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        total[r][0] = _mm512_dpbf16_ps(total[r][0], (__m512bh)_mm512_loadu_si512(w + r * stride + k), a);
-        total[r][1] = _mm512_dpbf16_ps(total[r][1], (__m512bh)_mm512_loadu_si512(w + r * stride + k + 32), b);
+        total[r][0] = dot(load_pairs(w + r * stride + k), a, total[r][0]);
+        total[r][1] = dot(load_pairs(w + r * stride + k + STEP), b, total[r][1]);
       }
     }
   }

@@ -1,4 +1,4 @@
-// Vectors of 16 floats: AVX-512 (F, BW, DQ, VL), with BF16 where __AVX512BF16__ is set.
+// Vectors of 16 floats: AVX-512 (F, BW, DQ, VL), with products of pairs (BF16) where KV_PAIRS is set.
 #pragma once
 
 #include <immintrin.h>
@@ -45,6 +45,22 @@ inline Vec load(const e4m3* p) {
   return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
 }
 inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+
+#if defined(KV_PAIRS)
+
+// Pairs of bfloat16, a lane each, whose products are added to floats.
+using Pairs = __m512bh;
+inline Pairs load_pairs(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+inline Pairs set1_pair(const bf16* p) {
+  int32_t pair;
+  std::memcpy(&pair, p, sizeof pair);
+  return (__m512bh)_mm512_set1_epi32(pair);
+}
+inline Vec dot(Pairs a, Pairs b, Vec c) { return _mm512_dpbf16_ps(c, a, b); }
+inline void store(bf16* p, Vec x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));
+}
+#endif
 
 // exp with an error below 2 units in the last place; 0 below -87, also of -inf.
 inline Vec exp(Vec x) {

@@ -38,6 +38,28 @@ inline Vec load(const T* p) {
 inline void store(float* p, Vec x) {
   for (int i = 0; i < W; ++i) p[i] = x.x[i];
 }
+#if defined(KV_PAIRS)  // as processors have them that multiply pairs: what is written for these runs anywhere
+
+struct Pairs {
+  bf16 x[2 * W];
+};
+inline Pairs load_pairs(const bf16* p) {
+  Pairs out;
+  std::memcpy(out.x, p, sizeof out.x);
+  return out;
+}
+inline Pairs set1_pair(const bf16* p) {
+  Pairs out;
+  for (int i = 0; i < 2 * W; ++i) out.x[i] = p[i % 2];
+  return out;
+}
+inline Vec dot(Pairs a, Pairs b, Vec c) {
+  KV_LANES(c.x[i] + to_float(a.x[2 * i]) * to_float(b.x[2 * i]) + to_float(a.x[2 * i + 1]) * to_float(b.x[2 * i + 1]));
+}
+inline void store(bf16* p, Vec x) {
+  for (int i = 0; i < W; ++i) p[i] = rounded<bf16>(x.x[i]);
+}
+#endif
 inline Vec sum_rows(const Vec* r) { KV_LANES(sum(r[i])); }
 
 #undef KV_LANES

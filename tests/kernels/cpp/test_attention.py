@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcompile.kernels.cpp.host import ops, source
-from kvcompile.kernels.cpp.isa import VARIABLE, available
+from kvcompile.kernels.cpp.isa import VARIABLE, Isa, available
 from kvcompile.kernels.cpp.spec import CppSpec
 from kvcompile.kernels.ops import cached_attention as op
 from kvcompile.kernels.spec import SiteSpec
@@ -140,6 +140,45 @@ def test_every_instruction_set_of_this_machine(isa: str, name: str, monkeypatch:
     check(CASES[name], "cpp")
     assert asked and source.kernel(CppSpec.from_json(asked[0])).isa.name == isa
     ops.forget()
+
+
+# What is written for processors that multiply pairs of bfloat16, in plain C++: it runs on the others.
+PAIRS = Isa("pairs", frozenset(), ("-DKV_PAIRS",), "vec_portable.h")
+
+
+@pytest.mark.parametrize(
+    "dims", [(16, 16), pytest.param((24, 40), marks=pytest.mark.slow), (13, 10)], ids=str
+)
+def test_pairs_of_bfloat16(dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of queries and keys that are whole and that are not, several of each."""
+    monkeypatch.setattr(source, "isa", lambda: PAIRS)
+    ops.forget()
+    check(Case(CacheLayout(), (6, 2), dims, torch.bfloat16, chunks=(150, 20)), "cpp")
+    ops.forget()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
+)
+@pytest.mark.parametrize(
+    ("layout", "mask"),
+    [
+        (CacheLayout(), MaskSpec("sliding", 70)),
+        (CacheLayout(placement=Ring(), retention=SinkWindow(3, 90)), MaskSpec("causal")),
+        (CacheLayout(with_residual(int8(), 40), int8()), MaskSpec("chunked", 64)),
+        (CacheLayout(int8(), int8(), Paged(16)), MaskSpec("causal")),
+    ],
+    ids=str,
+)
+def test_prompts_in_several_blocks(layout: CacheLayout, mask: MaskSpec, dtype: torch.dtype) -> None:
+    """Blocks that are seen whole, in part and not at all; any number of threads gives the same bits."""
+    case = Case(layout, (4, 2), (16, 16), dtype, mask, chunks=(140, 1, 130), pads=(0, 70))
+    check(case, "cpp")
+    found = []
+    for threads in (1, 5):
+        torch.set_num_threads(threads)
+        found.append(ran(case, "cpp").out)
+    assert torch.equal(*found)
 
 
 LONG = (300, 1, 1)  # several pieces, of several blocks
