@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import torch
+
 
 @dataclass(frozen=True)
 class Isa:
@@ -78,6 +80,17 @@ def available() -> tuple[Isa, ...]:
     """Those that this machine has, the best first."""
     features = _features()
     return tuple(own for own in ISAS if own.needs <= features)
+
+
+def lacks_products_of(dtype: torch.dtype) -> bool:
+    """Whether the processor multiplies no numbers of a dtype of half the bits, so that its BLAS is slow at them.
+
+    False where nothing is known: not x86-64, or no vectors that a kernel would be faster with.
+    """
+    if isa().name not in ("avx512_bf16", "avx512", "avx2"):
+        return False
+    products = {torch.bfloat16: {"avx512_bf16", "amx_bf16"}, torch.float16: {"avx512_fp16", "amx_fp16"}}
+    return dtype in products and not products[dtype] & _features()
 
 
 def _features() -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""A linear layer of one token by the C++ kernel."""
+"""Linear layers by C++ kernels: of one token, and of many where the processor has no products of their dtype."""
 
 from __future__ import annotations
 
@@ -15,4 +15,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     ops.ready()
     out: Tensor = ops.cpp_linear(x, weight, bias, source.linear_spec(x.dtype))
+    return out
+
+
+def linear_many(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [.., K] dense, weight [N, K], bias [N], all of one dtype, rows dense -> [.., N]; sums in fp32.
+
+    Raises:
+        KernelError: the kernel cannot be compiled.
+    """
+    ops.ready()
+    out: Tensor = ops.cpp_linear(x, weight, bias, source.linear_spec(x.dtype, many=True))
     return out

@@ -29,7 +29,10 @@ _LIB.define(
     # Vectors keep their channels side by side, and sizes stay free.
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
-_LIB.define("cpp_linear(Tensor x, Tensor weight, Tensor? bias, str spec) -> Tensor")
+_LIB.define(
+    "cpp_linear(Tensor x, Tensor weight, Tensor? bias, str spec) -> Tensor",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
 _Loader = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64)
 
 

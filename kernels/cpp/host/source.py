@@ -18,7 +18,7 @@ from kvcompile.kernels.cpp.isa import Isa, isa
 from kvcompile.kernels.cpp.spec import CppSpec
 
 ENTRY = "kvcompile_kernel"
-_LINEAR = "linear "
+_LINEAR = "linear"
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,22 @@ def kernel(spec: CppSpec) -> CppKernel:
 
 
 def address_of(spec: str) -> int:
-    """The kernel of a spec as ops carry it: a CppSpec as JSON, or "linear <type of C++>"; raises as `library_of`."""
+    """The kernel of a spec as ops carry it: a CppSpec as JSON, or what `linear_spec` gives; raises as `library_of`."""
     if spec.startswith(_LINEAR):
-        return _linear(spec.removeprefix(_LINEAR), isa())
+        return _linear(*spec.split(), isa())
     return kernel(CppSpec.from_json(spec)).address
 
 
-def linear_spec(dtype: torch.dtype) -> str:
-    """The spec of a linear layer of one token."""
-    return _LINEAR + MODELS[dtype]
+def linear_spec(dtype: torch.dtype, many: bool = False) -> str:
+    """The spec of a linear layer of one token, or of many: its file and the type of its weights."""
+    return f"{_LINEAR}_many {MODELS[dtype]}" if many else f"{_LINEAR} {MODELS[dtype]}"
 
 
 @cache
-def _linear(model: str, own: Isa) -> int:
-    text = (INCLUDE / "linear.cpp").read_text("utf-8")
+def _linear(name: str, model: str, own: Isa) -> int:
+    text = (INCLUDE / f"{name}.cpp").read_text("utf-8")
     return _address(
-        lambda: built(f"linear_{model}_{own.name}", text, (*flags_for(own), f"-DKV_MODEL={model}"))
+        lambda: built(f"{name}_{model}_{own.name}", text, (*flags_for(own), f"-DKV_MODEL={model}"))
     )
 
 

@@ -147,9 +147,10 @@ At attend_many(At q, At k, At v, At places, At positions, std::optional<At> sink
   return out;
 }
 
-// Of one token: x is dense, its last dimension the weight's second.
+// x is dense, its last dimension the weight's second.
 At linear(At x, At weight, std::optional<At> bias, std::string spec) {
-  std::vector<int64_t> size(x.dim(), 1);
+  std::vector<int64_t> size(x.dim());
+  for (size_t i = 0; i + 1 < size.size(); ++i) size[i] = x.size(i);
   size.back() = weight.size(0);
   At out = empty(size, dense(size), x);
   run(spec, {seen(out), vectors(x, "x"), vectors(weight, "a weight"), seen(bias)});

@@ -103,15 +103,15 @@ inline void hold_floats(const float* x, int n, bf16* out) {
 }
 #endif
 
-// Rows of [rows][DIM] become packed columns [even(dim)][COUNT]: `at(j)` is row j, or null for zeros.
+// Rows of `dim` <= DIM numbers become packed columns [even(dim)][COUNT]: `at(j)` is row j, or null for zeros.
 template <int DIM, int COUNT, class M, class T, class Rows>
-inline void pack_transposed(const Rows& at, int rows, T* out) {
+inline void pack_transposed(const Rows& at, int rows, int dim, T* out) {
   alignas(64) T own[COUNT][even<T>(DIM)];
   for (int j = 0; j < COUNT; ++j) {
     const M* row = j < rows ? at(j) : nullptr;
     if (row) {
-      hold(row, DIM, own[j]);
-      for (int c = DIM; c < even<T>(DIM); ++c) own[j][c] = T{};
+      hold(row, dim, own[j]);
+      for (int c = dim; c < even<T>(dim); ++c) own[j][c] = T{};
     } else {
       std::memset(own[j], 0, sizeof own[j]);
     }
@@ -121,9 +121,9 @@ inline void pack_transposed(const Rows& at, int rows, T* out) {
   static_assert(sizeof(T) * PAIR<T> == sizeof(Unit));
   const auto* from = reinterpret_cast<const Unit*>(own[0]);
   auto* to = reinterpret_cast<Unit*>(out);
-  constexpr int depth = even<T>(DIM) / PAIR<T>;
-  for (int k = 0; k < depth; ++k)
-    for (int j = 0; j < COUNT; ++j) to[k * COUNT + j] = from[j * depth + k];
+  constexpr int stride = even<T>(DIM) / PAIR<T>;
+  for (int k = 0; k < even<T>(dim) / PAIR<T>; ++k)
+    for (int j = 0; j < COUNT; ++j) to[k * COUNT + j] = from[j * stride + k];
 }
 
 // Rows of [rows][dim] become packed columns [COUNT][N], N >= DIM: `at(j)` is row j, or null for zeros.

@@ -1,4 +1,4 @@
-"""Linear layers of one token: the kernel against float64, and where it takes the place of the graph's own."""
+"""Linear layers: the kernels against float64, and where they take the place of the graph's own."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from torch.fx import symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvcompile.compile import gemv
-from kvcompile.kernels.cpp.host import ops
-from kvcompile.kernels.cpp.host.linear import linear
-from kvcompile.kernels.cpp.isa import VARIABLE, available
+from kvcompile.kernels.cpp import isa
+from kvcompile.kernels.cpp.host import ops, source
+from kvcompile.kernels.cpp.host.linear import linear, linear_many
+from kvcompile.kernels.cpp.isa import VARIABLE, Isa, available
+from tests.kernels.cpp.test_attention import PAIRS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -24,9 +26,9 @@ def vectors(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("isa", [isa.name for isa in available()])
-def test_sums_are_those_of_float32(isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, isa)
+@pytest.mark.parametrize("name", [own.name for own in available()])
+def test_sums_are_those_of_float32(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, name)
     ops.forget()
     for rows, columns in ((576, 576), (49, 65), (1537, 577), (1, 3), (3, 1), (5, 8192)):
         x, weight, bias = vectors(rows, columns, dtype)
@@ -37,6 +39,34 @@ def test_sums_are_those_of_float32(isa: str, dtype: torch.dtype, monkeypatch: py
             # A sum in float32, rounded once.
             limit = torch.finfo(dtype).eps * wanted.abs() + columns**0.5 * 2e-6
             assert bool(((got.double() - wanted).abs() <= limit).all())
+    ops.forget()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("own_isa", [*available(), PAIRS], ids=lambda own: own.name)
+def test_many_tokens(own_isa: Isa, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few and many, blocks of tokens, rows and columns that are whole and that are not."""
+    monkeypatch.setattr(source, "isa", lambda: own_isa)
+    ops.forget()
+    for tokens, rows, columns in (
+        (2, 9, 13),
+        (32, 5, 70),
+        (33, 129, 257),
+        (40, 128, 512),
+        (391, 3, 5),
+        (768, 20, 17),
+    ):
+        _, weight, bias = vectors(rows, columns, dtype)
+        x = torch.randn(2, tokens // 2, columns, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+        for own in (bias, None):
+            wanted = x.double() @ weight.double().T + (0 if own is None else own.double())
+            got = linear_many(x, weight, own)
+            assert got.shape == wanted.shape and got.dtype == dtype
+            # A result rounded once, and sums in turn, of which each rounds (Higham and Mary 2019).
+            size = x.abs().double() @ weight.abs().double().T + (0 if own is None else own.abs().double())
+            limit = torch.finfo(dtype).eps * wanted.abs() + columns**0.5 * 2**-23 * size
+            assert bool(((got.double() - wanted).abs() <= limit).all()), (tokens, rows, columns)
+    assert linear_many(x[:, :0], weight).shape == (2, 0, 20)
     ops.forget()
 
 
@@ -76,6 +106,38 @@ def test_one_token_takes_the_kernel_and_more_the_blas() -> None:
     module = gemv.give_gemv(symbolic_trace(layer))
     for x in (one, two):
         assert torch.allclose(module(x), layer(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_many_tokens_take_it_where_the_processor_lacks_their_products(
+    slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isa, "lacks_products_of", lambda dtype: slow and dtype == torch.bfloat16)
+    layer = Layer(torch.bfloat16)
+    x = torch.randn(2, 20, 8, dtype=torch.bfloat16)
+    assert ("cpp_linear" in traced(x, layer)) == slow
+    assert "cpp_linear" not in traced(x, layer, kernels=False), "what is packaged has no kernel"
+    assert "cpp_linear" not in traced(x.float(), Layer())
+    wanted = x.double() @ layer.inner.weight.double().T + layer.inner.bias.double()
+    assert torch.allclose(gemv.give_gemv(symbolic_trace(layer))(x).double(), wanted, atol=2e-2)
+
+
+def test_which_processors_lack_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = (torch.bfloat16, torch.float16)
+    avx2 = isa.ISAS[2].needs
+    for features, lacks in (
+        (avx2, half),
+        (isa.ISAS[0].needs, half[1:]),
+        (isa.ISAS[0].needs | {"avx512_fp16"}, ()),
+        (avx2 | {"amx_bf16"}, half[1:]),
+        (frozenset(), ()),
+    ):
+        monkeypatch.setattr(isa, "_features", lambda features=features: features)
+        isa.available.cache_clear()
+        found = tuple(dtype for dtype in DTYPES if isa.lacks_products_of(dtype))
+        assert set(found) == set(lacks), features
+    monkeypatch.undo()
+    isa.available.cache_clear()
 
 
 def test_no_compiler_takes_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
