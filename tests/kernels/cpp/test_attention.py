@@ -157,22 +157,36 @@ def test_pairs_of_bfloat16(dims: tuple[int, int], monkeypatch: pytest.MonkeyPatc
     ops.forget()
 
 
+# Several blocks of queries and keys, whole and not.
+LONG_PROMPT, PADS = (140, 1, 130), (0, 70)
+PROMPTS = {
+    "plain prompt": Case(CacheLayout(int8(), int8(), Paged(16)), (4, 2), chunks=LONG_PROMPT, pads=PADS),
+    "window prompt": Case(
+        CacheLayout(), (4, 2), mask=MaskSpec("sliding", 100), chunks=LONG_PROMPT, pads=PADS
+    ),
+    "ring prompt": Case(
+        CacheLayout(placement=Ring(), retention=SinkWindow(3, 90)), (4, 2), chunks=LONG_PROMPT, pads=PADS
+    ),
+    "residual prompt": Case(
+        CacheLayout(with_residual(uint(2, 8), 40), int8()),
+        (4, 2),
+        mask=MaskSpec("chunked", 64),
+        chunks=LONG_PROMPT,
+        pads=PADS,
+    ),
+    "capped prompt": Case(
+        CacheLayout(), (4, 2), score=ScoreSpec(4.0, BiasSpec("alibi"), True), chunks=LONG_PROMPT, pads=PADS
+    ),
+}
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
 )
-@pytest.mark.parametrize(
-    ("layout", "mask"),
-    [
-        (CacheLayout(), MaskSpec("sliding", 70)),
-        (CacheLayout(placement=Ring(), retention=SinkWindow(3, 90)), MaskSpec("causal")),
-        (CacheLayout(with_residual(int8(), 40), int8()), MaskSpec("chunked", 64)),
-        (CacheLayout(int8(), int8(), Paged(16)), MaskSpec("causal")),
-    ],
-    ids=str,
-)
-def test_prompts_in_several_blocks(layout: CacheLayout, mask: MaskSpec, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_in_several_blocks(name: str, dtype: torch.dtype) -> None:
     """Blocks that are seen whole, in part and not at all; any number of threads gives the same bits."""
-    case = Case(layout, (4, 2), (16, 16), dtype, mask, chunks=(140, 1, 130), pads=(0, 70))
+    case = replace(PROMPTS[name], dtype=dtype)
     check(case, "cpp")
     found = []
     for threads in (1, 5):

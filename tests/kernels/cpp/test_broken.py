@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvcompile.kernels.cpp.host import ops, source
 from kvcompile.kernels.cpp.spec import CppSpec
-from tests.kernels.cpp.test_attention import CASES
+from tests.kernels.cpp.test_attention import CASES, PROMPTS
 from tests.support.triton_attention import check
 
 # What is broken, by what, and the case that must tell.
@@ -45,6 +46,18 @@ BREAKS: dict[str, tuple[str, str, str]] = {
     "the age is not counted": ("H2O in cache", "std::max<int64_t>(position - held, 1)", "int64_t{1}"),
     "only the first head counts": ("TOVA", "h < OF_UNIT * GROUP; ++h) {", "h < 1; ++h) {"),
     "pages that were not chosen": ("Quest", "chosen[i] >= length || ", ""),
+    "a prompt's scores are not scaled": ("plain prompt", "DEPTH, SM_SCALE, own", "DEPTH, 1.0f, own"),
+    "late blocks of keys are left out": ("plain prompt", "keys.least > high", "keys.most > high"),
+    "early queries see late keys": ("plain prompt", "keys.most <= low", "keys.most <= high"),
+    "a block is seen whole": ("window prompt", "keys.least > high - 100", "keys.least > low - 100"),
+    "tokens before a window are seen": ("window prompt", "key > query - 100", "key > query - 101"),
+    "forms of a token are all seen": ("residual prompt", " && (!may || may[j * allowed.stride[2]])", ""),
+    "the sink of a prompt has no share": (
+        "capped prompt",
+        "total * more + std::exp(sink - top)",
+        "total * more",
+    ),
+    "a prompt's scores are not capped": ("capped prompt", "mul(tanh(", "mul(("),
     "shares are joined unscaled": (
         "two pieces",
         "const float share = std::exp(own.top - all.top);",
@@ -56,7 +69,9 @@ BREAKS: dict[str, tuple[str, str, str]] = {
 @pytest.fixture(autouse=True)
 def _anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("KVCOMPILE_CACHE_DIR", str(tmp_path))
+    torch.set_num_threads(2)  # so prompts come in several blocks of queries
     yield
+    torch.set_num_threads(1)
     ops.forget()
     source._kernel.cache_clear()
 
@@ -81,5 +96,5 @@ def test_broken_on_purpose(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source._kernel.cache_clear()
     ops.forget()
     with pytest.raises(AssertionError):
-        check(CASES[case], "cpp")
+        check((CASES | PROMPTS)[case], "cpp")
     assert any(done), "the text is not there any more"

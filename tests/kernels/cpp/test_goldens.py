@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvcompile.kernels.cpp.attend.prefill import site_of
 from kvcompile.kernels.cpp.generate import generate
 from kvcompile.kernels.cpp.host.attention import spec_of
 from kvcompile.kernels.cpp.spec import CppSpec
@@ -42,13 +44,28 @@ SITES = {
 }
 
 
-@pytest.mark.parametrize("name", SITES)
-def test_text(name: str) -> None:
-    spec = spec_of(SITES[name], (9, 3), (64, 64), "torch.bfloat16")
-    made, path = generate(spec), GOLDENS / f"cpp_{name}.cpp"
+def test_text_of_prompts() -> None:
+    site = SiteSpec(
+        CacheLayout(retention=SinkWindow(4, 60)), 0.125, score=ScoreSpec(30.0, BiasSpec("relative"), True)
+    )
+    spec = CppSpec("prefill", site_of(site), 9, 3, 64, 64, "bfloat16")
+    compare(generate(spec), GOLDENS / "cpp_prefill.cpp")
+    placed = replace(
+        site, layout=replace(site.layout, keys=int8(), placement=Ring()), rotary=ROPE, share="first"
+    )
+    assert site_of(placed) == spec.site, "one kernel is for all layouts with the same retention"
+
+
+def compare(made: str, path: Path) -> None:
     if os.environ.get("KVCOMPILE_ACCEPT"):
         path.write_text(made, encoding="utf-8")
     assert path.read_text(encoding="utf-8") == made
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_text(name: str) -> None:
+    spec = spec_of(SITES[name], (9, 3), (64, 64), "torch.bfloat16")
+    compare(generate(spec), GOLDENS / f"cpp_{name}.cpp")
 
 
 def test_specs_are_texts_and_back() -> None:
