@@ -75,7 +75,7 @@ GRAPHS = (
         "passes/dependence/reductions.py",
         "if not all(source.only_free(dim) for dim in gone):",
         "if False:",
-        "tests/soundness/test_07_mixing.py",
+        "tests/passes/dependence/test_dependence.py",
     ),
     broken(
         "sums along tokens mix nothing",
@@ -110,7 +110,7 @@ GRAPHS = (
         "passes/detect/position_limits.py",
         "return torch.allclose(one, other, rtol=1e-5, atol=1e-6)",
         "return True",
-        "tests/soundness/test_12_lengths.py",
+        "tests/passes/rewrite/test_positions.py",
     ),
     broken(
         "layers are equal whatever their plain attributes say",

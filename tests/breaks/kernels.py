@@ -95,7 +95,7 @@ KERNELS = (
         "kernels/reference/score_mod.py",
         "if self.mod.renormalise is None:\n            return p",
         "if True:\n            return p",
-        "tests/passes/score_mod/test_scores.py",
+        "tests/soundness/test_04_weights.py",
     ),
     broken(
         "the oracle's window is one too wide",

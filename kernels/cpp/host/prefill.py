@@ -8,27 +8,20 @@ from kvcompile.kernels.cpp.attend.prefill import site_of
 from kvcompile.kernels.cpp.host import ops
 from kvcompile.kernels.cpp.spec import CppSpec
 from kvcompile.kernels.inputs import AttendInputs
-from kvcompile.kernels.reference.attend_many import attend_many as reference
-from kvcompile.kernels.shared.rope import rotate
 
 
 def attend_many(
     x: AttendInputs, k: Tensor, v: Tensor, key_positions: Tensor, allowed: Tensor | None = None
 ) -> Tensor:
-    """As the reference's `attend_many`; queries that are padding give zeros.
+    """As the reference's `attend_many`, of queries and keys that have been turned, and positions of the sequence.
 
-    Positions that are counted in the cache are the reference's: of them a token has several.
+    Queries that are padding give zeros.
 
     Raises:
         KernelError: the kernel cannot be compiled; a plan says before where there is no compiler (`available.py`).
     """
-    if x.spec.layout.retention.in_cache:
-        return reference(x, k, v, key_positions, allowed)
     ops.ready()
     q = x.q
-    if x.rope:
-        q = rotate(q, x.positions, *x.rope, form=x.spec.rotary)
-        k = rotate(k, key_positions, *x.rope, form=x.spec.rotary)
     spec = CppSpec(
         "prefill",
         site_of(x.spec),

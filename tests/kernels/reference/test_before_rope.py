@@ -13,6 +13,7 @@ from torch._inductor.utils import fresh_cache
 import kvcompile
 from kvcompile.api import build
 from kvcompile.errors import LimitError, PlanError, RecipeError, VerificationError
+from kvcompile.kernels.ops import on_cpu
 from kvcompile.kernels.oracle import quantize
 from kvcompile.kernels.oracle.attention import policy_attention
 from kvcompile.kernels.reference import attend_many, attend_one
@@ -210,7 +211,7 @@ def test_broken_on_purpose(monkeypatch: pytest.MonkeyPatch) -> None:
         """Keys one place on, where they are read together with many queries."""
         return rotate(x, positions + (x.shape[1] == 2), *tables, form=form)
 
-    for module in (attend_one, attend_many):
+    for module in (attend_one, attend_many, on_cpu):
         monkeypatch.setattr(module, "rotate", late)
     with pytest.raises(VerificationError, match="layer 0"):
         verify(model, front, plan, "quick")
