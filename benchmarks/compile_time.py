@@ -1,7 +1,7 @@
 """What a cold and a warm start of kvcompile cost, beside plain torch.compile of the same model.
 
-Every start is a process of its own. A cold one has an empty Inductor cache, the warm one runs after it with
-the same cache. Both sides compile what generation needs: a prompt of any length and a decode step.
+Every start is a process of its own. A cold one has empty caches (Inductor's, and that of our kernels), the warm one
+runs after it with the same. Both sides compile what generation needs: a prompt of any length and a decode step.
 
     python benchmarks/compile_time.py                 # SmolLM2, int8; about 5 minutes on 2 cores
     python benchmarks/compile_time.py --only ours     # without plain torch.compile
@@ -50,18 +50,23 @@ def machine() -> dict[str, Any]:
 
 
 def start(side: str, options: argparse.Namespace, cache: str | None) -> dict[str, Any]:
-    """One start of `side` ("ours" or "plain") in a process of its own; `cache`: its Inductor cache folder.
+    """One start of `side` ("ours" or "plain") in a process of its own; `cache`: the folder of its caches.
 
     Raises:
         RuntimeError: the process failed; the message has its last lines.
     """
     command = [sys.executable, __file__, "--worker", side, *_arguments(options)]
-    environment = os.environ if cache is None else {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+    environment = os.environ if cache is None else _cached_in(Path(cache))
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"a start of {side!r} failed:\n" + "\n".join(done.stderr.splitlines()[-8:]))
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
+
+
+def _cached_in(folder: Path) -> dict[str, str]:
+    own = {"TORCHINDUCTOR_CACHE_DIR": folder / "inductor", "KVCOMPILE_CACHE_DIR": folder / "kvcompile"}
+    return {**os.environ, **{name: str(path) for name, path in own.items()}}
 
 
 def _arguments(options: argparse.Namespace) -> list[str]:

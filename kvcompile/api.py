@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from kvcompile.compile import ahead
 from kvcompile.compile.cudagraph import CudaRecorder, StepGraphs
 from kvcompile.compile.executor import Executor, RegionCompiler
 from kvcompile.compile.regions import cut
@@ -58,6 +59,7 @@ def optimize(
     with told(progress) as tell, watched(code=Dump.asked()):
         tell("capture and detect", 0, 1)
         model = base_of(model)
+        ahead.begin(model, checked)
         front = understand(model)
         _warn_of_hooks(model)
         tell("capture and detect", 1, 1)

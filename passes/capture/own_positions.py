@@ -17,8 +17,9 @@ The same is asked of `logits_to_keep`: with the indices of all tokens a forward 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -132,6 +133,27 @@ def _noted(model: nn.Module, inputs: Mapping[str, Tensor]) -> _Forward:
     return _Forward(noting.calls, _tensors(out), noting.held)
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What an operator's schema says; arguments: all names, in order; aliases: whether a result shares memory."""
+
+    name: str
+    arguments: tuple[str, ...]
+    written: tuple[str, ...]
+    aliases: bool
+
+
+@cache
+def _known(func: Any) -> _Known:
+    schema = func._schema
+    return _Known(
+        schema.name,
+        tuple(a.name for a in schema.arguments),
+        tuple(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write),
+        any(a.alias_info for a in schema.returns),
+    )
+
+
 class _Noting(TorchDispatchMode):
     """Notes the operators that run."""
 
@@ -143,22 +165,25 @@ class _Noting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        schema = func._schema
-        given = {a.name: value for a, value in zip(schema.arguments, args, strict=False)} | kwargs
-        written = [given[a.name] for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-        made, used = _tensors(result), _tensors((args, kwargs))
-        self.held |= {_memory(tensor): tensor.untyped_storage() for tensor in (*made, *used)}
+        known = _known(func)
+        given = dict(zip(known.arguments, args, strict=False)) | kwargs
+        written = [given[name] for name in known.written if name in given]
+        made, values = _tensors_in(result), list(_flat((args, kwargs)))
+        used = [x for x in values if isinstance(x, Tensor)]
+        for tensor in (*made, *used):
+            storage = tensor.untyped_storage()
+            self.held[storage._cdata] = storage
         shapes = tuple((t.dtype, tuple(n for n in t.shape if n != 1)) for t in made)
-        numbers = tuple(repr(x) for x in pytree.tree_leaves(given) if isinstance(x, (bool, int, float)))
-        name = schema.name
+        numbers = tuple(repr(x) for x in values if isinstance(x, (bool, int, float)))
+        name = known.name
         self.calls.append(
             _Call(
                 name,
                 (name, shapes, () if name in _LIKE or name in ("aten::_to_copy", "aten::clone") else numbers),
-                any(a.alias_info for a in schema.returns) and not written,
+                known.aliases and not known.written,
                 frozenset() if name in _LIKE else frozenset(map(_memory, used)),
-                frozenset(map(_memory, (*made, *_tensors(written)))),
-                name in _MAKING and all(t.dtype in _COUNTS for t in made) and _whole(given),
+                frozenset(map(_memory, (*made, *_tensors_in(written)))),
+                name in _MAKING and all(t.dtype in _COUNTS for t in made) and _whole(values),
             )
         )
         return result
@@ -205,9 +230,24 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _whole(given: Any) -> bool:
+def _flat(values: Any) -> Iterator[Any]:
+    """The leaves of an operator's arguments, in order: these nest in lists, tuples and dicts alone."""
+    if isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _flat(value)
+    elif isinstance(values, dict):
+        yield from _flat(tuple(values.values()))
+    else:
+        yield values
+
+
+def _tensors_in(values: Any) -> list[Tensor]:
+    return [leaf for leaf in _flat(values) if isinstance(leaf, Tensor)]
+
+
+def _whole(values: Sequence[Any]) -> bool:
     """Whether all numbers among arguments are whole."""
-    return all(x.is_integer() for x in pytree.tree_leaves(given) if isinstance(x, float))
+    return all(x.is_integer() for x in values if isinstance(x, float))
 
 
 def _memory(tensor: Tensor) -> int:

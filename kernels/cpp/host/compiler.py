@@ -6,10 +6,11 @@ import hashlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from threading import Lock
 
 from kvcompile.errors import KernelError
 from kvcompile.kernels.cpp.isa import Isa
@@ -29,6 +30,8 @@ FLAGS = (
 )
 _HASH = 12
 _SECONDS = 300
+_LOCK = Lock()
+_BUILDING: dict[Path, Lock] = {}
 
 
 @cache
@@ -81,17 +84,26 @@ def built(name: str, text: str, flags: Sequence[str]) -> Path:
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:_HASH]
     folder = code_folder(FOLDER)
     source, library = folder / f"{name}_{digest}.cpp", folder / f"{name}_{digest}.so"
-    if library.exists():
-        return library
     try:
-        write_atomically(source, text)
-        _compile(source, library, flags)
+        with _building(library):
+            if not library.exists():
+                write_atomically(source, text)
+                _compile(source, library, flags)
     except OSError as error:
         raise KernelError(
             f"{library}: the compiled kernel cannot be written ({error.strerror or error}): set KVCOMPILE_CACHE_DIR "
             "to a folder that you can write to"
         ) from error
     return library
+
+
+@contextmanager
+def _building(library: Path) -> Iterator[None]:
+    """Of threads that want one library, the first makes it."""
+    with _LOCK:
+        lock = _BUILDING.setdefault(library, Lock())
+    with lock:
+        yield
 
 
 def _compile(source: Path, library: Path, flags: Sequence[str]) -> None:
