@@ -47,7 +47,7 @@ PRODUCT = (
     ),
     broken(
         "an estimate takes every cache to be full",
-        "kvcompile/report/estimate.py",
+        "kvcompile/report/estimate/sizes.py",
         "layout=decision.layout,",
         "layout=_full(decision),",
         "tests/decide/test_one_decision.py",
