@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.oracle.retention import Choice
+from kvcompile.kernels.oracle.choice import Choice
 from kvcompile.layouts import Selection, TopPages
 
 

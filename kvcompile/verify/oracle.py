@@ -1,8 +1,8 @@
 """The oracle's runs: the canonical graph, every attention by its policy over the whole sequence.
 
-The policies are `kernels/oracle/attention.py` and, where scores choose, `kernels/oracle/retention.py`. A run may be
-disturbed: every q, k, v and attention result times 1 + a u, u uniform in [-1, 1), a of a few units in the last place
-(`ULPS`). How far that moves the outputs is what two correct orders of summation may differ by (`compare.py`).
+The policies are `kernels/oracle/attention.py`. A run may be disturbed: every q, k, v and attention result times
+1 + a u, u uniform in [-1, 1), a of a few units in the last place (`ULPS`). How far that moves the outputs is what two
+correct orders of summation may differ by (`compare.py`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from torch.fx import Interpreter, Node
 
 from kvcompile.errors import VerificationError
 from kvcompile.kernels.ops import opaque
-from kvcompile.kernels.oracle.attention import policy_attention
-from kvcompile.kernels.oracle.retention import Choice, scored_attention
-from kvcompile.kernels.oracle.selection import READ
+from kvcompile.kernels.oracle.attention import attention
+from kvcompile.kernels.oracle.choice import Choice
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import InKeys, Storage, model_dtype
 from kvcompile.passes.capture.opaque import is_mixer
@@ -201,24 +200,13 @@ class Oracle(Interpreter):
         known = {name: torch.tensor(values, device=q_in.device) for name, values in decision.scales}
         scales = (known.get("keys.scale"), known.get("values.scale"))
         rope = self.tables.get(site.layer, [])
-        if decision.layout.retention.by_score:
-            kept = self.kept[site.layer]
-            with self._told(site, decision):
-                out, self.choices[site.layer] = scored_attention(
-                    q_in, k_in, v_in, spec, rope, self.chunks, self.pads, sinks, bias, kept, scales, leaves
-                )
-        else:
-            shown: Tensor | None = None
-            selection = decision.layout.selection
-            if selection.selects:
-                pages = self.kept.get(site.layer)
-                with self._told(site, decision):
-                    shown, self.choices[site.layer] = READ[selection.kind](
-                        selection, q_in, k_in, spec.sm_scale, self.chunks or q_in.shape[2:3], self.pads, pages
-                    )
-            out = policy_attention(
-                q_in, k_in, v_in, spec, rope, self.pads, sinks, bias, leaves, scales, shown
+        held = self.kept.get(site.layer)
+        with self._told(site, decision):
+            out, choices = attention(
+                q_in, k_in, v_in, spec, rope, self.pads, sinks, bias, leaves, scales, self.chunks, held
             )
+        if decision.layout.followed is not None:
+            self.choices[site.layer] = choices
         self.outputs.append(self._disturbed(out, model_dtype()))
         if len(self.outputs) == self.count < len(self.sites):
             raise Enough

@@ -10,7 +10,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcompile.kernels.oracle.retention import scored_attention
 from kvcompile.kernels.shared.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
@@ -36,6 +35,7 @@ from kvcompile.layouts import (
 )
 from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 from tests.support import dictionary
+from tests.support.policy import scored_attention
 from tests.support.runner import run
 
 HQ, HKV, D, DV, T = 4, 2, 32, 32, 36
