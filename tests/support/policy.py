@@ -25,7 +25,10 @@ def scored_attention(
     rope: list[Tensor],
     chunks: Sequence[int],
     padding: Tensor | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    held: Sequence[Tensor] | None = None,
     **rest: Any,
 ) -> tuple[Tensor, list[Choice]]:
     """`attention` of tokens that came in `chunks`."""
-    return attention(q, k, v, spec, rope, padding, chunks=chunks, **rest)
+    return attention(q, k, v, spec, rope, padding, sinks, bias, chunks=chunks, held=held, **rest)

@@ -32,8 +32,8 @@ class ByPosition(Hooks[Retention]):
         return torch.where(_valid(held, length, count, layout), held, -1)
 
     def visible(self, x: AttendInputs, tokens: Tensor) -> Tensor:
-        keys = tokens if tokens.dim() == 3 else tokens[:, None]
-        return visibility.visible(x.positions[:, :, None], keys, x.spec)
+        query = x.positions[:, :, None]
+        return visibility.visible(query, tokens if tokens.dim() == 3 else tokens[:, None], x.spec)
 
     def attend_many(
         self, x: AttendInputs, read: CacheLayout, stored: Stored, attend: AttendMany
