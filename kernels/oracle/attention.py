@@ -1,4 +1,4 @@
-"""The oracle of a policy: full-sequence attention that forgets and rounds as a layout does, with no cache.
+"""Computes what a policy gives: full-sequence attention that forgets and rounds as a layout does, with no cache.
 
 A step is the same for every layout:  place -> write -> select -> attend -> note.
 

@@ -1,4 +1,4 @@
-"""A choice between tokens or pages that rounding may let fall either way, as the oracle would have made it."""
+"""Holds a choice between tokens or pages that rounding may let fall either way, as the oracle would have made it."""
 
 from __future__ import annotations
 

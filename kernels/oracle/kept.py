@@ -1,4 +1,4 @@
-"""Which keys a retention by positions has kept for each query, said of whole sequences: no slots, no rings.
+"""Says which keys a retention by positions has kept for each query of a whole sequence: no slots, no rings.
 
 One function per retention. It shares nothing with `kernels/reference/visibility.py`, which says the same of slots.
 """

@@ -1,4 +1,4 @@
-"""What a model does to scores before they weigh values, for the oracle: mask, softcap, bias, expression, softmax."""
+"""Computes what stands between scores and weights, for the oracle: mask, softcap, bias, expression, softmax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of many new queries against decoded keys and values, in PyTorch."""
+"""Computes attention of many new queries against decoded keys and values, in PyTorch."""
 
 from __future__ import annotations
 

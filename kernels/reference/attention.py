@@ -1,4 +1,4 @@
-"""Append and attend in plain PyTorch: the oracle of every generated kernel, and what Inductor compiles.
+"""Appends and attends in plain PyTorch: generated kernels are held against it, and Inductor compiles it.
 
 A step is the same for every layout:  place -> write -> select -> attend -> note.
 

@@ -1,4 +1,4 @@
-"""Keys and values for many queries at once, of storages that keep the newest tokens in full.
+"""Joins keys and values for many queries at once, of storages that keep the newest tokens unquantized.
 
 A query at position i sees what a sequence of i + 1 tokens keeps: early queries see a token in full that late ones see
 settled. So what stands between the two is there once for every form that it is seen in, and each query is allowed

@@ -1,4 +1,4 @@
-"""Retention by positions in the oracle: what is kept for a query depends on nothing else (`kernels/oracle/kept.py`)."""
+"""Answers for retention by positions: what is kept for a query depends on nothing else (`kernels/oracle/kept.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retention by scores in the oracle: a dictionary from kept token to score, and no slots.
+"""Answers for retention by scores, with a dictionary from kept token to score, and no slots.
 
 Follows `layouts/retention/scored.py` pass by pass, as the tokens came: which tokens stay depends on that.
 """

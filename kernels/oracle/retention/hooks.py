@@ -1,4 +1,4 @@
-"""What a step of the oracle asks a retention: which queries go together, what they see, what is noted afterwards."""
+"""Defines what a step of the oracle asks a retention: which queries go together, what they see, what is noted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the reference asks a retention in a step (`hooks.py`), by the kind of the retention."""
+"""Finds what the reference asks a retention in a step (`hooks.py`), by the kind of the retention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retention by positions alone in the reference: a token's slot is an expression of its position.
+"""Answers for retention by positions alone: a token's slot is an expression of its position.
 
 One new token is written first and then attends: the slot that it takes is that of the token which no longer is seen. So
 do many tokens of slots that are never reused. Many tokens of a ring attend to the old slots and to themselves, and are

@@ -1,4 +1,4 @@
-"""Retention by scores in the reference (`layouts/retention/scored.py`): slots in any order.
+"""Answers for retention by scores (`layouts/retention/scored.py`), whose slots are in any order.
 
 Shapes as in `kernels/inputs.py`; besides K's and V's parts a layer has, per slot, the position of its token [B, Hs, N]
 (int32) and its score [B, Hs, N] (fp32), Hs = Hkv, or 1 where a layer has one score for all heads. Slots fill in order:

@@ -1,4 +1,4 @@
-"""What a step of the reference asks a retention: which slot a token takes, what a query sees, what is noted after."""
+"""Defines what a step of the reference asks a retention: a token's slot, what a query sees, what is noted after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retention by positions that count from the start of the cache (StreamingLLM), in the reference.
+"""Answers for retention by positions that count from the start of the cache (StreamingLLM).
 
 The slots are those of any retention by positions. What differs is where queries and keys stand: RoPE and biases go by
 the place of a token among those that are kept.

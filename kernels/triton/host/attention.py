@@ -1,4 +1,4 @@
-"""Append and attend by generated kernels: what `kvcompile::cached_attention` promises, as launches of roles.
+"""Appends and attends by generated kernels: launches of roles do what `kvcompile::cached_attention` promises.
 
 A step is the same for every layout:  place -> write -> select -> attend -> note.
 

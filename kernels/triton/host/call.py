@@ -1,4 +1,4 @@
-"""One call of `cached_attention` on generated kernels: its tensors, and the launches of roles that it is made of.
+"""Holds the tensors of one `cached_attention` on generated kernels, and makes the launches of its roles.
 
 `attention.py` puts them in order.
 """

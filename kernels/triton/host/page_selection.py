@@ -1,4 +1,4 @@
-"""Which pages a step reads by generated kernels, where a selection says so (`layouts/selection/top_pages.py`).
+"""Chooses the pages that a step reads by generated kernels (`layouts/selection/top_pages.py`).
 
 | new tokens | launches |
 |---|---|

@@ -1,4 +1,4 @@
-"""Which pages a step of generated kernels reads, by the kind of the selection."""
+"""Finds which pages a step of generated kernels reads, by the kind of the selection."""
 
 from __future__ import annotations
 

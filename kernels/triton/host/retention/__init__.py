@@ -1,4 +1,4 @@
-"""What a step of generated kernels asks a retention (`hooks.py`), by the kind of the retention."""
+"""Finds what a step of generated kernels asks a retention (`hooks.py`), by the kind of the retention."""
 
 from __future__ import annotations
 

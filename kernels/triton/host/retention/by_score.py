@@ -1,4 +1,4 @@
-"""Retention by scores on generated kernels (`layouts/retention/scored.py`): what is launched besides.
+"""Makes the launches that retention by scores needs besides (`layouts/retention/scored.py`).
 
 | new tokens | launches |
 |---|---|

@@ -1,4 +1,4 @@
-"""What a step of generated kernels asks a retention, and what one by positions answers: nothing is noted of slots."""
+"""Defines what a step of generated kernels asks a retention, and answers for those by positions: nothing is noted."""
 
 from __future__ import annotations
 
