@@ -14,7 +14,7 @@ from kvcompile.kernels.ops import cached_attention as ops
 from kvcompile.kernels.reference.retention import by_score
 from kvcompile.kernels.triton.config import Config
 from kvcompile.kernels.triton.host import ops_attend
-from kvcompile.kernels.triton.host.call import Call, prefill, transformed
+from kvcompile.kernels.triton.host.call import Call, New, prefill, transformed
 from kvcompile.kernels.triton.host.retention import by_score as on_triton
 from kvcompile.kernels.triton.host.site_kernels import Kernels, kernels_of
 from kvcompile.kernels.triton.retention import score_sums
@@ -255,7 +255,7 @@ def test_the_log_sum_exp_of_many_queries() -> None:
     q, k, v = case.qkv()
     positions = torch.arange(19)[None] - torch.tensor([[0], [4]])
     call = replace(call, q=q, k=k, v=v, positions=positions)
-    out, lse = prefill(call, q, k, v, [], ("lse",))
+    out, lse = prefill(call, New(q, k, v, []), ("lse",))
     shown = (positions[:, None, :] <= positions[:, :, None]) & (positions[:, None, :] >= 0)
 
     def summed(dtype: torch.dtype) -> Tensor:
