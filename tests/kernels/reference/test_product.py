@@ -148,7 +148,9 @@ def test_equals_a_dictionary_of_tokens(case: tuple[SiteSpec, list[int], int], se
     scales = (calibrated.get("keys.scale"), calibrated.get("values.scale"))
     if isinstance(layout.retention, Scored):
         sinks, bias = extra.get("sinks"), extra.get("bias")
-        wanted, choices = scored_attention(*qkv, spec, rope, chunks, pads, sinks, bias, ran.held, scales)
+        wanted, choices = scored_attention(
+            *qkv, spec, rope, chunks, pads, sinks, bias, ran.held, scales=scales
+        )
         # Two scores that rounding may confuse differ by what the probabilities in them do.
         assert all(choice.excess <= 4 * WITHIN * EPS * choice.values.abs().max() for choice in choices)
     else:
