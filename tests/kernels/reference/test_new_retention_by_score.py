@@ -215,7 +215,7 @@ def test_a_new_retention_by_scores_needs_its_own_files_and_nothing_else(recalled
     [
         ("note", lambda self, x, p: None),
         ("visible", lambda self, x, tokens: tokens[:, None] != x.positions[:, :, None]),
-        ("held", lambda self, x, length: held_in(x.notes[0], length - 1)[:, 0]),
+        ("held", lambda self, x, length: held_in(x.notes[0], length)[:, 0].roll(1, -1)),
     ],
 )
 def test_verification_holds_the_reference_to_the_oracle(
