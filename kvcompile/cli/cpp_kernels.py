@@ -1,4 +1,4 @@
-"""`kvcompile kernels --target cpp`: a recipe's generated C++ kernels, their files, and what their machine code is like."""
+"""`kvcompile kernels --target cpp`: a recipe's generated C++ kernels, their files, and their machine code."""
 
 from __future__ import annotations
 

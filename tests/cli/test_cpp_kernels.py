@@ -1,4 +1,4 @@
-"""`kvcompile kernels --target cpp`: which kernels it names, that its files compile by themselves, what it reads of them."""
+"""`kvcompile kernels --target cpp`: which kernels it names, that its files compile, what it reads of them."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 from kvcompile.errors import KernelError
 from kvcompile.kernels.cpp.attend.values import MODELS
 from kvcompile.kernels.cpp.generate import generate
-from kvcompile.kernels.cpp.host.compiler import INCLUDE, built, flags_for
+from kvcompile.kernels.cpp.host.compiler import INCLUDE, SHARED, built, flags_for
 from kvcompile.kernels.cpp.isa import Isa, isa
 from kvcompile.kernels.cpp.spec import CppSpec
 
@@ -39,9 +39,9 @@ class KernelText:
     text: str
     defines: tuple[str, ...] = ()
 
-    def flags(self, own: Isa) -> tuple[str, ...]:
-        """All of the compiler's flags, for an instruction set."""
-        return (*flags_for(own), *self.defines)
+    def flags(self, own: Isa, form: Sequence[str] = SHARED) -> tuple[str, ...]:
+        """All of the compiler's flags, for an instruction set; form: SHARED or OBJECT."""
+        return (*flags_for(own, form), *self.defines)
 
 
 def text_of(spec: str) -> KernelText:

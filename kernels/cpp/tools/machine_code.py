@@ -1,7 +1,7 @@
 """What a C++ kernel's machine code says: its main loop and what that spills. Libraries in, numbers out, by `objdump`.
 
-A loop is what a backward jump closes. The main loop is the innermost one with the most products; of several with as many,
-the shortest. Only x86-64 is read.
+A loop is what a backward jump closes. The main loop is the innermost one with the most products; of several with as
+many, the shortest. Only x86-64 is read.
 """
 
 from __future__ import annotations
