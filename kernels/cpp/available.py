@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 import torch
@@ -11,12 +14,24 @@ from kvcompile.errors import KernelError
 from kvcompile.kernels.cpp.host.ops import launcher
 from kvcompile.kernels.cpp.isa import isa
 
+_COMPILED = ContextVar("compiled", default=False)
+
 
 def problem(device: torch.device) -> str | None:
     """Why kernels cannot run on tensors of `device`, and what to do; None where they can."""
     if device.type != "cpu":
         return f"C++ kernels are for CPUs, and this model is on {device}"
-    return _no_compiler()
+    return None if _COMPILED.get() else _no_compiler()
+
+
+@contextmanager
+def compiled() -> Iterator[None]:
+    """What is planned within has its kernels already, in an artifact: this machine needs no compiler for them."""
+    token = _COMPILED.set(True)
+    try:
+        yield
+    finally:
+        _COMPILED.reset(token)
 
 
 def described() -> str:

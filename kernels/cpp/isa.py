@@ -82,15 +82,18 @@ def available() -> tuple[Isa, ...]:
     return tuple(own for own in ISAS if own.needs <= features)
 
 
-def lacks_products_of(dtype: torch.dtype) -> bool:
+def lacks_products_of(dtype: torch.dtype, own: Isa | None = None) -> bool:
     """Whether the processor multiplies no numbers of a dtype of half the bits, so that its BLAS is slow at them.
 
     False where nothing is known: not x86-64, or no vectors that a kernel would be faster with.
+
+    Args:
+        own: an instruction set, of whose processor this is asked; None: of this machine.
     """
-    if isa().name not in ("avx512_bf16", "avx512", "avx2"):
+    if (own or isa()).name not in ("avx512_bf16", "avx512", "avx2"):
         return False
     products = {torch.bfloat16: {"avx512_bf16", "amx_bf16"}, torch.float16: {"avx512_fp16", "amx_fp16"}}
-    return dtype in products and not products[dtype] & _features()
+    return dtype in products and not products[dtype] & (own.needs if own else _features())
 
 
 def _features() -> frozenset[str]:

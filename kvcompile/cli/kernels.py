@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcompile.cli import cpp_kernels
 from kvcompile.cli.common import Debug, RecipeName, Settings, command, overrides_from, show, stderr, waiting
 from kvcompile.errors import InputError, PlanError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from kvcompile.kernels.cpp.isa import Isa
+    from kvcompile.kernels.spec import SiteSpec
     from kvcompile.kernels.triton.host.launches import Launch
 
 ARCHES = {80: ("sm_80", 108), 90: ("sm_90", 132), 100: ("sm_100", 148)}  # with multiprocessors of the largest
@@ -24,7 +27,13 @@ Heads = Annotated[
 Dim = Annotated[int, typer.Option("--head-dim", min=16, max=576, help="Channels of a key and a value.")]
 Arch = Annotated[int, typer.Option(help="The GPU's compute capability, times ten: 80, 90 or 100.")]
 Assemble = Annotated[
-    bool, typer.Option("--assemble", help="Compile them (no GPU is needed) and show registers and loops.")
+    bool,
+    typer.Option("--assemble", help="Compile them (no GPU is needed) and show registers, loops and spills."),
+]
+Target = Annotated[str, typer.Option(help="triton, for NVIDIA GPUs, or cpp, for CPUs.")]
+IsaName = Annotated[
+    str | None,
+    typer.Option("--isa", help="Of a CPU: avx512_bf16, avx512, avx2 or portable; this machine's by default."),
 ]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="A folder to write their sources to.")]
 
@@ -34,17 +43,31 @@ def kernels(
     recipe: RecipeName = "baseline",
     heads: Heads = "32/8",
     head_dim: Dim = 128,
+    target: Target = "triton",
     arch: Arch = 90,
+    isa: IsaName = None,
     assemble: Assemble = False,
     out: Out = None,
     settings: Settings = None,
     debug: Debug = False,
 ) -> None:
-    """Show which Triton kernels a recipe's layers with full attention launch, for a token and for a prompt in bf16.
+    """Show which generated kernels a recipe's layers with full attention run, for a token and for a prompt in bf16.
 
-    Example: kvcompile kernels --recipe int8 --heads 32/8 --arch 90 --assemble
+    Example: kvcompile kernels --recipe int8 --heads 32/8 --target cpp --isa avx2 --assemble
     """
     queries, keys = heads_of(heads)
+    if target not in ("triton", "cpp"):
+        raise InputError(f"--target: expected triton or cpp, got {target!r}")
+    if target == "cpp":
+        own = cpp_kernels.isa_named(isa)
+        with waiting("generating"):
+            kernels_of_cpu = _of_cpu(recipe, settings, (queries, keys), head_dim, own)
+        if out is not None:
+            cpp_kernels.written(kernels_of_cpu, out, own)
+        show((cpp_kernels.assembled if assemble else cpp_kernels.listed)(kernels_of_cpu, own))
+        return
+    if isa is not None:
+        raise InputError("--isa is of a CPU: add --target cpp")
     if arch not in ARCHES:
         raise InputError(f"--arch: expected {', '.join(map(str, ARCHES))}, got {arch}")
     with waiting("generating"):
@@ -73,10 +96,48 @@ def _launches(
 ) -> list[tuple[str, Launch]]:
     import torch
 
-    from kvcompile.kernels.spec import SiteSpec
     from kvcompile.kernels.triton.config import Device
     from kvcompile.kernels.triton.host.launches import launches
     from kvcompile.kernels.triton.supports import refusal
+
+    recipe, site = _site(name, settings, dim)
+    dims, dtype = (dim, dim), torch.bfloat16
+    if problem := refusal(site, heads, dims, dtype):
+        raise PlanError(f"{recipe}: there are no kernels for these layers: {problem}")
+    device = Device(ARCHES[arch][0], arch, ARCHES[arch][1])
+    return [
+        (when, launch)
+        for when, tokens in (("a token", 1), ("a prompt", _MANY))
+        for launch in launches(site, heads, dims, dtype, device, tokens)
+    ]
+
+
+def _of_cpu(
+    name: str, settings: list[str] | None, heads: tuple[int, int], dim: int, own: Isa
+) -> list[cpp_kernels.Found]:
+    import torch
+
+    from kvcompile.kernels.cpp.host.launches import launches
+    from kvcompile.kernels.cpp.host.source import text_of
+    from kvcompile.kernels.cpp.supports import refusal
+
+    recipe, site = _site(name, settings, dim)
+    dims, dtype = (dim, dim), torch.bfloat16
+    if problem := refusal(site, heads, dims, dtype):
+        raise PlanError(f"{recipe}: there are no kernels for these layers: {problem}")
+    return [
+        cpp_kernels.Found(one.when, one.role, text_of(one.spec), ", ".join(one.options))
+        for one in launches(site, heads, dims, dtype, own)
+    ]
+
+
+def _site(name: str, settings: list[str] | None, dim: int) -> tuple[str, SiteSpec]:
+    """The recipe's name, and a layer with full attention of it.
+
+    Raises:
+        PlanError: vectors of `dim` channels cannot be kept like that.
+    """
+    from kvcompile.kernels.spec import SiteSpec
     from kvcompile.recipe import load_recipe
     from kvcompile.recipe.retention import LayerContext
     from kvcompile.specs import RotaryForm
@@ -85,19 +146,10 @@ def _launches(
     layout = recipe.cache_for(0, 1, "causal")[0].build(
         LayerContext(tokens=recipe.runtime.max_tokens or 32768)
     )
-    site = SiteSpec(layout, dim**-0.5, rotary=RotaryForm("half", 0, dim))
-    dims, dtype = (dim, dim), torch.bfloat16
     for storage in (layout.keys, layout.values):
         if problem := storage.check(dim):
             raise PlanError(f"{recipe.name}: {problem}")
-    if problem := refusal(site, heads, dims, dtype):
-        raise PlanError(f"{recipe.name}: there are no kernels for these layers: {problem}")
-    device = Device(ARCHES[arch][0], arch, ARCHES[arch][1])
-    return [
-        (when, launch)
-        for when, tokens in (("a token", 1), ("a prompt", _MANY))
-        for launch in launches(site, heads, dims, dtype, device, tokens)
-    ]
+    return recipe.name, SiteSpec(layout, dim**-0.5, rotary=RotaryForm("half", 0, dim))
 
 
 def _written(found: list[tuple[str, Launch]], folder: Path) -> None:

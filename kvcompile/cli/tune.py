@@ -10,7 +10,7 @@ import typer
 
 from kvcompile.cli.common import Debug, Dtype, command, show, stages, stderr, waiting
 from kvcompile.cli.kernels import Dim, Heads, heads_of
-from kvcompile.errors import InputError
+from kvcompile.errors import InputError, KernelError
 from kvcompile.util.console import table
 
 if TYPE_CHECKING:
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from kvcompile.kernels.triton.spec import Role
     from kvcompile.kernels.triton.tools.tune import Subject
 
+NO_GPU = (
+    "kvcompile tune measures on an NVIDIA GPU, and there is none here. Of a CPU there is nothing to tune: C++ kernels "
+    "cut their slots by how many there are and how many threads, and whoever is free takes the next piece; other sizes "
+    "of pieces were no faster (docs/kernels.md)"
+)
 Recipes = Annotated[
     str,
     typer.Option("--recipes", "-r", help="Shipped recipes or YAML files, separated by commas: their caches."),
@@ -47,10 +52,11 @@ def tune(
     out: Out = None,
     debug: Debug = False,
 ) -> None:
-    """Measure how generated kernels run best on this GPU, for the caches of recipes and a model's heads.
+    """Measure how generated Triton kernels run best on this GPU, for the caches of recipes and a model's heads.
 
     The table it writes is used from then on, by plans that are made on a GPU of this name. Takes some minutes for each
-    recipe. Example: kvcompile tune --recipes int8,paged_int8 --heads 32/8 --head-dim 128
+    recipe. C++ kernels of CPUs have nothing to tune: they compute how their work is best cut.
+    Example: kvcompile tune --recipes int8,paged_int8 --heads 32/8 --head-dim 128
     """
     sizes = heads_of(heads)
     batches, contexts = _numbers("--batch", batch), _numbers("--context", context)
@@ -71,6 +77,8 @@ def tune(
         if role in asked
     ]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        raise KernelError(NO_GPU)
     with stages() as progress:
         found = tuner.tune(subjects, device, rounds, progress)
     where = tuner.write(found, configs.device_of(device), out)

@@ -31,6 +31,10 @@ log = logging.getLogger(__name__)
 HINTS = {"batch": 11, "tokens": 61, "keep": 37, "span": 59}
 _OTHER_HINT = 1009
 
+# Elements of a loop that a thread must have, in a step of one token. A norm of a token is microseconds of one core;
+# several wait for each other at the end of every loop, and for whatever else runs on their cores.
+SERIAL = 1 << 14
+
 Compiled = Callable[..., Sequence[Any]]
 
 
@@ -60,6 +64,11 @@ class Tracer:
         self.keep = 1 if shapes.keep_is_one else self._symbol("keep")
         self.span = shapes.span or self._symbol("span")
         self._others: dict[str, Any] = {}
+
+    @property
+    def one_token(self) -> bool:
+        """Whether a call is one new token of one sequence."""
+        return isinstance(self.batch, int) and isinstance(self.tokens, int)
 
     def size(self, name: str) -> Any:
         """A size by its name: one of the shape class, or any other, which is symbolic and at least two."""
@@ -114,7 +123,7 @@ def compile_region(module: GraphModule, inputs: Sequence[Any], tracer: Tracer, m
                 module,
                 list(inputs),
                 dynamic_shapes="from_tracing_context",
-                options={"config_patches": _patches(mode)},
+                options={"config_patches": _patches(mode, on_cpu and tracer.one_token)},
             )
     except Exception as error:
         raise CompileError(
@@ -141,11 +150,14 @@ def _cached_for_this_code() -> AbstractContextManager[None]:
     return patched
 
 
-def _patches(mode: str) -> dict[str, Any]:
+def _patches(mode: str, serial: bool = False) -> dict[str, Any]:
+    """What is asked of Inductor; serial: whether only large loops are for several threads."""
     options = dict(torch._inductor.list_mode_options(mode)) if mode == "max-autotune" else {}
     options |= {"triton.cudagraphs": False}  # of one region; `compile/cudagraph.py` makes them of all
     # standalone_compile would run each kernel once, on made-up inputs of the hinted sizes: a kernel that writes to
     # the slots of made-up positions writes anywhere. Nothing needs it: kernels are compiled all the same.
     options |= {"triton.autotune_at_compile_time": False}
+    if serial:
+        options |= {"cpp.min_chunk_size": SERIAL}
     # A scale is rounded to what is stored before it divides; without this, the rounding is optimized away.
     return options | {"emulate_precision_casts": True}

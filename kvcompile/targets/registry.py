@@ -34,12 +34,12 @@ class ExportTarget:
     writer:   the module with `write(source, folder, options, progress) -> Manifest`, and `ready(options)` where there
               is something to check before the model is looked at
     sessions: what runs its artifacts, its own first
-    triton:   whether its graphs may launch generated Triton kernels; else sites are the reference's PyTorch
+    generated: whether its graphs may run generated kernels; else sites are the reference's PyTorch
     """
 
     writer: str
     sessions: tuple[SessionKind, ...]
-    triton: bool = False
+    generated: bool = False
 
 
 _ONNX = SessionKind("onnx", "kvcompile.targets.onnx.session", "Session")
@@ -52,6 +52,6 @@ TARGETS: dict[Target, ExportTarget] = {
     "aoti": ExportTarget(
         "kvcompile.targets.aoti.write",
         (SessionKind("aoti", "kvcompile.targets.aoti.session", "Package"),),
-        triton=True,
+        generated=True,
     ),
 }

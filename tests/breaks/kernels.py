@@ -6,6 +6,41 @@ from tests.breaks.broken import broken
 
 KERNELS = (
     broken(
+        "of linear layers that are one call, the second writes over the first",
+        "kernels/cpp/include/linear.cpp",
+        "work.start[own] = outputs;",
+        "work.start[own] = 0;",
+        "tests/kernels/cpp/test_linear.py",
+    ),
+    broken(
+        "linear layers of one vector are calls of their own",
+        "kvcompile/compile/gemv.py",
+        "elif len(of_x[-1]) < _TOGETHER:",
+        "elif not of_x[-1]:",
+        "tests/kernels/cpp/test_linear.py",
+    ),
+    broken(
+        "threads share the norm of a token",
+        "kvcompile/compile/inductor.py",
+        "    if serial:\n",
+        "    if not serial:\n",
+        "tests/compile/test_one_token.py",
+    ),
+    broken(
+        "a kernel is said to turn what its selection has turned",
+        "kernels/cpp/host/launches.py",
+        "rotary=None if chosen and site.rotates_on_append else site.rotary",
+        "rotary=site.rotary",
+        "tests/kernels/cpp/test_launches.py",
+    ),
+    broken(
+        "the longest loop is the main loop",
+        "kernels/cpp/tools/machine_code.py",
+        "(sum(each.product for each in body), -len(body))",
+        "len(body)",
+        "tests/cli/test_cpp_kernels.py",
+    ),
+    broken(
         "a quantized vector without its minimum",
         "kernels/reference/codec.py",
         "return x + numbers[1].float().unsqueeze(dim) if storage.scale.minimum else x",

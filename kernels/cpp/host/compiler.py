@@ -18,12 +18,12 @@ from kvcompile.util.cache_dir import code_folder, write_atomically
 
 INCLUDE = Path(__file__).parents[1] / "include"
 FOLDER = "cpp"
+SHARED = ("-shared", "-fPIC")
+OBJECT = ("-c", "-fPIC", "-fvisibility=hidden")  # of what is linked into another library
 # No contraction: what is written to a cache is rounded as the reference rounds it.
 FLAGS = (
     "-std=c++17",
     "-O3",
-    "-shared",
-    "-fPIC",
     "-ffp-contract=off",
     "-fno-math-errno",
     "-Wno-maybe-uninitialized",
@@ -59,9 +59,9 @@ def version() -> str:
     return said.stdout.partition("\n")[0]
 
 
-def flags_for(isa: Isa) -> tuple[str, ...]:
-    """The flags of a kernel for an instruction set."""
-    return (*FLAGS, *isa.flags, f'-DKV_VECTORS="{isa.vectors}"', f"-I{INCLUDE}")
+def flags_for(isa: Isa, form: Sequence[str] = SHARED) -> tuple[str, ...]:
+    """The flags of a kernel for an instruction set; form: SHARED or OBJECT."""
+    return (*form, *FLAGS, *isa.flags, f'-DKV_VECTORS="{isa.vectors}"', f"-I{INCLUDE}")
 
 
 @cache
@@ -70,10 +70,10 @@ def headers() -> str:
     return "".join(path.read_text("utf-8") for path in sorted(INCLUDE.glob("*.h")))
 
 
-def built(name: str, text: str, flags: Sequence[str]) -> Path:
-    """The shared library of a source text: it is compiled once, and then lies in the user's cache.
+def built(name: str, text: str, flags: Sequence[str], suffix: str = ".so") -> Path:
+    """The library (or object) of a source text: it is compiled once, and then lies in the user's cache.
 
-        <cache>/cpp/<name>_<hash>.cpp, .so
+        <cache>/cpp/<name>_<hash>.cpp, .so (or .o)
 
     The hash is of all that the library depends on. It appears whole or not at all, whoever else makes it.
 
@@ -83,7 +83,7 @@ def built(name: str, text: str, flags: Sequence[str]) -> Path:
     parts = (text, headers(), *flags, compiler(), version())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:_HASH]
     folder = code_folder(FOLDER)
-    source, library = folder / f"{name}_{digest}.cpp", folder / f"{name}_{digest}.so"
+    source, library = folder / f"{name}_{digest}.cpp", folder / f"{name}_{digest}{suffix}"
     try:
         with _building(library):
             if not library.exists():

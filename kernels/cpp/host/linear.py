@@ -18,6 +18,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
+MOST = 16  # layers of one token at a time: MOST_LAYERS of `include/call.h`
+
+
+def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+    """Layers of the same x [1, .., K] in one call; biases: none, or of each. Their results, as `linear`.
+
+    Raises:
+        KernelError: the kernel cannot be compiled.
+    """
+    ops.ready()
+    whole: Tensor = ops.cpp_linears(x, weights, biases, source.linear_spec(x.dtype))
+    return list(whole.split([weight.shape[0] for weight in weights], -1))
+
+
 def linear_many(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [.., K] dense, weight [N, K], bias [N], all of one dtype, rows dense -> [.., N]; sums in fp32.
 

@@ -1,4 +1,4 @@
-"""`kvcompile::cpp_attend`, `cpp_attend_many`, `cpp_linear`: calls of C++ kernels. `launcher.cpp` has their bodies.
+"""`kvcompile::cpp_attend`, `cpp_attend_many`, `cpp_linear(s)`: calls of C++ kernels. `launch.h` has their bodies.
 
 The launcher finds the kernel by the text of its spec, and asks for those that it does not know: they are compiled then.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvcompile.errors import KernelError
 from kvcompile.kernels.cpp.host import source
-from kvcompile.kernels.cpp.host.compiler import INCLUDE, built
+from kvcompile.kernels.cpp.host.compiler import INCLUDE, SHARED, built
 
 _LIB = torch.library.Library("kvcompile", "FRAGMENT")
 _LIB.define(
@@ -31,6 +31,10 @@ _LIB.define(
 )
 _LIB.define(
     "cpp_linear(Tensor x, Tensor weight, Tensor? bias, str spec) -> Tensor",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_LIB.define(
+    "cpp_linears(Tensor x, Tensor[] weights, Tensor[] biases, str spec) -> Tensor",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _Loader = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64)
@@ -65,9 +69,15 @@ torch.library.register_fake(
     lambda x, weight, bias, spec: x.new_empty((*x.shape[:-1], weight.shape[0])),
     lib=_LIB,
 )
+torch.library.register_fake(
+    "kvcompile::cpp_linears",
+    lambda x, weights, biases, spec: x.new_empty((*x.shape[:-1], sum(own.shape[0] for own in weights))),
+    lib=_LIB,
+)
 cpp_attend = torch.ops.kvcompile.cpp_attend.default
 cpp_attend_many = torch.ops.kvcompile.cpp_attend_many.default
 cpp_linear = torch.ops.kvcompile.cpp_linear.default
+cpp_linears = torch.ops.kvcompile.cpp_linears.default
 
 
 def _load(spec: bytes, message: int, size: int) -> int | None:
@@ -121,28 +131,39 @@ def _first_linear(*args: Any) -> Tensor:
     return cpp_linear(*args)  # type: ignore[no-any-return]
 
 
+def _first_linears(*args: Any) -> Tensor:
+    ready()
+    return cpp_linears(*args)  # type: ignore[no-any-return]
+
+
 # Behind what the launcher registers for CPUs, in the dispatcher's order.
 _LIB.impl("cpp_attend", _first_attend, "CompositeExplicitAutograd")
 _LIB.impl("cpp_attend_many", _first_attend_many, "CompositeExplicitAutograd")
 _LIB.impl("cpp_linear", _first_linear, "CompositeExplicitAutograd")
+_LIB.impl("cpp_linears", _first_linears, "CompositeExplicitAutograd")
 
 
 def launcher() -> Path:
     """The launcher's library, for this version of PyTorch; raises as `built`."""
-    root = Path(torch.__file__).parent
     flags = (
-        "-std=c++20",
-        "-O2",
-        "-shared",
-        "-fPIC",
-        "-w",
-        f"-DKVCOMPILE_TORCH={torch.__version__}",
-        f"-I{root / 'include'}",
-        f"-I{INCLUDE}",
-        f"-L{root / 'lib'}",
+        *SHARED,
+        *torch_flags(),
+        f"-L{Path(torch.__file__).parent / 'lib'}",
         "-ltorch_cpu",
         "-lc10",
         # PyTorch is loaded already.
         *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()),
     )
     return built("launcher", (INCLUDE / "launcher.cpp").read_text("utf-8"), flags)
+
+
+def torch_flags() -> tuple[str, ...]:
+    """The flags of what includes `launch.h`, for this version of PyTorch."""
+    return (
+        "-std=c++20",
+        "-O2",
+        "-w",
+        f"-DKVCOMPILE_TORCH={torch.__version__}",
+        f"-I{Path(torch.__file__).parent / 'include'}",
+        f"-I{INCLUDE}",
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 from kvcompile.errors import KernelError
 from kvcompile.kernels.cpp.attend.values import MODELS
 from kvcompile.kernels.cpp.generate import generate
-from kvcompile.kernels.cpp.host.compiler import INCLUDE, built, flags_for
+from kvcompile.kernels.cpp.host.compiler import INCLUDE, SHARED, built, flags_for
 from kvcompile.kernels.cpp.isa import Isa, isa
 from kvcompile.kernels.cpp.spec import CppSpec
 
@@ -31,24 +31,53 @@ class CppKernel:
     address: int
 
 
-def library_of(spec: CppSpec, own: Isa) -> Path:
+@dataclass(frozen=True)
+class KernelText:
+    """What is compiled to a kernel. name: of its file, without the end; defines: what the compiler is told besides."""
+
+    name: str
+    text: str
+    defines: tuple[str, ...] = ()
+
+    def flags(self, own: Isa, form: Sequence[str] = SHARED) -> tuple[str, ...]:
+        """All of the compiler's flags, for an instruction set; form: SHARED or OBJECT."""
+        return (*flags_for(own, form), *self.defines)
+
+
+def text_of(spec: str) -> KernelText:
+    """The kernel of a spec as ops carry it: a CppSpec as JSON, or what `linear_spec` gives."""
+    if not spec.startswith(_LINEAR):
+        own = CppSpec.from_json(spec)
+        return KernelText(f"{own.role}_{own.key}", generate(own))
+    name, model = spec.split()
+    return KernelText(
+        f"{name}_{model}", (INCLUDE / f"{name}.cpp").read_text("utf-8"), (f"-DKV_MODEL={model}",)
+    )
+
+
+def compiled(text: KernelText, own: Isa) -> Path:
     """The kernel's library for an instruction set.
 
     Raises:
         KernelError: it cannot be compiled or written.
     """
-    return built(f"{spec.role}_{spec.key}_{own.name}", generate(spec), flags_for(own))
+    return built(f"{text.name}_{own.name}", text.text, text.flags(own))
+
+
+def library_of(spec: CppSpec, own: Isa) -> Path:
+    """The same by the spec; raises as `compiled`."""
+    return compiled(text_of(spec.to_json()), own)
 
 
 def kernel(spec: CppSpec) -> CppKernel:
-    """The spec's kernel for this machine, compiled and loaded when it is first asked for; raises as `library_of`."""
+    """The spec's kernel for this machine, compiled and loaded when it is first asked for; raises as `compiled`."""
     return _kernel(spec, isa())
 
 
 def address_of(spec: str) -> int:
-    """The kernel of a spec as ops carry it: a CppSpec as JSON, or what `linear_spec` gives; raises as `library_of`."""
+    """The function of the kernel of a spec as ops carry it; raises as `compiled`."""
     if spec.startswith(_LINEAR):
-        return _linear(*spec.split(), isa())
+        return _linear(spec, isa())
     return kernel(CppSpec.from_json(spec)).address
 
 
@@ -58,11 +87,8 @@ def linear_spec(dtype: torch.dtype, many: bool = False) -> str:
 
 
 @cache
-def _linear(name: str, model: str, own: Isa) -> int:
-    text = (INCLUDE / f"{name}.cpp").read_text("utf-8")
-    return _address(
-        lambda: built(f"{name}_{model}_{own.name}", text, (*flags_for(own), f"-DKV_MODEL={model}"))
-    )
+def _linear(spec: str, own: Isa) -> int:
+    return _address(lambda: compiled(text_of(spec), own))
 
 
 @cache

@@ -7,6 +7,7 @@
 namespace kv {
 
 constexpr int MOST_DIMS = 6;
+constexpr int MOST_LAYERS = 16;  // linear layers of one vector in a call
 
 struct Tensor {
   void* data;  // null: there is none

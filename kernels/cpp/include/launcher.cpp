@@ -1,26 +1,15 @@
 // The ops of generated C++ kernels: looks a kernel up by its spec, and calls it with the tensors of the op.
 //
-// It is the only file that knows PyTorch, through its stable ABI; it is compiled once for a version of PyTorch.
+// It is compiled once for a version of PyTorch.
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
-#include <cstdlib>
-#include <optional>
 #include <mutex>
 #include <shared_mutex>
-#include <stdexcept>
-#include <string>
 #include <unordered_map>
-#include <vector>
 
-#include "call.h"
+#include "launch.h"
 
 namespace {
 
-using At = torch::stable::Tensor;
-using Kernel = void (*)(const kv::Call*);
 // Compiles and loads the kernel of a spec. Where it cannot, it gives null and writes why to `message`.
 using Loader = void* (*)(const char* spec, char* message, int64_t size);
 
@@ -41,122 +30,6 @@ Kernel kernel_of(const std::string& spec) {
   return kernels.emplace(spec, made).first->second;
 }
 
-kv::Tensor seen(const At& x) {
-  kv::Tensor out{};
-  out.data = x.data_ptr();
-  out.dims = x.dim();
-  for (int64_t i = 0; i < out.dims && i < kv::MOST_DIMS; ++i) {
-    out.size[i] = x.size(i);
-    out.stride[i] = x.stride(i);
-  }
-  return out;
-}
-
-// The same of vectors: their channels must lie together.
-kv::Tensor vectors(const At& x, const char* name) {
-  const kv::Tensor out = seen(x);
-  const int64_t last = out.dims - 1;
-  if (last < 0 || last >= kv::MOST_DIMS || (out.size[last] > 1 && out.stride[last] != 1))
-    throw std::runtime_error(std::string("a C++ kernel needs the channels of ") + name + " side by side");
-  return out;
-}
-
-kv::Tensor seen(const std::optional<At>& x) { return x ? seen(*x) : kv::Tensor{}; }
-
-struct Memory {
-  void* data = nullptr;
-  int64_t size = 0;
-  ~Memory() { std::free(data); }
-};
-
-void* workspace(int64_t bytes) {
-  thread_local Memory own;
-  if (own.size < bytes) {
-    std::free(own.data);
-    own.size = (bytes + bytes / 2 + 63) / 64 * 64;
-    own.data = std::aligned_alloc(64, own.size);
-    if (!own.data) {
-      own.size = 0;
-      throw std::bad_alloc();
-    }
-  }
-  return own.data;
-}
-
-struct Tasks {
-  kv::Task task;
-  void* context;
-};
-
-void parallel(int64_t threads, kv::Task task, void* context) {
-  Tasks tasks{task, context};
-  torch_parallel_for(
-      0, threads, 1,
-      [](int64_t begin, int64_t end, void* own) {
-        const auto* given = static_cast<Tasks*>(own);
-        for (int64_t i = begin; i < end; ++i) given->task(i, given->context);
-      },
-      &tasks);
-}
-
-std::vector<int64_t> dense(const std::vector<int64_t>& size) {
-  std::vector<int64_t> stride(size.size(), 1);
-  for (size_t i = size.size() - 1; i > 0; --i) stride[i - 1] = stride[i] * size[i];
-  return stride;
-}
-
-At empty(const std::vector<int64_t>& size, const std::vector<int64_t>& stride, const At& like) {
-  int32_t dtype = 0, device = 0, index = 0;
-  AtenTensorHandle made = nullptr;
-  aoti_torch_get_dtype(like.get(), &dtype);
-  aoti_torch_get_device_type(like.get(), &device);
-  aoti_torch_get_device_index(like.get(), &index);
-  if (aoti_torch_empty_strided(size.size(), size.data(), stride.data(), dtype, device, index, &made))
-    throw std::bad_alloc();
-  return At(made);
-}
-
-void run(const std::string& spec, const std::vector<kv::Tensor>& tensors) {
-  uint32_t threads = 1;
-  torch_get_num_threads(&threads);
-  const kv::Call call{tensors.data(), threads, parallel, workspace};
-  kernel_of(spec)(&call);
-}
-
-At attend(At q, At k, At v, std::vector<At> buffers, At positions, std::vector<At> rope, std::optional<At> sinks,
-          std::optional<At> bias, std::optional<At> page_table, std::optional<At> chosen, int64_t v_dim,
-          std::string spec) {
-  const std::vector<int64_t> size{q.size(0), q.size(1), q.size(2), v_dim};
-  At out = empty(size, dense(size), q);
-  std::vector<kv::Tensor> tensors{seen(out),   vectors(q, "q"), vectors(k, "k"),  vectors(v, "v"), seen(positions),
-                                  seen(sinks), seen(bias),      seen(page_table)};
-  for (size_t i = 0; i < 2; ++i) tensors.push_back(i < rope.size() ? seen(rope[i]) : kv::Tensor{});
-  tensors.push_back(seen(chosen));
-  for (const At& buffer : buffers) tensors.push_back(vectors(buffer, "the cache"));
-  run(spec, tensors);
-  return out;
-}
-
-// Heads of a token lie side by side in what is given back: so the next layer wants them.
-At attend_many(At q, At k, At v, At places, At positions, std::optional<At> sinks, std::optional<At> bias,
-               std::optional<At> allowed, std::string spec) {
-  const std::vector<int64_t> size{q.size(0), q.size(1), q.size(2), v.size(3)};
-  At out = empty(size, {size[1] * size[2] * size[3], size[3], size[1] * size[3], 1}, q);
-  run(spec, {seen(out), vectors(q, "q"), vectors(k, "k"), vectors(v, "v"), seen(places), seen(positions), seen(sinks),
-             seen(bias), seen(allowed)});
-  return out;
-}
-
-// x is dense, its last dimension the weight's second.
-At linear(At x, At weight, std::optional<At> bias, std::string spec) {
-  std::vector<int64_t> size(x.dim());
-  for (size_t i = 0; i + 1 < size.size(); ++i) size[i] = x.size(i);
-  size.back() = weight.size(0);
-  At out = empty(size, dense(size), x);
-  run(spec, {seen(out), vectors(x, "x"), vectors(weight, "a weight"), seen(bias)});
-  return out;
-}
-
 }  // namespace
 
 // Kernels that were loaded before are asked for again.
@@ -170,4 +43,5 @@ STABLE_TORCH_LIBRARY_IMPL(kvcompile, CPU, m) {
   m.impl("cpp_attend", TORCH_BOX(&attend));
   m.impl("cpp_attend_many", TORCH_BOX(&attend_many));
   m.impl("cpp_linear", TORCH_BOX(&linear));
+  m.impl("cpp_linears", TORCH_BOX(&linears));
 }

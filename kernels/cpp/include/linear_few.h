@@ -9,6 +9,13 @@ namespace kv {
 constexpr int TOGETHER = 4;  // rows of weights
 constexpr int64_t PIECE = 96 * 1024;  // bytes of weights
 
+// Rows of k weights that are taken at a time.
+template <class Model>
+inline int64_t rows_of_piece(int64_t k) {
+  const int64_t rows = std::max<int64_t>(TOGETHER, PIECE / std::max<int64_t>(1, k * sizeof(Model)));
+  return (rows + TOGETHER - 1) / TOGETHER * TOGETHER;
+}
+
 // Sums of R rows with the vector x, which is `raw` in its own dtype.
 template <int R, class Model>
 inline void row_sums(const Model* w, int64_t stride, const float* x, const Model* raw, int64_t n, float* out) {
@@ -88,8 +95,7 @@ void few_rows(const Call& call, const Tensor& out, const Tensor& x, const Tensor
   const int64_t n = weight.size[0], k = weight.size[1];
   float* wide = static_cast<float*>(call.workspace(count * k * sizeof(float) + 64));
   widen(x.as<Model>(), static_cast<int>(count * k), wide);
-  int64_t piece = std::max<int64_t>(TOGETHER, PIECE / std::max<int64_t>(1, k * sizeof(Model)));
-  piece = (piece + TOGETHER - 1) / TOGETHER * TOGETHER;
+  const int64_t piece = rows_of_piece<Model>(k);
   FewRows<Model> work{out, weight, bias, wide, x.as<Model>(), count, piece, (n + piece - 1) / piece};
   shared_out(call, std::min(call.threads, work.pieces), work);
 }

@@ -28,6 +28,8 @@ from torch.fx import GraphModule
 
 from kvcompile.compile.gemv import give_gemv
 from kvcompile.errors import ExportError
+from kvcompile.kernels.cpp.host.source import KernelText
+from kvcompile.targets.aoti import kernels
 from kvcompile.targets.functional import Functional, Phase, example, traced
 from kvcompile.util.tracing import quiet
 
@@ -56,11 +58,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of an entry: files for the package, and the constants that they need, by name."""
+    """What became of an entry: its files, the constants that they need, and the C++ kernels that they have."""
 
     entry: Entry
     files: tuple[str, ...]
     constants: dict[str, Tensor]
+    kernels: dict[str, KernelText]
 
 
 def entries(max_batch: int) -> tuple[Entry, ...]:
@@ -107,12 +110,20 @@ def compiled(function: Functional, entry: Entry, mode: str, level: str) -> Compi
     module = program.module(check_guards=False)
     assert isinstance(module, GraphModule)
     _lay_out(module)
-    if entry.one and entry.alone and function.device.type == "cpu":
-        module = give_gemv(module, kernels=False)
+    named, isa = {}, kernels.isa_of(level)
+    if function.device.type == "cpu":
+        if any(decision.kernels == "cpp" for decision in function.plan.decisions):
+            kernels.give_linear(module, isa)
+            named = kernels.name_kernels(module)
+        if entry.one and entry.alone:
+            module = give_gemv(module, kernels=False)
     given = example(function, entry.one, entry.alone)
     try:
+        linked = kernels.options(named, isa)
         with torch.no_grad(), quiet("torch._inductor"):
-            made: Any = torch._inductor.aot_compile(module, given, options=_options(entry, mode, level))
+            made: Any = torch._inductor.aot_compile(
+                module, given, options=_options(entry, mode, level) | linked
+            )
     except Exception as error:  # Inductor and the C++ compiler raise many kinds
         reason = " ".join(str(error).split())[:600]
         raise ExportError(
@@ -128,7 +139,7 @@ def compiled(function: Functional, entry: Entry, mode: str, level: str) -> Compi
                 f"AOTInductor lays constant {name} of {entry.name} out with strides {list(tensor.stride())}, and "
                 "weight files have rows; this is a defect of kvcompile"
             )
-    return Compiled(entry, files, constants)
+    return Compiled(entry, files, constants, named)
 
 
 def package(path: Path, made: tuple[Compiled, ...]) -> None:

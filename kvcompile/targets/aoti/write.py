@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from kvcompile.errors import ExportError
 from kvcompile.kernels.shared.dialect import AOTI
 from kvcompile.targets import machine
+from kvcompile.targets.aoti import kernels
 from kvcompile.targets.aoti.package import (
     LEVELS,
     Compiled,
@@ -57,6 +58,10 @@ def write(
     tell("write", len(wanted), len(wanted))
     package(folder / PACKAGE, tuple(made))
     save_file(weights(tuple(made)), folder / WEIGHTS)
+    named = {name: text for each in made for name, text in each.kernels.items()}
+    if named:
+        needed["kernels"] = kernels.isa_of(level).name
+        kernels.write_sources(named, kernels.isa_of(level), folder / kernels.FOLDER)
     vocab, dtype = logits_of(function)
     graphs = tuple(_graph(function, entry, vocab, dtype) for entry in wanted)
     return source.manifest("aoti", function, graphs, (), machine=needed)

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from kvcompile.compile import gemv
 from kvcompile.kernels.cpp import isa
 from kvcompile.kernels.cpp.host import ops, source
-from kvcompile.kernels.cpp.host.linear import linear, linear_many
+from kvcompile.kernels.cpp.host.linear import MOST, linear, linear_many, linears
 from kvcompile.kernels.cpp.isa import VARIABLE, Isa, available
 from tests.kernels.cpp.test_attention import PAIRS
 
@@ -40,6 +40,22 @@ def test_sums_are_those_of_float32(name: str, dtype: torch.dtype, monkeypatch: p
             limit = torch.finfo(dtype).eps * wanted.abs() + columns**0.5 * 2e-6
             assert bool(((got.double() - wanted).abs() <= limit).all())
     ops.forget()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("biased", [True, False])
+def test_several_layers_of_a_token_are_each_alone(dtype: torch.dtype, biased: bool) -> None:
+    """Bit for bit; of rows that are in several pieces, in one, and in none."""
+    shapes = ((1537, 577), (3, 577), (40, 577), (1, 577), (700, 577))
+    x, _, _ = vectors(1, 577, dtype)
+    made = [vectors(rows, columns, dtype)[1:] for rows, columns in shapes]
+    wide = torch.randn(64, 600).to(dtype)[:, :577]  # rows that lie apart
+    weights, biases = [*(weight for weight, _ in made), wide], [*(bias for _, bias in made), made[0][1][:64]]
+    got = linears(x, weights, biases if biased else [])
+    assert [own.shape for own in got] == [(1, 1, weight.shape[0]) for weight in weights]
+    for own, weight, bias in zip(got, weights, biases, strict=True):
+        assert torch.equal(own, linear(x, weight, bias if biased else None))
+    assert len(linears(x, weights[:1] * MOST, [])) == MOST
 
 
 def rounding(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -101,6 +117,52 @@ def traced(x: Tensor, layer: Layer, kernels: bool = True) -> str:
     """The ops of a layer after the pass, as they are traced for x."""
     module = gemv.give_gemv(symbolic_trace(layer), kernels)
     return str(make_fx(module)(x).graph)
+
+
+class Several(nn.Module):
+    """Layers of one vector: some with a bias, one whose weight is computed, one of another vector."""
+
+    def __init__(self, layers: int = 3, biased: tuple[bool, ...] = (True,) * 3):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 3 + n, biased[n % len(biased)]) for n in range(layers))
+        self.after = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        made = [torch.ops.aten.linear.default(x, own.weight, own.bias) for own in self.layers]
+        computed = torch.ops.aten.linear.default(x, self.layers[0].weight * 2)
+        return *made, computed, torch.ops.aten.linear.default(made[0], self.after.weight, self.after.bias)
+
+
+@pytest.mark.parametrize(
+    ("layers", "biased", "calls"),
+    # The one with a computed weight, and the one of another vector, are calls of their own.
+    [
+        (3, (True,), (1, 2)),
+        (3, (False,), (1, 2)),
+        (3, (True, False), (0, 5)),
+        (20, (False,), (2, 2)),
+        (17, (True,), (1, 3)),
+    ],
+)
+def test_layers_of_one_vector_are_one_call(
+    layers: int, biased: tuple[bool, ...], calls: tuple[int, int]
+) -> None:
+    layer = Several(layers, biased)
+    module = gemv.give_gemv(symbolic_trace(layer))
+    module.graph.lint()
+    one, two = torch.randn(1, 1, 8), torch.randn(1, 2, 8)
+    text = str(make_fx(module)(one).graph)
+    assert (text.count("kvcompile.cpp_linears"), text.count("kvcompile.cpp_linear.")) == calls
+    assert "cpp_linear" not in str(make_fx(module)(two).graph)
+    for x in (one, two):
+        for got, wanted in zip(module(x), layer(x), strict=True):
+            assert got.shape == wanted.shape and torch.allclose(got, wanted, atol=1e-6)
+
+
+def test_more_layers_than_a_call_takes_are_refused() -> None:
+    x, weight, _ = vectors(3, 8, torch.float32)
+    with pytest.raises(RuntimeError, match="takes at most 16 linear layers"):
+        linears(x, [weight] * (MOST + 1), [])
 
 
 def test_one_token_takes_the_kernel_and_more_the_blas() -> None:

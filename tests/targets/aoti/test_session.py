@@ -24,14 +24,19 @@ from torch.utils.cpp_extension import include_paths, library_paths
 import kvcompile
 from kvcompile import load
 from kvcompile.errors import ArtifactError, ExportError, LimitError, ModelError
+from kvcompile.kernels.cpp import available as cpp_available
+from kvcompile.kernels.cpp.generate import generate
+from kvcompile.kernels.cpp.isa import VARIABLE, isa
+from kvcompile.kernels.cpp.spec import CppSpec
 from kvcompile.models import load_model
 from kvcompile.recipe import Recipe, shipped_recipes
 from kvcompile.targets import machine
+from kvcompile.targets.aoti.kernels import isa_of
 from kvcompile.targets.aoti.package import LEVELS, entries, instruction_sets
 from kvcompile.targets.aoti.session import Package
 from kvcompile.targets.manifest import Manifest
 from kvcompile.targets.source import Source
-from kvcompile.targets.verify import CHUNKS, check_session
+from kvcompile.targets.verify import CHUNKS, check_session, source_for
 from kvcompile.verify.compare import Check
 from tests.support.exports import SHIPPED, small, tiny, written
 from tests.support.marks import cases
@@ -162,9 +167,12 @@ def test_weights_are_there_once(int8: Made) -> None:
     model = int8.source.model
     own = sum(p.nbytes for p in model.parameters())
     files = Manifest.read(int8.folder).files
-    assert own <= files["weights.safetensors"].bytes <= own * 1.05 + 8192
     with safe_open(int8.folder / "weights.safetensors", "pt") as weights:
         names = set(weights.keys())
+        # Angles of every position, which the kernels turn vectors by.
+        tables = sum(weights.get_tensor(name).nbytes for name in names if name.startswith("rope_"))
+    assert tables <= 2 * TOKENS * 32 * 4
+    assert own <= files["weights.safetensors"].bytes - tables <= own * 1.05 + 8192
     session = Package(int8.folder)
     for loader, constants in session._models.values():
         assert set(loader.get_constant_fqns()) <= names | {name.split("/")[-1] for name in names}
@@ -193,6 +201,80 @@ def test_threads_are_those_of_the_process_that_runs(int8: Made) -> None:
     with zipfile.ZipFile(int8.folder / "model.pt2") as package:
         text = "".join(package.read(n).decode() for n in package.namelist() if n.endswith(".kernel.cpp"))
     assert "#pragma omp parallel\n" in text and "num_threads(" not in text
+
+
+def test_its_graphs_run_the_cpp_kernels(int8: Made) -> None:
+    """Of a decode step, attention and linear layers; of a prompt, attention. Their sources travel along."""
+    manifest = Manifest.read(int8.folder)
+    assert manifest.machine and manifest.machine["kernels"] == isa().name
+    names = {
+        Path(name).stem for name in manifest.files if name.startswith("kernels/") and name.endswith(".cpp")
+    }
+    assert {name.partition("_")[0] for name in names} == {"decode", "prefill", "linear"}
+    with zipfile.ZipFile(int8.folder / "model.pt2") as package:
+        for entry in ("prefill", "decode", "decode_batch"):
+            (wrapper,) = [n for n in package.namelist() if n.endswith(f"/{entry}.wrapper.cpp")]
+            text = package.read(wrapper).decode()
+            text = text[text.index("::run_impl(") :]
+            calls = re.findall(r"aoti_torch_cpu_cpp_(\w+)\(.*?\"(\w+)\"", text)
+            assert {name for _, name in calls} <= names
+            of_one = entry == "decode"
+            assert {op for op, _ in calls} == ({"attend_many"} if entry == "prefill" else {"attend"}) | (
+                {"linear", "linears"} if of_one else set()
+            )
+            assert "proxy_executor" not in "".join(
+                line for line in text.splitlines() if "call_function" in line
+            )
+            if of_one:
+                assert "aoti_torch_cpu_mm" not in text and "aoti_torch_cpu_addmm" not in text
+    for name in names:
+        own = (int8.folder / "kernels" / f"{name}.cpp").read_text()
+        flags, text = own.split("\n", 1)
+        assert flags.startswith("// -shared") and "-ffp-contract=off" in flags
+        if name.startswith("decode"):
+            spec = next(line for line in text.splitlines() if line.startswith("// {"))
+            assert text == generate(CppSpec.from_json(spec.removeprefix("// ")))
+
+
+@pytest.mark.slow
+def test_a_package_of_the_reference_has_no_kernels(tmp_path: Path) -> None:
+    recipe = small("int8", max_tokens=TOKENS, max_batch=1, verify="quick", compile={"kernels": "reference"})
+    kvcompile.export(tiny(layers=1), tmp_path / "artifact", "aoti", recipe=recipe)
+    manifest = Manifest.read(tmp_path / "artifact")
+    assert manifest.machine is not None and "kernels" not in manifest.machine
+    assert set(manifest.files) == {"model.pt2", "weights.safetensors"}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_kernels_are_for_the_cpus_of_the_package(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What their instruction set needs, the manifest says that the CPU must have; /proc/cpuinfo names it otherwise."""
+    try:
+        own = instruction_sets(level, machine.has())
+    except ExportError:
+        pytest.skip(f"this CPU is below {level}")
+    names = {"fma": "fma3", **{f"avx512{part}": f"avx512_{part}" for part in ("f", "bw", "dq", "vl")}}
+    assert {names.get(need, need) for need in isa_of(level).needs} <= own
+    if level == "native":
+        monkeypatch.setenv(VARIABLE, "portable")
+        assert isa_of(level).name == "portable"
+
+
+def test_it_is_verified_where_there_is_no_compiler(int8: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is that of the machine that compiled it."""
+    monkeypatch.setattr(cpp_available, "_no_compiler", lambda: "there is no C++ compiler")
+    source = source_for(Manifest.read(int8.folder), int8.source.model)
+    assert source.plan.digest() == int8.source.plan.digest()
+    assert {decision.kernels for decision in source.plan.decisions} == {"cpp"}
+    assert cpp_available.problem(torch.device("cpu")) == "there is no C++ compiler"
+
+
+def test_one_process_runs_packages_that_hold_kernels_of_one_name(int8: Made, tmp_path: Path) -> None:
+    """Each has its own: what one defines, the other does not see."""
+    other = Path(shutil.copytree(int8.folder, tmp_path / "other"))
+    first, second = Package(int8.folder), Package(other)
+    ids = ids_of(1, 9)
+    assert torch.equal(first.prefill(ids), second.prefill(ids))
+    assert torch.equal(first.decode(ids[:, :1]), second.decode(ids[:, :1]))
 
 
 # ---- without the model's code
