@@ -5,6 +5,7 @@
 #include "call.h"
 #include "codes.h"
 #include "matmul.h"
+#include "weights.h"
 
 using namespace kv;
 
@@ -30,7 +31,7 @@ struct Scratch {
   alignas(64) float scores[TILE_ROWS][BLOCK];
   alignas(64) T p[TILE_ROWS][BLOCK];
   alignas(64) float sum[QUERIES][WIDTH];
-  Softmax softmax[QUERIES];
+  SoFar so_far[QUERIES];
   uint64_t seen[TOKENS];  // of each token: which keys of the block
 };
 
@@ -130,7 +131,7 @@ void Work::attend(Scratch& own, int64_t row, int64_t head, int64_t first, int co
   for (int r = 0; r < tiles * TILE_ROWS; ++r) {
     std::memset(own.sum[r], 0, sizeof own.sum[r]);
     std::memset(own.q[r], 0, sizeof own.q[r]);
-    own.softmax[r] = {};
+    own.so_far[r] = {};
     if (r < rows) hold((*this)[Q].at<Model>(row, head * GROUP + r % GROUP, first + r / GROUP), DIM, own.q[r]);
   }
   Keys block;
@@ -164,8 +165,7 @@ void Work::attend(Scratch& own, int64_t row, int64_t head, int64_t first, int co
           }
         }
         for (uint64_t hidden = ~seen; hidden; hidden &= hidden - 1) scores[__builtin_ctzll(hidden)] = -INFINITY;
-        softmax<V_DIM>(scores, BLOCK, own.softmax[r], own.sum[r]);
-        hold_floats(scores, BLOCK, own.p[m]);
+        weigh<V_DIM>(scores, own.so_far[r], own.sum[r], own.p[m]);
       }
       matmul<BLOCK, WIDTH, WIDTH, true>(own.p[0], own.values, BLOCK, 1.0f, own.sum[r0]);
     }
@@ -176,9 +176,9 @@ void Work::attend(Scratch& own, int64_t row, int64_t head, int64_t first, int co
       std::memset(out, 0, V_DIM * sizeof(Model));
       continue;
     }
-    float total = own.softmax[r].total, more = 1.0f;
-    const float sink = (*this)[SINKS].as<float>()[head * GROUP + r % GROUP], top = std::fmax(own.softmax[r].top, sink);
-    more = std::exp(own.softmax[r].top - top);
+    float total = sum(own.so_far[r].total), more = 1.0f;
+    const float sink = (*this)[SINKS].as<float>()[head * GROUP + r % GROUP], top = std::fmax(own.so_far[r].top, sink);
+    more = std::exp(own.so_far[r].top - top);
     total = total * more + std::exp(sink - top);
     more /= total;
     for (int c = 0; c < WIDTH; c += W) store(own.sum[r] + c, mul(load(own.sum[r] + c), set1(more)));

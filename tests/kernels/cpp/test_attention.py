@@ -142,6 +142,18 @@ def test_every_instruction_set_of_this_machine(isa: str, name: str, monkeypatch:
     ops.forget()
 
 
+@pytest.mark.parametrize("isa", [isa.name for isa in available()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_prompts_by_every_instruction_set(
+    isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of more channels than vectors have, and not a multiple of them."""
+    monkeypatch.setenv(VARIABLE, isa)
+    ops.forget()
+    check(Case(CacheLayout(), (3, 1), (72, 40), dtype, chunks=(70, 20), pads=(0, 9)), "cpp")
+    ops.forget()
+
+
 # What is written for processors that multiply pairs of bfloat16, in plain C++: it runs on the others.
 PAIRS = Isa("pairs", frozenset(), ("-DKV_PAIRS",), "vec_portable.h")
 
