@@ -19,11 +19,9 @@ NONE, HUGE = float("nan"), float("inf")
 
 def ran(isa: Isa, body: str, x: Tensor, out: Tensor) -> Tensor:
     """`out` after `body` in C++, which sees x and out as `const float* x, float* out, int64_t n`."""
-    text = (
-        '#include KV_VECTORS\n#include <type_traits>\n#include <algorithm>\n#include "attend.h"\n#include "codes.h"\n'
-        '#include "matmul.h"\n#include "weights.h"\nusing namespace kv;\n'
-        f'extern "C" void probe(const float* x, float* out, int64_t n) {{ {body} }}\n'
-    )
+    headers = ("attend.h", "codes.h", "matmul.h", "weights.h")
+    text = "#include KV_VECTORS\n" + "".join(f'#include "{header}"\n' for header in headers)
+    text += f'extern "C" void probe(const float* x, float* out, int64_t n) {{ using namespace kv; {body} }}\n'
     probe = ctypes.CDLL(str(built(f"probe_{isa.name}", text, flags_for(isa)))).probe
     probe(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(x.numel()))
     return out
