@@ -12,6 +12,9 @@ StaticCache sized for the context, its decode step under torch.compile and its p
 
     python benchmarks/decode.py                                   # 15 to 20 minutes on 2 cores
     python benchmarks/decode.py --contexts 512 --rounds 3 --variants dynamic,int8
+    python benchmarks/decode.py --dtype bfloat16 --contexts 512,4000 --variants dynamic,baseline,int8 --peers
+
+With --peers, others' engines take turns, too (`decode_peers.py`).
 """
 
 from __future__ import annotations
@@ -24,131 +27,36 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from compile_time import machine, write
+from decode_peers import PEERS, Peer, gguf_of, start
+from decode_variants import InProcess, Variant, make
 
 VARIANTS = ("dynamic", "static", "baseline", "int8", "streaming_int8")
+# Entered around what is timed: a lock that keeps other work off the machine, for who has one.
+ALONE: Callable[[], AbstractContextManager[object]] = nullcontext
 WARM_TOKENS = 8  # a short prompt that compiles and touches everything before anything is measured
 
 
-class Variant(Protocol):
-    """A model with a cache of its own. `prefill` starts anew; both give the next token, [1, 1] int64."""
-
-    def prefill(self, tokens: Any) -> Any: ...
-    def step(self, token: Any) -> Any: ...
-    def free(self) -> None: ...
-    def cache_bytes(self) -> int: ...
-    def read_bytes(self, context: int) -> int:
-        """Bytes of cache that one token must read with `context` tokens before it."""
-        ...
-
-
-class Ours:
-    """kvcompile with a recipe; one compilation for all contexts."""
-
-    def __init__(self, model: Any, recipe: str, compiled: bool, progress: Any, **more: Any):
-        import kvcompile
-
-        more |= {} if compiled else {"compile": {"mode": "none"}}
-        # Capture is the same for each recipe; what it proves is in the tests and in compile_time.py.
-        self.fast: Any = kvcompile.optimize(model, recipe, verify="off", progress=progress, **more)
-        self.fast.warmup(progress=progress)
-
-    def prefill(self, tokens: Any) -> Any:
-        self.fast.reset()
-        return self.step(tokens)
-
-    def step(self, token: Any) -> Any:
-        return self.fast(input_ids=token, logits_to_keep=1).logits[:, -1:].argmax(-1)
-
-    def free(self) -> None:
-        self.fast.release()
-
-    def cache_bytes(self) -> int:
-        return int(self.fast.cache.nbytes)
-
-    def read_bytes(self, context: int) -> int:
-        plan = self.fast.plan
-        return min(context * int(plan.bytes_per_token), int(plan.bytes(1)))
-
-
-class Plain:
-    """The model as transformers runs it, with its default cache or a compiled static one."""
-
-    def __init__(
-        self,
-        model: Any,
-        static_tokens: int | None = None,
-        compiled: bool = True,
-        mode: str | None = None,
-    ):
-        import torch
-
-        self.model = self.decode = model
-        self.static_tokens = static_tokens
-        self.cache: Any = None
-        if static_tokens is not None and compiled:
-            self.decode = torch.compile(model.forward, dynamic=False, mode=mode)
-
-    def prefill(self, tokens: Any) -> Any:
-        from transformers import DynamicCache, StaticCache
-
-        if self.static_tokens is None:
-            self.cache = DynamicCache(config=self.model.config)
-        elif self.cache is None:
-            self.cache = StaticCache(config=self.model.config, max_cache_len=self.static_tokens)
-        else:
-            self.cache.reset()
-        return self._call(self.model, tokens)
-
-    def step(self, token: Any) -> Any:
-        return self._call(self.decode, token)
-
-    def _call(self, forward: Any, tokens: Any) -> Any:
-        import torch
-
-        with torch.no_grad():
-            output = forward(input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        return output.logits[:, -1:].argmax(-1)
-
-    def free(self) -> None:
-        self.cache = None
-
-    def cache_bytes(self) -> int:
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
-
-    def read_bytes(self, context: int) -> int:
-        text = self.model.config.get_text_config()
-        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        slot = 2 * text.num_hidden_layers * text.num_key_value_heads * dim * self.model.dtype.itemsize
-        return int(slot * context)
-
-
-def make(name: str, model: Any, room: int, compiled: bool, progress: Any) -> Variant:
-    """`room`: tokens that a static cache must hold."""
-    if name == "dynamic":
-        return Plain(model)
-    if name == "static":
-        return Plain(model, room, compiled)
-    return Ours(model, name, compiled, progress)
-
-
 def measure_speed(options: argparse.Namespace, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Time to first token and decode speed by context and variant."""
+    """Time to first token and decode speed by context and variant, and what fails of others' engines."""
     import torch
 
     from kvcompile.models import load_model
 
     tell("loading")
     loaded = load_model(options.model, options.dtype)
-    text = read_text(loaded, max(options.contexts))
+    prompts = {c: options.prompts or max(1, min(options.rounds, 1024 // c)) for c in options.contexts}
+    text = read_text(loaded, max(options.contexts) + sum(prompts.values()))
     weights = weight_bytes(loaded.model)
-    variants: dict[str, Variant] = {}
+    variants: dict[str, InProcess | Peer] = {}
+    failed: dict[str, str] = {}
     figures: dict[str, Any] = {}
+    begin = 0  # of a prompt: no two begin with the same token, as engines keep what they have computed
     for context in options.contexts:
         room = context + options.rounds * options.tokens + 1
         for name in options.variants:
@@ -156,36 +64,38 @@ def measure_speed(options: argparse.Namespace, tell: Callable[[str], None]) -> d
                 torch._dynamo.reset()  # a cache of another size is another compilation
             if name not in variants or name == "static":
                 tell(f"{context}: preparing {name}")
-                variants[name] = make(
-                    name, loaded.model, room, options.compile, lambda stage, done, total: tell(stage)
-                )
-                warm = variants[name].prefill(text[:, :WARM_TOKENS])
+                own = make(name, loaded.model, room, options.compile, lambda stage, done, total: tell(stage))
+                variants[name] = InProcess(own)
+                warm = own.prefill(text[:, :WARM_TOKENS])
                 for _ in range(2):
-                    warm = variants[name].step(warm)
-        first: dict[str, list[float]] = {name: [] for name in options.variants}
-        speed: dict[str, list[float]] = {name: [] for name in options.variants}
+                    warm = own.step(warm)
+        for name in options.peers if context == options.contexts[0] else ():
+            tell(f"preparing {name}")
+            with failures(name, variants, failed):
+                most = max(options.contexts) + options.tokens + 64
+                variants[name] = start(name, gguf_of(options.model), most, torch.get_num_threads())
+                for end in (-1 - WARM_TOKENS, -1):
+                    variants[name].prompt(text[:, end - WARM_TOKENS : end])
+        first: dict[str, list[float]] = {name: [] for name in variants}
+        speed: dict[str, list[float]] = {name: [] for name in variants}
         bandwidth = []
-        token: dict[str, Any] = {}
-        prompts = max(1, min(options.rounds, 1024 // context))
-        for number in range(prompts):
-            for name in options.variants:
-                tell(f"{context}: prompt {number + 1} of {prompts}, {name}")
-                began = time.perf_counter()
-                token[name] = variants[name].prefill(text[:, :context])
-                token[name].item()
-                first[name].append(time.perf_counter() - began)
-        compiled = compilations()
-        for number in range(options.rounds):
-            tell(f"{context}: round {number + 1} of {options.rounds}")
-            bandwidth.append(read_bandwidth())
-            # Another one begins in each round, so that none always follows the same one.
-            turn = number % len(options.variants)
-            for name in (*options.variants[turn:], *options.variants[:turn]):
-                began = time.perf_counter()
-                for _ in range(options.tokens):
-                    token[name] = variants[name].step(token[name])
-                token[name].sum().item()
-                speed[name].append(options.tokens / (time.perf_counter() - began))
+        with ALONE():
+            for turn in range(prompts[context]):
+                for name in [*variants]:
+                    tell(f"{context}: prompt {turn + 1} of {prompts[context]}, {name}")
+                    with failures(name, variants, failed):
+                        first[name].append(variants[name].prompt(text[:, begin : begin + context]))
+                begin += 1
+            compiled = compilations()
+            for turn in range(options.rounds):
+                tell(f"{context}: round {turn + 1} of {options.rounds}")
+                bandwidth.append(read_bandwidth())
+                # Another one begins in each round, so that none always follows the same one.
+                names = [*variants]
+                leader = turn % len(names)
+                for name in (*names[leader:], *names[:leader]):
+                    with failures(name, variants, failed):
+                        speed[name].append(options.tokens / variants[name].steps(options.tokens))
         if compilations() != compiled:
             raise RuntimeError(
                 f"{context}: something was compiled while decode was timed; the speeds are void"
@@ -194,22 +104,52 @@ def measure_speed(options: argparse.Namespace, tell: Callable[[str], None]) -> d
         against = speed.get("dynamic")
         figures[str(context)] = {"bandwidth_gb_s": measured / 1e9, "variants": {}}
         for name, variant in variants.items():
-            limit = measured / (weights + variant.read_bytes(context))
             median = statistics.median(speed[name])
-            figures[str(context)]["variants"][name] = {
+            row: dict[str, Any] = {
                 "first_token_s": statistics.median(first[name]),
-                "prompts": prompts,
-                "tokens_s": median,
-                "rounds": speed[name],
-                "ratio_to_dynamic": None
-                if against is None
-                else statistics.median(a / b for a, b in zip(speed[name], against, strict=True)),
-                "limit_tokens_s": limit,
-                "of_limit": median / limit,
-                "cache_bytes": variant.cache_bytes(),
+                "prompts": len(first[name]),
             }
+            row |= {"tokens_s": median, "ms_token": 1e3 / median, "rounds": speed[name]}
+            row["ratio_to_dynamic"] = (
+                None
+                if against is None
+                else statistics.median(a / b for a, b in zip(speed[name], against, strict=True))
+            )
+            if isinstance(variant, InProcess):
+                own = variant.variant
+                limit = measured / (weights + own.read_bytes(context))
+                row |= {"limit_tokens_s": limit, "of_limit": median / limit, "cache_bytes": own.cache_bytes()}
+            figures[str(context)]["variants"][name] = row
         figures[str(context)]["bandwidth_rounds_gb_s"] = [value / 1e9 for value in bandwidth]
-    return {"weight_bytes": weights, "contexts": figures}
+    peers = {name: variant.version for name, variant in variants.items() if isinstance(variant, Peer)}
+    for variant in variants.values():
+        if isinstance(variant, Peer):
+            variant.close()
+    return {"weight_bytes": weights, "contexts": figures, "peers": peers, "failed": failed}
+
+
+@contextmanager
+def failures(name: str, variants: dict[str, InProcess | Peer], failed: dict[str, str]) -> Iterator[None]:
+    """A peer that fails takes no further part, and what it said is in the result; ours must not fail."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(variants.get(name), InProcess):
+            raise
+        failed[name] = str(error)
+        gone = variants.pop(name, None)
+        if isinstance(gone, Peer):
+            gone.close()
+
+
+def slopes(contexts: dict[str, Any]) -> dict[str, float]:
+    """What 1,000 more cached tokens add to a step, in ms, from the least context to the greatest."""
+    low, high = min(contexts, key=int), max(contexts, key=int)
+    if low == high:
+        return {}
+    few, many = contexts[low]["variants"], contexts[high]["variants"]
+    more = (int(high) - int(low)) / 1e3
+    return {name: (many[name]["ms_token"] - few[name]["ms_token"]) / more for name in many}
 
 
 def measure_memory(options: argparse.Namespace) -> dict[str, Any]:
@@ -320,20 +260,31 @@ def _tables(result: dict[str, Any]) -> list[Any]:
 
     tables = []
     for context, speeds in result["contexts"].items():
-        numbers = ("first token", "tokens/s", "× dynamic", "limit", "of limit", "cache", "peak")
+        numbers = (
+            "first token",
+            "tokens/s",
+            "× dynamic",
+            "limit",
+            "of limit",
+            "cache",
+            "peak",
+            "per 1,000 more",
+        )
         made = table("variant", *numbers, right=numbers)
         made.title = f"{context} tokens of context, {speeds['bandwidth_gb_s']:.1f} GB/s read"
         for name, row in speeds["variants"].items():
             ratio, peak = row["ratio_to_dynamic"], result["memory"].get(name, {}).get(context)
+            ours = "limit_tokens_s" in row
             made.add_row(
                 name,
                 f"{row['first_token_s']:.2f} s",
                 f"{row['tokens_s']:.1f}",
                 "" if ratio is None else f"{ratio:.2f}",
-                f"{row['limit_tokens_s']:.1f}",
-                f"{row['of_limit']:.0%}",
-                format_bytes(row["cache_bytes"]),
+                f"{row['limit_tokens_s']:.1f}" if ours else "",
+                f"{row['of_limit']:.0%}" if ours else "",
+                format_bytes(row["cache_bytes"]) if ours else "",
                 format_bytes(peak["peak_bytes"]) if peak else "",
+                f"{result['slopes'][name]:.2f} ms" if name in result["slopes"] else "",
             )
         tables.append(made)
     return tables
@@ -357,6 +308,17 @@ def _parser() -> argparse.ArgumentParser:
         default=list(VARIANTS),
         help=f"of {','.join(VARIANTS)}, or any recipe",
     )
+    parser.add_argument(
+        "--prompts", type=int, default=None, help="of each context; without it, as many as 1,024 tokens hold"
+    )
+    parser.add_argument(
+        "--peers",
+        type=lambda text: [name for name in text.split(",") if name],
+        nargs="?",
+        const=list(PEERS),
+        default=[],
+        help=f"others' engines beside ours, of {','.join(PEERS)} (all where none is named)",
+    )
     parser.add_argument("--out", default="decode", help="a name in benchmarks/results, or a path")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="without the memory runs")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="run everything eagerly")
@@ -366,6 +328,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
+    unknown = [name for name in options.peers if name not in PEERS]
+    if unknown:
+        _parser().error(f"--peers: there is no {unknown[0]}; of {', '.join(PEERS)}")
     if options.worker:
         print(json.dumps(measure_memory(options)))
         return 0
@@ -385,6 +350,7 @@ def main(argv: list[str] | None = None) -> int:
                 status.update(f"{time.perf_counter() - began:4.0f} s  {text}")
 
             result |= measure_speed(options, tell)
+            result["slopes"] = slopes(result["contexts"])
             result["memory"] = {}
             # One after the other: this process keeps its own model, which the others do not count.
             for name in options.variants if options.memory and Path("/proc/self/clear_refs").exists() else ():
@@ -397,6 +363,8 @@ def main(argv: list[str] | None = None) -> int:
     path = write(result, options.out)
     for made in _tables(result):
         print(render(made) + "\n")
+    for name, reason in result["failed"].items():
+        print(f"{name}: {reason}")
     print(f"peak: above the loaded model. {result['seconds']:.0f} s in all; written to {path}")
     return 0
 

@@ -3,21 +3,26 @@
 | new tokens | what runs |
 |---|---|
 | one | the generated kernel; what a selection chooses is the reference's choice |
-| many | the reference, with the kernel's attention; of a retention by scores, all of it |
+| many | the reference, with the kernel's attention, and its sums of probabilities where a retention needs them |
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from kvcompile.kernels.cpp.host import prefill
 from kvcompile.kernels.cpp.host.attention import cached_attention_one
 from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.reference import attention as reference
+from kvcompile.kernels.reference import score_sums
+from kvcompile.kernels.reference.retention.hooks import Attends
 from kvcompile.kernels.reference.selections import SELECT
 from kvcompile.kernels.shared.rope import rotate, rotated_first
+from kvcompile.kernels.spec import SiteSpec
 
 
 def cached_attention(x: AttendInputs) -> Tensor:
@@ -27,7 +32,7 @@ def cached_attention(x: AttendInputs) -> Tensor:
         KernelError: the kernel cannot be compiled.
     """
     if x.q.shape[2] != 1:
-        return reference.cached_attention(x, attend_many)
+        return reference.cached_attention(x, Attends(attend_many, attend_many, attend_columns))
     selection = x.spec.layout.selection
     if not selection.selects:
         return cached_attention_one(x)
@@ -42,8 +47,53 @@ def attend_many(
     x: AttendInputs, k: Tensor, v: Tensor, key_positions: Tensor, allowed: Tensor | None = None
 ) -> Tensor:
     """As the reference's."""
+    near = None
     if x.rope:
-        q = rotate(x.q, x.positions, *x.rope, form=x.spec.rotary)
-        k = rotate(k, key_positions, *x.rope, form=x.spec.rotary)
+        retention, form = x.spec.layout.retention, x.spec.rotary
+        at, places = x.positions, key_positions
+        if retention.in_cache:
+            # First tokens have their distances from another place than the rest (`reference/retention/in_cache.py`).
+            assert retention.window is not None
+            budget = retention.sinks + retention.window
+            base = (x.seq_lens - budget).clamp(min=0)[:, None]
+            near = rotate(x.q, at.clamp(max=budget - 1), *x.rope, form=form)
+            at, places = at - base, torch.where(places < retention.sinks, places, places - base)
+        q, k = rotate(x.q, at, *x.rope, form=form), rotate(k, places, *x.rope, form=form)
         x = replace(x, q=q, rope=[])
-    return prefill.attend_many(x, k, v, key_positions, allowed)
+    return prefill.attend_many(x, k, v, key_positions, allowed, near)
+
+
+def attend_columns(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    query_place: Tensor,
+    key_place: Tensor,
+    spec: str,
+    forms: Sequence[int],
+    *,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    leaves: list[Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As the reference's, which has a bias by places in the cache and tokens in several forms to itself."""
+    site = SiteSpec.from_json(spec)
+    if len(forms) > 1 or (bias is not None and site.layout.retention.in_cache):
+        out, columns = score_sums.OP(
+            q,
+            k,
+            v,
+            tokens,
+            positions,
+            query_place,
+            key_place,
+            spec,
+            forms,
+            sinks=sinks,
+            bias=bias,
+            leaves=leaves,
+        )
+        return out, columns
+    return prefill.attend_columns(q, k, v, tokens, positions, site, sinks, bias)

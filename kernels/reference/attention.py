@@ -30,18 +30,20 @@ from kvcompile.kernels.reference import codec, slots
 from kvcompile.kernels.reference.attend_one import attend_one
 from kvcompile.kernels.reference.kv_sides import as_read, turned_back
 from kvcompile.kernels.reference.retention import retained
-from kvcompile.kernels.reference.retention.hooks import AttendMany, Hooks
+from kvcompile.kernels.reference.retention.hooks import Attends, Hooks
 from kvcompile.kernels.reference.selections import SELECT
 from kvcompile.kernels.reference.slots import Stored
 from kvcompile.kernels.shared.rope import rotated_first
 from kvcompile.layouts import CacheLayout
 
+_REFERENCE = Attends(many.attend_many)
 
-def cached_attention(x: AttendInputs, attend_many: AttendMany = many.attend_many) -> Tensor:
+
+def cached_attention(x: AttendInputs, attend: Attends = _REFERENCE) -> Tensor:
     """Append k and v to the buffers (in place) and attend; returns [B, Hq, S, Dv] in q's dtype.
 
     Args:
-        attend_many: what attends where there are many, and positions alone say which tokens stay and where they stand.
+        attend: what attends where there are many.
     """
     layout, dtype, retention = x.spec.layout, x.q.dtype, retained(x.spec.layout.retention)
     one = x.q.shape[2] == 1
@@ -58,7 +60,7 @@ def cached_attention(x: AttendInputs, attend_many: AttendMany = many.attend_many
         out, p = attend_one(x, read, stored.keys, stored.values, stored.tokens, seen, places)
         retention.note(x, p)
     else:
-        out, gained = retention.attend_many(x, read, stored, attend_many)
+        out, gained = retention.attend_many(x, read, stored, attend)
         if x.spec.share in ("none", "last"):
             if first:
                 slots.write_residual(x)

@@ -5,6 +5,7 @@
 #include "call.h"
 #include "codes.h"
 #include "matmul.h"
+#include "weights.h"
 
 using namespace kv;
 
@@ -16,7 +17,7 @@ constexpr int QO_HEADS = 9, KV_HEADS = 3, GROUP = QO_HEADS / KV_HEADS;
 constexpr int DIM = 64, V_DIM = 64;
 constexpr int DEPTH = even<T>(DIM), WIDTH = padded(V_DIM);
 constexpr float SM_SCALE = 0x1.0000000000000p-3f;
-enum { OUT, Q, K, V, PLACES, POSITIONS, SINKS, BIAS, ALLOWED };
+enum { OUT, Q, K, V, PLACES, POSITIONS, SINKS, BIAS, ALLOWED, NEAR };
 
 // Tokens whose queries meet a block of keys together, at most, and rows of queries: a group's stand one behind the other.
 constexpr int TOKENS = 128;
@@ -30,7 +31,7 @@ struct Scratch {
   alignas(64) float scores[TILE_ROWS][BLOCK];
   alignas(64) T p[TILE_ROWS][BLOCK];
   alignas(64) float sum[QUERIES][WIDTH];
-  Softmax softmax[QUERIES];
+  SoFar so_far[QUERIES];
   uint64_t seen[TOKENS];  // of each token: which keys of the block
 };
 
@@ -64,6 +65,26 @@ inline bool sees(int64_t query, int64_t key) { return key <= query && (key > que
 inline bool all_seen(const Keys& keys, int64_t low, int64_t high) { return keys.most <= low && (keys.least > high - 60 || keys.most < 4); }
 inline bool none_seen(const Keys& keys, int64_t low, int64_t high) { return keys.least > high || (keys.most <= low - 60 && keys.least >= 4); }
 
+// A block of queries: their positions, negative of padding, and the least and the greatest of the others.
+struct Queries {
+  int64_t first;
+  int count;
+  int64_t position[TOKENS], low, high;
+
+  void find(const Tensor& positions, int64_t row, int64_t start, int64_t end) {
+    first = start;
+    count = static_cast<int>(end - start);
+    low = INT64_MAX;
+    high = -1;
+    for (int t = 0; t < count; ++t) {
+      position[t] = *positions.at<int64_t>(row, first + t);
+      if (position[t] < 0) continue;
+      low = std::min(low, position[t]);
+      high = std::max(high, position[t]);
+    }
+  }
+};
+
 struct Work {
   const Call& call;
   Scratch* scratch;
@@ -72,9 +93,11 @@ struct Work {
 
   const Tensor& operator[](int number) const { return call.tensors[number]; }
   void operator()();
-  void attend(Scratch& own, int64_t row, int64_t head, int64_t first, int count);
-  bool look(Scratch& own, const Keys& block, const int64_t* position, int64_t row, int64_t first, int count, int64_t low,
-            int64_t high) const;
+  void attend(Scratch& own, int64_t row, int64_t head, const Queries& asked);
+  bool look(Scratch& own, const Keys& block, int64_t row, const Queries& asked) const;
+  void find(Keys& block, int64_t row, int64_t head, int64_t start) const;
+  void pack(Scratch& own, const Keys& block, int64_t row, int64_t head) const;
+  void finish(float* scores, const Keys& block, int64_t head, int64_t at, uint64_t seen) const;
 };
 
 void Work::operator()() {
@@ -85,25 +108,26 @@ void Work::operator()() {
     if (mine >= heads * blocks) return;
     // Late queries see the most: they come first.
     const int64_t first = (blocks - 1 - mine / heads) * tokens, lane = mine % heads;
-    attend(own, lane / KV_HEADS, lane % KV_HEADS, first, static_cast<int>(std::min(tokens, queries - first)));
+    Queries asked;
+    asked.find((*this)[POSITIONS], lane / KV_HEADS, first, std::min(first + tokens, queries));
+    attend(own, lane / KV_HEADS, lane % KV_HEADS, asked);
   }
 }
 
 // Which keys of a block each token sees, in own.seen; false: none sees any. Bits are set of keys that are there alone.
-bool Work::look(Scratch& own, const Keys& block, const int64_t* position, int64_t row, int64_t first, int count,
-                int64_t low, int64_t high) const {
+bool Work::look(Scratch& own, const Keys& block, int64_t row, const Queries& asked) const {
   const Tensor& allowed = (*this)[ALLOWED];
-  if (block.most < 0 || none_seen(block, low, high)) return false;
-  if (!allowed && block.whole && all_seen(block, low, high)) {
-    for (int t = 0; t < count; ++t) own.seen[t] = position[t] < 0 ? 0 : ~uint64_t{0};
+  if (asked.high < 0 || block.most < 0 || none_seen(block, asked.low, asked.high)) return false;
+  if (!allowed && block.whole && all_seen(block, asked.low, asked.high)) {
+    for (int t = 0; t < asked.count; ++t) own.seen[t] = asked.position[t] < 0 ? 0 : ~uint64_t{0};
     return true;
   }
   uint64_t any = 0;
-  for (int t = 0; t < count; ++t) {
-    const int64_t query = position[t];
+  for (int t = 0; t < asked.count; ++t) {
+    const int64_t query = asked.position[t];
     uint64_t bits = 0;
     if (query >= 0) {
-      const bool* may = allowed ? allowed.at<bool>(row, first + t) + block.start * allowed.stride[2] : nullptr;
+      const bool* may = allowed ? allowed.at<bool>(row, asked.first + t) + block.start * allowed.stride[2] : nullptr;
       for (int j = 0; j < block.count; ++j) {
         const int64_t key = block.place[j];
         const bool own_key = key >= 0 && sees(query, key) && (!may || may[j * allowed.stride[2]]);
@@ -115,32 +139,49 @@ bool Work::look(Scratch& own, const Keys& block, const int64_t* position, int64_
   return any != 0;
 }
 
-// `count` queries from `first` on of a KV head's group.
-void Work::attend(Scratch& own, int64_t row, int64_t head, int64_t first, int count) {
-  const Tensor &k = (*this)[K], &v = (*this)[V], &places = (*this)[PLACES];
-  const int rows = count * GROUP;
-  int64_t position[TOKENS], low = INT64_MAX, high = -1;
-  for (int t = 0; t < count; ++t) {
-    position[t] = *(*this)[POSITIONS].at<int64_t>(row, first + t);
-    if (position[t] < 0) continue;
-    low = std::min(low, position[t]);
-    high = std::max(high, position[t]);
+void Work::find(Keys& block, int64_t row, int64_t head, int64_t start) const {
+  const Tensor& places = (*this)[PLACES];
+  block.find(places.at<int64_t>(row, places.size[1] == 1 ? 0 : head), places.stride[2], start, keys);
+}
+
+// The block's keys as columns. What is in a slot without a token may be no number: zeros stand for it.
+void Work::pack(Scratch& own, const Keys& block, int64_t row, int64_t head) const {
+  const Tensor& k = (*this)[K];
+  pack_transposed<DIM, BLOCK, Model>(
+      [&](int j) { return block.place[j] < 0 ? nullptr : k.at<Model>(row, head, block.start + j); }, block.count, DIM,
+      own.keys);
+}
+
+// Products that are scaled become the scores of a query of `head` (of all) at place `at`: -inf where it sees no key.
+void Work::finish(float* scores, const Keys& block, int64_t head, int64_t at, uint64_t seen) const {
+  for (int j = 0; j < BLOCK; j += W) store(scores + j, mul(tanh(div(load(scores + j), set1(0x1.e000000000000p+4f))), set1(0x1.e000000000000p+4f)));
+  if (seen) {
+    const Tensor& values = (*this)[BIAS];
+    const int64_t of = values.size[0] == 1 ? 0 : head;
+    for (int i = 0; i < block.count; ++i) {
+      const int64_t key = block.place[i];
+      const int64_t query = at;
+      scores[i] += values.at<float>(of)[std::min(std::max<int64_t>(query - key, 0), values.size[1] - 1)];
+    }
   }
-  const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+  for (uint64_t hidden = ~seen; hidden; hidden &= hidden - 1) scores[__builtin_ctzll(hidden)] = -INFINITY;
+}
+
+// Queries of a KV head's group.
+void Work::attend(Scratch& own, int64_t row, int64_t head, const Queries& asked) {
+  const Tensor& v = (*this)[V];
+  const int rows = asked.count * GROUP, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
   for (int r = 0; r < tiles * TILE_ROWS; ++r) {
     std::memset(own.sum[r], 0, sizeof own.sum[r]);
     std::memset(own.q[r], 0, sizeof own.q[r]);
-    own.softmax[r] = {};
-    if (r < rows) hold((*this)[Q].at<Model>(row, head * GROUP + r % GROUP, first + r / GROUP), DIM, own.q[r]);
+    own.so_far[r] = {};
+    if (r < rows) hold((*this)[Q].at<Model>(row, head * GROUP + r % GROUP, asked.first + r / GROUP), DIM, own.q[r]);
   }
   Keys block;
-  for (int64_t start = 0; start < keys && high >= 0; start += BLOCK) {
-    block.find(places.at<int64_t>(row, places.size[1] == 1 ? 0 : head), places.stride[2], start, keys);
-    if (!look(own, block, position, row, first, count, low, high)) continue;
-    // What is in a slot without a token may be no number: zeros stand for it.
-    pack_transposed<DIM, BLOCK, Model>(
-        [&](int j) { return block.place[j] < 0 ? nullptr : k.at<Model>(row, head, start + j); }, block.count, DIM,
-        own.keys);
+  for (int64_t start = 0; start < keys && asked.high >= 0; start += BLOCK) {
+    find(block, row, head, start);
+    if (!look(own, block, row, asked)) continue;
+    pack(own, block, row, head);
     pack_rows<V_DIM, BLOCK, WIDTH, Model>(
         [&](int j) { return block.place[j] < 0 ? nullptr : v.at<Model>(row, head, start + j); }, block.count, own.values);
     for (int tile = 0; tile < tiles; ++tile) {
@@ -153,32 +194,23 @@ void Work::attend(Scratch& own, int64_t row, int64_t head, int64_t first, int co
         float* scores = own.scores[m];
         const int r = r0 + m;
         const uint64_t seen = r < rows ? own.seen[r / GROUP] : 0;
-        for (int j = 0; j < BLOCK; j += W) store(scores + j, mul(tanh(div(load(scores + j), set1(0x1.e000000000000p+4f))), set1(0x1.e000000000000p+4f)));
-        if (seen) {
-          const Tensor& values = (*this)[BIAS];
-          const int64_t of = values.size[0] == 1 ? 0 : head * GROUP + r % GROUP;
-          const int64_t query = position[r / GROUP];
-          for (int i = 0; i < block.count; ++i) {
-            const int64_t key = block.place[i];
-            scores[i] += values.at<float>(of)[std::min(std::max<int64_t>(query - key, 0), values.size[1] - 1)];
-          }
-        }
-        for (uint64_t hidden = ~seen; hidden; hidden &= hidden - 1) scores[__builtin_ctzll(hidden)] = -INFINITY;
-        softmax<V_DIM>(scores, BLOCK, own.softmax[r], own.sum[r]);
-        hold_floats(scores, BLOCK, own.p[m]);
+        finish(scores, block, head * GROUP + r % GROUP, r < rows ? asked.position[r / GROUP] : -1, seen);
+        weigh<V_DIM>(scores, own.so_far[r], own.sum[r], own.p[m]);
       }
       matmul<BLOCK, WIDTH, WIDTH, true>(own.p[0], own.values, BLOCK, 1.0f, own.sum[r0]);
     }
   }
   for (int r = 0; r < rows; ++r) {
-    Model* out = (*this)[OUT].at<Model>(row, head * GROUP + r % GROUP, first + r / GROUP);
-    if (position[r / GROUP] < 0) {  // padding
+    const int64_t of = head * GROUP + r % GROUP, query = asked.first + r / GROUP;
+    Model* out = (*this)[OUT].at<Model>(row, of, query);
+    if (asked.position[r / GROUP] < 0) {  // padding
       std::memset(out, 0, V_DIM * sizeof(Model));
       continue;
     }
-    float total = own.softmax[r].total, more = 1.0f;
-    const float sink = (*this)[SINKS].as<float>()[head * GROUP + r % GROUP], top = std::fmax(own.softmax[r].top, sink);
-    more = std::exp(own.softmax[r].top - top);
+    float top = own.so_far[r].top, total = sum(own.so_far[r].total), more = 1.0f;
+    const float sink = (*this)[SINKS].as<float>()[of], below = top;
+    top = std::fmax(top, sink);
+    more = std::exp(below - top);
     total = total * more + std::exp(sink - top);
     more /= total;
     for (int c = 0; c < WIDTH; c += W) store(own.sum[r] + c, mul(load(own.sum[r] + c), set1(more)));

@@ -153,7 +153,7 @@ class Case:
         if self.rotary is None:
             return []
         half = self.rotary.rotary_dim // 2
-        angles = torch.arange(2 * LIMIT)[:, None] * 0.5 ** torch.arange(half)[None]
+        angles = torch.arange(2 * max(LIMIT, self.total))[:, None] * 0.5 ** torch.arange(half)[None]
         wide = torch.cat([angles] * 2, 1) if self.rotary.style == "half" else angles.repeat_interleave(2, 1)
         return [wide.cos(), wide.sin()]
 
@@ -239,9 +239,10 @@ def case_of(pick: Pick, scored: bool) -> Case:
 
 def ran(case: Case, kernels: str) -> Ran:
     """The op over the chunks. What generated kernels do not write is NaN: masked, it must not even be multiplied."""
-    # Where many tokens come at once, C++ kernels attend and the reference does the rest: it decodes what is in rings.
+    # Where many tokens come at once, C++ kernels attend and the reference does the rest: it decodes what is in rings,
+    # and has some scores to itself (`kernels/ops/on_cpu.py`).
     alone = set(case.chunks) == {1}
-    by_position = not (case.scored or case.layout.retention.in_cache or case.layout.residual)
+    by_position = not (case.scored or case.layout.residual)
     generated = kernels == "triton" or (kernels == "cpp" and (alone or by_position))
     unwritten = float("nan") if generated else 77.0
     site = replace(case.site, kernels=kernels)

@@ -1,4 +1,4 @@
-"""`kvcompile::cpp_attend`, `cpp_attend_many`, `cpp_linear(s)`: calls of C++ kernels. `launch.h` has their bodies.
+"""`kvcompile::cpp_attend` and its kin, `cpp_linear(s)`: calls of C++ kernels. `launch.h` has their bodies.
 
 The launcher finds the kernel by the text of its spec, and asks for those that it does not know: they are compiled then.
 """
@@ -25,8 +25,13 @@ _LIB.define(
 )
 _LIB.define(
     "cpp_attend_many(Tensor q, Tensor k, Tensor v, Tensor places, Tensor positions, Tensor? sinks, Tensor? bias, "
-    "Tensor? allowed, str spec) -> Tensor",
+    "Tensor? allowed, Tensor? near, str spec) -> Tensor",
     # Vectors keep their channels side by side, and sizes stay free.
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_LIB.define(
+    "cpp_attend_columns(Tensor q, Tensor k, Tensor v, Tensor places, Tensor positions, Tensor? sinks, Tensor? bias, "
+    "Tensor? allowed, Tensor(a!) columns, str spec) -> Tensor",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _LIB.define(
@@ -64,6 +69,7 @@ def _fake_many(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
 
 torch.library.register_fake("kvcompile::cpp_attend", _fake, lib=_LIB)
 torch.library.register_fake("kvcompile::cpp_attend_many", _fake_many, lib=_LIB)
+torch.library.register_fake("kvcompile::cpp_attend_columns", _fake_many, lib=_LIB)
 torch.library.register_fake(
     "kvcompile::cpp_linear",
     lambda x, weight, bias, spec: x.new_empty((*x.shape[:-1], weight.shape[0])),
@@ -76,6 +82,7 @@ torch.library.register_fake(
 )
 cpp_attend = torch.ops.kvcompile.cpp_attend.default
 cpp_attend_many = torch.ops.kvcompile.cpp_attend_many.default
+cpp_attend_columns = torch.ops.kvcompile.cpp_attend_columns.default
 cpp_linear = torch.ops.kvcompile.cpp_linear.default
 cpp_linears = torch.ops.kvcompile.cpp_linears.default
 
@@ -126,6 +133,11 @@ def _first_attend_many(*args: Any) -> Tensor:
     return cpp_attend_many(*args)  # type: ignore[no-any-return]
 
 
+def _first_attend_columns(*args: Any) -> Tensor:
+    ready()
+    return cpp_attend_columns(*args)  # type: ignore[no-any-return]
+
+
 def _first_linear(*args: Any) -> Tensor:
     ready()
     return cpp_linear(*args)  # type: ignore[no-any-return]
@@ -139,6 +151,7 @@ def _first_linears(*args: Any) -> Tensor:
 # Behind what the launcher registers for CPUs, in the dispatcher's order.
 _LIB.impl("cpp_attend", _first_attend, "CompositeExplicitAutograd")
 _LIB.impl("cpp_attend_many", _first_attend_many, "CompositeExplicitAutograd")
+_LIB.impl("cpp_attend_columns", _first_attend_columns, "CompositeExplicitAutograd")
 _LIB.impl("cpp_linear", _first_linear, "CompositeExplicitAutograd")
 _LIB.impl("cpp_linears", _first_linears, "CompositeExplicitAutograd")
 

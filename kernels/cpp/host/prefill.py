@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from kvcompile.kernels.cpp.attend.prefill import site_of
+from kvcompile.kernels.cpp.attend.prefill import COLUMNS, site_of
 from kvcompile.kernels.cpp.host import ops
 from kvcompile.kernels.cpp.spec import CppSpec
 from kvcompile.kernels.inputs import AttendInputs
+from kvcompile.kernels.spec import SiteSpec
 
 
 def attend_many(
-    x: AttendInputs, k: Tensor, v: Tensor, key_positions: Tensor, allowed: Tensor | None = None
+    x: AttendInputs,
+    k: Tensor,
+    v: Tensor,
+    key_positions: Tensor,
+    allowed: Tensor | None = None,
+    near: Tensor | None = None,
 ) -> Tensor:
-    """As the reference's `attend_many`, of queries and keys that have been turned, and positions of the sequence.
+    """As the reference's `attend_many`, of queries and keys that have been turned.
 
     Queries that are padding give zeros.
+
+    Args:
+        near: queries as the first tokens meet them, where positions are counted in the cache; None: as all others.
 
     Raises:
         KernelError: the kernel cannot be compiled; a plan says before where there is no compiler (`available.py`).
     """
     ops.ready()
-    q = x.q
-    spec = CppSpec(
-        "prefill",
-        site_of(x.spec),
-        q.shape[1],
-        k.shape[1],
-        q.shape[3],
-        v.shape[3],
-        str(q.dtype).removeprefix("torch."),
-    )
-    q, k, v = (own if own.stride(-1) == 1 else own.contiguous() for own in (q, k.to(q.dtype), v.to(q.dtype)))
+    q, k, v = (_dense(own.to(x.q.dtype)) for own in (x.q, k, v))
+    near = None if near is None else _dense(near.to(q.dtype))
     out: Tensor = ops.cpp_attend_many(
         q,
         k,
@@ -41,6 +42,56 @@ def attend_many(
         None if x.sinks is None else x.sinks.float().contiguous(),
         None if x.bias is None else x.bias.float().contiguous(),
         allowed,
-        spec.to_json(),
+        near,
+        _spec(x.spec, q, k, v).to_json(),
     )
     return out
+
+
+def attend_columns(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    site: SiteSpec,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    allowed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As the reference's `attend_columns`, of queries and keys that have been turned.
+
+    Args:
+        tokens: positions of the keys, int64 [B, Hkv or 1, T]; a bias takes them to be there.
+        allowed: which of the keys each query may see, besides what positions say, bool [B, S, T]; None: all.
+
+    Raises:
+        KernelError: the kernel cannot be compiled.
+    """
+    ops.ready()
+    q, k, v = (_dense(own.to(q.dtype)) for own in (q, k, v))
+    spec = _spec(site, q, k, v, (COLUMNS,))
+    columns = torch.empty(k.shape[0], spec.units, k.shape[2], device=q.device)
+    out: Tensor = ops.cpp_attend_columns(
+        q,
+        k,
+        v,
+        tokens,
+        positions,
+        None if sinks is None else sinks.float().contiguous(),
+        None if bias is None else bias.float().contiguous(),
+        allowed,
+        columns,
+        spec.to_json(),
+    )
+    return out, columns
+
+
+def _spec(site: SiteSpec, q: Tensor, k: Tensor, v: Tensor, options: tuple[str, ...] = ()) -> CppSpec:
+    dtype = str(q.dtype).removeprefix("torch.")
+    return CppSpec("prefill", site_of(site), q.shape[1], k.shape[1], q.shape[3], v.shape[3], dtype, options)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x with a dense last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -120,11 +120,21 @@ At attend(At q, At k, At v, std::vector<At> buffers, At positions, std::vector<A
 
 // Heads of a token lie side by side in what is given back: so the next layer wants them.
 At attend_many(At q, At k, At v, At places, At positions, std::optional<At> sinks, std::optional<At> bias,
-               std::optional<At> allowed, std::string spec) {
+               std::optional<At> allowed, std::optional<At> near, std::string spec) {
   const std::vector<int64_t> size{q.size(0), q.size(1), q.size(2), v.size(3)};
   At out = empty(size, {size[1] * size[2] * size[3], size[3], size[1] * size[3], 1}, q);
   run(spec, {seen(out), vectors(q, "q"), vectors(k, "k"), vectors(v, "v"), seen(places), seen(positions), seen(sinks),
-             seen(bias), seen(allowed)});
+             seen(bias), seen(allowed), near ? vectors(*near, "q") : kv::Tensor{}});
+  return out;
+}
+
+// The same, and what queries give each key goes to `columns`.
+At attend_columns(At q, At k, At v, At places, At positions, std::optional<At> sinks, std::optional<At> bias,
+                  std::optional<At> allowed, At columns, std::string spec) {
+  const std::vector<int64_t> size{q.size(0), q.size(1), q.size(2), v.size(3)};
+  At out = empty(size, {size[1] * size[2] * size[3], size[3], size[1] * size[3], 1}, q);
+  run(spec, {seen(out), vectors(q, "q"), vectors(k, "k"), vectors(v, "v"), seen(places), seen(positions), seen(sinks),
+             seen(bias), seen(allowed), vectors(columns, "columns")});
   return out;
 }
 

@@ -42,6 +42,7 @@ extern "C" void kvcompile_set_loader(void* given) {
 STABLE_TORCH_LIBRARY_IMPL(kvcompile, CPU, m) {
   m.impl("cpp_attend", TORCH_BOX(&attend));
   m.impl("cpp_attend_many", TORCH_BOX(&attend_many));
+  m.impl("cpp_attend_columns", TORCH_BOX(&attend_columns));
   m.impl("cpp_linear", TORCH_BOX(&linear));
   m.impl("cpp_linears", TORCH_BOX(&linears));
 }

@@ -95,14 +95,6 @@ inline void hold(const M* x, int n, T* out) {
   }
 }
 
-// Floats as they are held; n is a multiple of W.
-inline void hold_floats(const float* x, int n, float* out) { std::memcpy(out, x, n * sizeof(float)); }
-#if defined(KV_PAIRS)
-inline void hold_floats(const float* x, int n, bf16* out) {
-  for (int i = 0; i < n; i += W) store(out + i, load(x + i));
-}
-#endif
-
 // Rows of `dim` <= DIM numbers become packed columns [even(dim)][COUNT]: `at(j)` is row j, or null for zeros.
 template <int DIM, int COUNT, class M, class T, class Rows>
 inline void pack_transposed(const Rows& at, int rows, int dim, T* out) {
@@ -117,12 +109,17 @@ inline void pack_transposed(const Rows& at, int rows, int dim, T* out) {
     }
   }
   // Pairs move as one.
-  using Unit = uint32_t;
-  static_assert(sizeof(T) * PAIR<T> == sizeof(Unit));
-  const auto* from = reinterpret_cast<const Unit*>(own[0]);
-  auto* to = reinterpret_cast<Unit*>(out);
+  static_assert(sizeof(T) * PAIR<T> == sizeof(Word));
+  const auto* from = reinterpret_cast<const Word*>(own[0]);
+  auto* to = reinterpret_cast<Word*>(out);
   constexpr int stride = even<T>(DIM) / PAIR<T>;
-  for (int k = 0; k < even<T>(dim) / PAIR<T>; ++k)
+  const int units = even<T>(dim) / PAIR<T>;
+  int k = 0;
+  if constexpr (COUNT % W == 0) {
+    for (; k + W <= units; k += W)
+      for (int j = 0; j < COUNT; j += W) transpose(from + j * stride + k, stride, to + k * COUNT + j, COUNT);
+  }
+  for (; k < units; ++k)
     for (int j = 0; j < COUNT; ++j) to[k * COUNT + j] = from[j * stride + k];
 }
 

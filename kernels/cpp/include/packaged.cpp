@@ -74,10 +74,21 @@ extern "C" AOTITorchError aoti_torch_cpu_cpp_attend(
 
 extern "C" AOTITorchError aoti_torch_cpu_cpp_attend_many(
     AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, AtenTensorHandle places, AtenTensorHandle positions,
-    AtenTensorHandle* sinks, AtenTensorHandle* bias, AtenTensorHandle* allowed, const char* spec, AtenTensorHandle* out) {
+    AtenTensorHandle* sinks, AtenTensorHandle* bias, AtenTensorHandle* allowed, AtenTensorHandle* near, const char* spec,
+    AtenTensorHandle* out) {
   return given_back(out, [&] {
     return attend_many(borrowed(q), borrowed(k), borrowed(v), borrowed(places), borrowed(positions), borrowed(sinks),
-                       borrowed(bias), borrowed(allowed), spec);
+                       borrowed(bias), borrowed(allowed), borrowed(near), spec);
+  });
+}
+
+extern "C" AOTITorchError aoti_torch_cpu_cpp_attend_columns(
+    AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, AtenTensorHandle places, AtenTensorHandle positions,
+    AtenTensorHandle* sinks, AtenTensorHandle* bias, AtenTensorHandle* allowed, AtenTensorHandle columns,
+    const char* spec, AtenTensorHandle* out) {
+  return given_back(out, [&] {
+    return attend_columns(borrowed(q), borrowed(k), borrowed(v), borrowed(places), borrowed(positions),
+                          borrowed(sinks), borrowed(bias), borrowed(allowed), borrowed(columns), spec);
   });
 }
 

@@ -10,6 +10,9 @@
 
 namespace kv {
 
+// 32 bits of whatever numbers: they move as they are.
+using Word = uint32_t __attribute__((may_alias));
+
 inline float as_float(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, sizeof x);

@@ -72,6 +72,14 @@ inline Vec exp(Vec x) {
   return _mm256_and_ps(there, mul(y, _mm256_castsi256_ps(power)));
 }
 
+inline bool any_above(Vec a, Vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
+
+// to [W][W], rows apart by their strides, becomes `from` with rows and columns changed.
+inline void transpose(const Word* from, int64_t stride, Word* to, int64_t to_stride) {
+  for (int j = 0; j < W; ++j)
+    for (int i = 0; i < W; ++i) to[j * to_stride + i] = from[i * stride + j];
+}
+
 // Lane j of the result is the sum of row j.
 inline Vec sum_rows(const Vec* r) {
   const Vec low = _mm256_hadd_ps(_mm256_hadd_ps(r[0], r[1]), _mm256_hadd_ps(r[2], r[3]));

@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "exp2.h"
 #include "types.h"
 
 namespace kv {
@@ -21,6 +22,7 @@ inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline float sum(Vec x) { return _mm512_reduce_add_ps(x); }
 inline float largest(Vec x) { return _mm512_reduce_max_ps(x); }
+inline bool any_above(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
 
 inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
 inline Vec load(const bf16* p) {
@@ -60,6 +62,17 @@ inline Vec dot(Pairs a, Pairs b, Vec c) { return _mm512_dpbf16_ps(c, a, b); }
 inline void store(bf16* p, Vec x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));
 }
+
+// 2^x as exactly as bfloat16 holds it; 0 below -126, also of -inf.
+inline Vec exp2_short(Vec x) {
+  const __mmask16 there = _mm512_cmp_ps_mask(x, set1(-126.0f), _CMP_NLT_UQ);  // what is no number stays none
+  const Vec k = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = sub(x, k);
+  Vec y = fma(r, set1(EXP2[4]), set1(EXP2[3]));
+  y = fma(y, r, set1(EXP2[2]));
+  y = fma(y, r, set1(EXP2[1]));
+  y = fma(y, r, set1(EXP2[0]));
+  return _mm512_maskz_scalef_ps(there, y, k);
+}
 #endif
 
 // exp with an error below 2 units in the last place; 0 below -87, also of -inf.
@@ -77,6 +90,32 @@ inline Vec exp(Vec x) {
   y = fma(y, r, set1(5.0000001201e-1f));
   y = add(fma(y, mul(r, r), r), set1(1.0f));
   return _mm512_maskz_mov_ps(there, _mm512_scalef_ps(y, k));
+}
+
+// to [W][W], rows apart by their strides, becomes `from` with rows and columns changed.
+inline void transpose(const Word* from, int64_t stride, Word* to, int64_t to_stride) {
+  __m512i quad[16];
+  for (int i = 0; i < 16; i += 4) {
+    const __m512i a = _mm512_loadu_si512(from + i * stride), b = _mm512_loadu_si512(from + (i + 1) * stride);
+    const __m512i c = _mm512_loadu_si512(from + (i + 2) * stride), d = _mm512_loadu_si512(from + (i + 3) * stride);
+    const __m512i ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
+    const __m512i AB = _mm512_unpackhi_epi32(a, b), CD = _mm512_unpackhi_epi32(c, d);
+    // quad[i + j]: rows i to i + 3 of column j of each four columns
+    quad[i] = _mm512_unpacklo_epi64(ab, cd);
+    quad[i + 1] = _mm512_unpackhi_epi64(ab, cd);
+    quad[i + 2] = _mm512_unpacklo_epi64(AB, CD);
+    quad[i + 3] = _mm512_unpackhi_epi64(AB, CD);
+  }
+  for (int j = 0; j < 4; ++j) {
+    const __m512i low = _mm512_shuffle_i32x4(quad[j], quad[4 + j], 0x88);  // columns j and 8 + j of rows 0 to 7
+    const __m512i LOW = _mm512_shuffle_i32x4(quad[j], quad[4 + j], 0xdd);  // columns 4 + j and 12 + j
+    const __m512i high = _mm512_shuffle_i32x4(quad[8 + j], quad[12 + j], 0x88);
+    const __m512i HIGH = _mm512_shuffle_i32x4(quad[8 + j], quad[12 + j], 0xdd);
+    _mm512_storeu_si512(to + j * to_stride, _mm512_shuffle_i32x4(low, high, 0x88));
+    _mm512_storeu_si512(to + (8 + j) * to_stride, _mm512_shuffle_i32x4(low, high, 0xdd));
+    _mm512_storeu_si512(to + (4 + j) * to_stride, _mm512_shuffle_i32x4(LOW, HIGH, 0x88));
+    _mm512_storeu_si512(to + (12 + j) * to_stride, _mm512_shuffle_i32x4(LOW, HIGH, 0xdd));
+  }
 }
 
 // Lane j of the result is the sum of row j.

@@ -1,6 +1,7 @@
 // Vectors of 4 floats in plain C++, which compilers turn into what the machine has (SSE2, NEON, or nothing).
 #pragma once
 
+#include "exp2.h"
 #include "types.h"
 
 namespace kv {
@@ -31,6 +32,11 @@ inline float largest(Vec a) {
   for (int i = 1; i < W; ++i) top = a.x[i] > top ? a.x[i] : top;
   return top;
 }
+inline bool any_above(Vec a, Vec b) {
+  for (int i = 0; i < W; ++i)
+    if (a.x[i] > b.x[i]) return true;
+  return false;
+}
 template <class T>
 inline Vec load(const T* p) {
   KV_LANES(to_float(p[i]));
@@ -59,7 +65,18 @@ inline Vec dot(Pairs a, Pairs b, Vec c) {
 inline void store(bf16* p, Vec x) {
   for (int i = 0; i < W; ++i) p[i] = rounded<bf16>(x.x[i]);
 }
+inline float exp2_short(float x) {
+  if (!(x >= -126.0f)) return x < 0 ? 0.0f : x;  // what is no number stays none
+  const float k = std::nearbyint(x), r = x - k;
+  return std::ldexp((((EXP2[4] * r + EXP2[3]) * r + EXP2[2]) * r + EXP2[1]) * r + EXP2[0], static_cast<int>(k));
+}
+inline Vec exp2_short(Vec x) { KV_LANES(exp2_short(x.x[i])); }
 #endif
+// to [W][W], rows apart by their strides, becomes `from` with rows and columns changed.
+inline void transpose(const Word* from, int64_t stride, Word* to, int64_t to_stride) {
+  for (int j = 0; j < W; ++j)
+    for (int i = 0; i < W; ++i) to[j * to_stride + i] = from[i * stride + j];
+}
 inline Vec sum_rows(const Vec* r) { KV_LANES(sum(r[i])); }
 
 #undef KV_LANES

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.reference import paged, residual, residual_views, slots, visibility
 from kvcompile.kernels.reference.kv_sides import sides
-from kvcompile.kernels.reference.retention.hooks import AttendMany, Gained, Hooks
+from kvcompile.kernels.reference.retention.hooks import Attends, Gained, Hooks
 from kvcompile.kernels.reference.slots import Stored
 from kvcompile.kernels.reference.symbolic import evaluate
 from kvcompile.layouts import CacheLayout, Retention
@@ -36,9 +36,9 @@ class ByPosition(Hooks[Retention]):
         return visibility.visible(query, tokens if tokens.dim() == 3 else tokens[:, None], x.spec)
 
     def attend_many(
-        self, x: AttendInputs, read: CacheLayout, stored: Stored, attend: AttendMany
+        self, x: AttendInputs, read: CacheLayout, stored: Stored, attend: Attends
     ) -> tuple[Tensor, None]:
-        return attend(x, *residual_views.seen(x, read, stored)), None
+        return attend.many(x, *residual_views.seen(x, read, stored)), None
 
     def keep(self, x: AttendInputs, stored: Stored, gained: Gained | None) -> None:
         """In a ring, only the tokens that stay are written.

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.reference import paged, residual, residual_views, score_sums
 from kvcompile.kernels.reference.kv_sides import sides
-from kvcompile.kernels.reference.retention.hooks import AttendMany, Gained, Hooks
+from kvcompile.kernels.reference.retention.hooks import Attends, Gained, Hooks
 from kvcompile.kernels.reference.slots import Stored
 from kvcompile.kernels.reference.symbolic import evaluate
 from kvcompile.kernels.shared.dialect import current
@@ -63,9 +63,9 @@ class ByScore(Hooks[Scored]):
             score.add_(share)
 
     def attend_many(
-        self, x: AttendInputs, read: CacheLayout, stored: Stored, attend: AttendMany
+        self, x: AttendInputs, read: CacheLayout, stored: Stored, attend: Attends
     ) -> tuple[Tensor, Gained]:
-        """Many queries against the slots and themselves; `attend` is for those that leave no scores."""
+        """Many queries against the slots and themselves."""
         held, positions, q = stored.tokens, x.positions, x.q
         own = torch.where(positions < 0, -1, positions)[:, None].expand(-1, held.shape[1], -1)
         tokens = torch.cat([held, own], dim=2)
@@ -84,7 +84,7 @@ class ByScore(Hooks[Scored]):
             k_all = rotate(k_all, places, *x.rope, form=x.spec.rotary)
         out: Tensor
         gained: Tensor
-        columns = score_sums.OP if current().in_blocks else score_sums.attend_columns
+        columns = attend.columns or (score_sums.OP if current().in_blocks else score_sums.attend_columns)
         out, gained = columns(
             q,
             k_all,

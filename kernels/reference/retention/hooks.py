@@ -16,7 +16,22 @@ from kvcompile.layouts import CacheLayout, Retention
 AttendMany = Callable[[AttendInputs, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 # Positions of the tokens in the slots and of the new ones, [B, Hs, N + S], -1: none; and what each gained, fp32.
 Gained = tuple[Tensor, Tensor]
+AttendColumns = Callable[..., tuple[Tensor, Tensor]]  # as `score_sums.attend_columns`
 R = TypeVar("R", bound=Retention)
+
+
+@dataclass(frozen=True)
+class Attends:
+    """What attends where there are many queries.
+
+    many:     where positions alone say which tokens stay and where they stand
+    in_cache: where these count from the start of the cache; None: the reference
+    columns:  where scores say which tokens stay; None: the reference
+    """
+
+    many: AttendMany
+    in_cache: AttendMany | None = None
+    columns: AttendColumns | None = None
 
 
 @dataclass(frozen=True)
@@ -53,14 +68,14 @@ class Hooks(ABC, Generic[R]):
 
     @abstractmethod
     def attend_many(
-        self, x: AttendInputs, read: CacheLayout, stored: Stored, attend: AttendMany
+        self, x: AttendInputs, read: CacheLayout, stored: Stored, attend: Attends
     ) -> tuple[Tensor, Gained | None]:
         """Many queries' results [B, Hq, S, Dv], and what tokens gained by them, where that counts.
 
         Args:
             read: the layout in the basis that is read (`kv_sides.as_read`).
             stored: what the slots hold: the new tokens too, where slots are never reused.
-            attend: what attends where only positions count.
+            attend: what attends.
         """
 
     @abstractmethod

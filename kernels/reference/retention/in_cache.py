@@ -13,7 +13,7 @@ from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.reference import residual_views
 from kvcompile.kernels.reference.attend_many import final, raw, visible
 from kvcompile.kernels.reference.retention.by_position import ByPosition
-from kvcompile.kernels.reference.retention.hooks import AttendMany
+from kvcompile.kernels.reference.retention.hooks import Attends
 from kvcompile.kernels.reference.score_mod import applied, modified
 from kvcompile.kernels.reference.scores import probabilities
 from kvcompile.kernels.reference.slots import Stored
@@ -32,10 +32,9 @@ class InCache(ByPosition):
         return x.positions - evicted, torch.where(tokens < sinks, tokens, tokens - evicted)
 
     def attend_many(
-        self, x: AttendInputs, read: CacheLayout, stored: Stored, attend: AttendMany
+        self, x: AttendInputs, read: CacheLayout, stored: Stored, attend: Attends
     ) -> tuple[Tensor, None]:
-        """`attend` is for positions of which a token has one; here it has several."""
-        return self._attend(x, *residual_views.seen(x, read, stored)), None
+        return (attend.in_cache or self._attend)(x, *residual_views.seen(x, read, stored)), None
 
     def _attend(
         self, x: AttendInputs, k: Tensor, v: Tensor, key_positions: Tensor, allowed: Tensor | None

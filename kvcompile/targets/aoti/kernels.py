@@ -27,7 +27,7 @@ from kvcompile.kernels.cpp.isa import ISAS, Isa, isa, lacks_products_of
 
 FOLDER = "kernels"
 _OF_LEVEL = {"x86-64-v3": "avx2", "x86-64-v4": "avx512"}
-_OPS = (ops.cpp_attend, ops.cpp_attend_many, ops.cpp_linear, ops.cpp_linears)
+_OPS = (ops.cpp_attend, ops.cpp_attend_many, ops.cpp_attend_columns, ops.cpp_linear, ops.cpp_linears)
 
 
 def isa_of(level: str) -> Isa:

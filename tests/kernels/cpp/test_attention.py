@@ -142,6 +142,18 @@ def test_every_instruction_set_of_this_machine(isa: str, name: str, monkeypatch:
     ops.forget()
 
 
+@pytest.mark.parametrize("isa", [isa.name for isa in available()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_prompts_by_every_instruction_set(
+    isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of more channels than vectors have, and not a multiple of them."""
+    monkeypatch.setenv(VARIABLE, isa)
+    ops.forget()
+    check(Case(CacheLayout(), (3, 1), (72, 40), dtype, chunks=(70, 20), pads=(0, 9)), "cpp")
+    ops.forget()
+
+
 # What is written for processors that multiply pairs of bfloat16, in plain C++: it runs on the others.
 PAIRS = Isa("pairs", frozenset(), ("-DKV_PAIRS",), "vec_portable.h")
 
@@ -176,6 +188,40 @@ PROMPTS = {
     ),
     "capped prompt": Case(
         CacheLayout(), (4, 2), score=ScoreSpec(4.0, BiasSpec("alibi"), True), chunks=LONG_PROMPT, pads=PADS
+    ),
+    "in-cache prompt": Case(
+        CacheLayout(placement=Ring(), retention=SinkWindow(3, 90, "in_cache"), before_rope=True),
+        (4, 2),
+        rotary=RotaryForm("half", 0, 16),
+        score=ScoreSpec(bias=BiasSpec("alibi")),
+        chunks=LONG_PROMPT,
+        pads=PADS,
+    ),
+    "H2O prompt": Case(
+        CacheLayout(int8(), int8(), Slots(), Scored(2, 60, 20)),
+        (4, 2),
+        score=ALL,
+        chunks=LONG_PROMPT,
+        pads=PADS,
+    ),
+    # These two attend by the reference.
+    "H2O residual prompt": Case(
+        CacheLayout(with_residual(int8(), 5), int8(), Slots(), H2O), (2, 1), chunks=(12, 1, 9), pads=(0, 3)
+    ),
+    "H2O in-cache prompt": Case(
+        CacheLayout(placement=Slots(), retention=replace(H2O, positions="in_cache")),
+        (2, 1),
+        score=ScoreSpec(bias=BiasSpec("relative")),
+        chunks=(12, 1, 9),
+    ),
+    "SnapKV prompt": Case(
+        CacheLayout(
+            placement=Slots(),
+            retention=Scored(2, 60, 20, "snapkv", "vote", "max", "layer", rows=30, smooth=3),
+        ),
+        (6, 2),
+        chunks=LONG_PROMPT,
+        pads=PADS,
     ),
 }
 

@@ -57,6 +57,21 @@ BREAKS: dict[str, tuple[str, str, str]] = {
         "total * more + std::exp(sink - top)",
         "total * more",
     ),
+    "the first tokens are as far as they were": (
+        "in-cache prompt",
+        "block.place[j] < FIRST; ++m",
+        "false; ++m",
+    ),
+    "a bias by another place": ("in-cache prompt", "std::min(at, FARTHEST) : at", "at : at"),
+    "shares of another sum": ("H2O prompt", "top + std::log(total)", "top + 0.5f * std::log(total)"),
+    "a block of keys gets nothing": ("H2O prompt", "mine / units * BLOCK", "mine / units / 2 * BLOCK"),
+    "shares are no mean": ("H2O prompt", "mul(column[i], set1(", "add(column[i], set1("),
+    "heads of a layer are left out": (
+        "SnapKV prompt",
+        "(unit + 1) * PER_UNIT; ++head",
+        "unit * PER_UNIT + 1; ++head",
+    ),
+    "more queries count": ("SnapKV prompt", "queries - 30, 0", "queries - 90, 0"),
     "a prompt's scores are not capped": ("capped prompt", "mul(tanh(", "mul(("),
     "shares are joined unscaled": (
         "two pieces",

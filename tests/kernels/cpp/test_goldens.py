@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcompile.kernels.cpp.attend.prefill import site_of
+from kvcompile.kernels.cpp.attend.prefill import COLUMNS, site_of
 from kvcompile.kernels.cpp.generate import generate
 from kvcompile.kernels.cpp.host.attention import spec_of
 from kvcompile.kernels.cpp.spec import CppSpec
@@ -54,6 +54,13 @@ def test_text_of_prompts() -> None:
         site, layout=replace(site.layout, keys=int8(), placement=Ring()), rotary=ROPE, share="first"
     )
     assert site_of(placed) == spec.site, "one kernel is for all layouts with the same retention"
+
+
+def test_text_of_prompts_that_score() -> None:
+    retention = Scored(4, 100, 24, "snapkv", "vote", "max", "layer", rows=16)
+    site = SiteSpec(CacheLayout(placement=Slots(), retention=retention), 0.125)
+    spec = CppSpec("prefill", site_of(site), 9, 3, 64, 64, "bfloat16", (COLUMNS,))
+    compare(generate(spec), GOLDENS / "cpp_prefill_scored.cpp")
 
 
 def compare(made: str, path: Path) -> None:
