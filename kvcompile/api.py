@@ -30,6 +30,7 @@ from kvcompile.runtime.program import Program
 from kvcompile.runtime.report import Report
 from kvcompile.util.progress import Progress, told
 from kvcompile.util.serial import traces
+from kvcompile.util.tracing import uncollected
 from kvcompile.verify import Check, check_program, verify
 from kvcompile.verify.ids import bounds
 
@@ -79,7 +80,7 @@ def build(
     Raises:
         PlanError, VerificationError: as `optimize`.
     """
-    with as_normal(model), watched(code=Dump.asked()) as runs:
+    with as_normal(model), watched(code=Dump.asked()) as runs, uncollected():
         fast = _built(model, front, checked, tell or (lambda stage, done, total: None), started, runs)
     fast.watch_weights()
     return fast

@@ -31,6 +31,7 @@ from kvcompile.recipe import Recipe
 from kvcompile.recipe.scales import ModelId
 from kvcompile.specs import RecurrentState
 from kvcompile.util.serial import traces
+from kvcompile.util.tracing import uncollected
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def understand(model: nn.Module) -> Front:
         ModelError: no decoder, no attention, or blocks that were not recognised (see its subclasses).
     """
     check_model(model)
-    with as_normal(model):
+    with as_normal(model), uncollected():
         return _understood(model)
 
 

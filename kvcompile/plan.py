@@ -20,7 +20,6 @@ from kvcompile.layouts import (
     CacheLayout,
     Paged,
     PageGroup,
-    Scored,
 )
 from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.pages import TABLE_BYTES
@@ -236,7 +235,7 @@ class Plan:
     def whole_prompts(self) -> bool:
         """Whether some layer needs a prompt in one pass."""
         retentions = [decision.layout.retention for decision in self.decisions]
-        return any(isinstance(r, Scored) and r.prefill == "full" for r in retentions)
+        return any(retention.whole_prompts for retention in retentions)
 
     def digest(self) -> str:
         """A short stable hash of everything that decides what is generated, and of no prose: not of reasons, source

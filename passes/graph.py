@@ -105,12 +105,19 @@ def call(
     args: tuple[Any, ...],
     like: Node,
     kwargs: dict[str, Any] | None = None,
+    val: Any = None,
 ) -> Node:
-    """Insert a call at the graph's insertion point, with its fake value, and with the origin of `like`."""
+    """Insert a call at the graph's insertion point, with its fake value, and with the origin of `like`.
+
+    val: the fake value, where it is known
+    """
     node = graph.call_function(target, args, kwargs or {})
     for key in ("stack_trace", "nn_module_stack"):
         if key in like.meta:
             node.meta[key] = like.meta[key]
+    if val is not None:
+        node.meta["val"] = val
+        return node
     fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs or {}), value)
     modes = [v.fake_mode for v in _leaves((fake_args, fake_kwargs, value(like))) if hasattr(v, "fake_mode")]
     if modes:

@@ -6,8 +6,8 @@ time: together a quarter of what tests of tracing take. Triton decides at its fi
 interpreted, and torch._dynamo imports it, so the variable is set before either; what needs the compiler runs in a
 process of its own (`kernels/triton/tools/assemble.py`).
 
-Equal models of transformers are understood once in a session (`tests/support/understood_once.py`), but in tests of what
-understands them.
+Equal models are understood once in a session (`tests/support/understood_once.py`), but in tests of what understands
+them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "few(n): one case of n is quick, in turns over all parameters; the others are slow"
     )
+    # From before the first test on, pytest listens to loggers that do not propagate; where anyone listens to this one,
+    # PyTorch prints all its graphs.
+    logging.getLogger("torch.__trace").propagate = True
     asked = str(config.getoption("markexpr")).replace("not gpu", "")
     if "gpu" not in asked and not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -42,8 +45,6 @@ def _quick() -> None:
     torch.set_num_threads(1)
     torch._dynamo.config.fake_tensor_cache_enabled = False
     gc.set_threshold(100_000, 50, 100)
-    # pytest listens to loggers that do not propagate; where anyone listens to this one, PyTorch prints all its graphs.
-    logging.getLogger("torch.__trace").propagate = True
 
 
 def _name(path: Path) -> str:
@@ -98,8 +99,11 @@ LONGEST = [
     "compile/test_compile",
     "api/test_smollm2",
     "kernels/triton/test_models",
+    "targets/test_artifacts",
     "targets/aoti/test_session",
+    "runtime/test_saved_module",
     "passes/capture/test_traced_once",
+    "verify/test_verify",
     "targets/onnx/test_copies",
     "examples/test_examples",
     "kernels/reference/test_quanto",

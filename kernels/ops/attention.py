@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.expression import ScoreMod
-from kvcompile.kernels.oracle.attention import final_scores, modified, shown
+from kvcompile.kernels.oracle.scores import final_scores, modified, shown
 from kvcompile.specs import BiasKind, BiasSpec, MaskKind, MaskSpec, ScoreSpec
 
 LIBRARY = torch.library.Library("kvcompile", "FRAGMENT")
@@ -51,7 +51,7 @@ def attention(
     mod: a `ScoreMod` as JSON; leaves: the tensors that it reads.
     """
     index = torch.arange(q.shape[2], device=q.device)
-    seen = shown(MaskSpec(cast(MaskKind, mask), None if window < 0 else window), index)
+    seen = shown(MaskSpec(cast(MaskKind, mask), None if window < 0 else window), index, index)
     if softcap is None and sinks is None and bias is None and mod is None:
         causal = mask == "causal"
         return torch.nn.functional.scaled_dot_product_attention(

@@ -15,7 +15,6 @@ from torch import Tensor
 from kvcompile.kernels.cpp.host import prefill
 from kvcompile.kernels.cpp.host.attention import cached_attention_one
 from kvcompile.kernels.inputs import AttendInputs
-from kvcompile.kernels.reference import attend_many as many
 from kvcompile.kernels.reference import attention as reference
 from kvcompile.kernels.reference.selections import SELECT
 from kvcompile.kernels.shared.rope import rotate, rotated_first
@@ -42,9 +41,7 @@ def cached_attention(x: AttendInputs) -> Tensor:
 def attend_many(
     x: AttendInputs, k: Tensor, v: Tensor, key_positions: Tensor, allowed: Tensor | None = None
 ) -> Tensor:
-    """As the reference's; positions that are counted in the cache are its own: of them a token has several."""
-    if x.spec.layout.retention.in_cache:
-        return many.attend_many(x, k, v, key_positions, allowed)
+    """As the reference's."""
     if x.rope:
         q = rotate(x.q, x.positions, *x.rope, form=x.spec.rotary)
         k = rotate(k, key_positions, *x.rope, form=x.spec.rotary)

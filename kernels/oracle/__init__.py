@@ -1,4 +1,4 @@
-"""Attention over whole sequences that forgets and rounds as a layout does, with no cache: what decides who is right.
+"""Computes attention over whole sequences, forgetting and rounding as a layout does: it decides what is right.
 
 It shares with `kernels/reference` what `kernels/shared` holds, and nothing else (`tests/kernels/test_trust.py`).
 """

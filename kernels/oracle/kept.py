@@ -1,4 +1,4 @@
-"""Which keys a retention by positions has kept for each query, said of whole sequences: no slots, no rings.
+"""Says which keys a retention by positions has kept for each query of a whole sequence: no slots, no rings.
 
 One function per retention. It shares nothing with `kernels/reference/visibility.py`, which says the same of slots.
 """
@@ -29,14 +29,14 @@ def _first_and_newest(retention: Retention, query: Tensor, key: Tensor) -> Tenso
     return (key > query - retention.window) | (key < retention.sinks)
 
 
-# Query's positions [T, 1] and keys' [1, T] -> bool [T, T], by the kind of the retention.
+# Queries' positions [Q, 1] and keys' [1, K] -> bool [Q, K], by the kind of the retention.
 KEPT: dict[str, Kept] = {Full.kind: _all, Window.kind: _newest, SinkWindow.kind: _first_and_newest}
 
 
-def kept_keys(retention: Retention, index: Tensor) -> Tensor:
-    """Which of the keys at positions `index` [T] the retention has kept for the query at each: bool [T, T].
+def kept_keys(retention: Retention, query: Tensor, key: Tensor) -> Tensor:
+    """Which of the keys at positions [K] the retention has kept for the queries at positions [Q]: bool [Q, K].
 
     Raises:
-        KeyError: the retention has no words here; one by scores is in `kernels/oracle/retention.py`.
+        KeyError: the retention has no words here; one by scores is in `kernels/oracle/retention/`.
     """
-    return KEPT[retention.kind](retention, index[:, None], index[None])
+    return KEPT[retention.kind](retention, query[:, None], key[None])

@@ -1,4 +1,4 @@
-"""What a storage makes of a sequence of vectors, for the oracle: no parts, no packing, no slots, no steps.
+"""Quantizes and dequantizes vectors as a storage does, for the oracle: no parts, no packing, no slots, no steps.
 
 Everything is said again, from the definitions in `layouts/storage`, so that nothing of `codec`, `codes`, `bits`,
 `hadamard` and `recent` is shared with it. The arithmetic is the same, in fp32 and in the same order: values on the edge

@@ -1,4 +1,4 @@
-"""The oracle of a selection: which keys each query reads where steps read pages, from whole sequences.
+"""Says which keys each query reads where steps read pages, computed from whole sequences.
 
 Said again from `layouts/selection/top_pages.py`, one query after the other: no summaries that grow, no slots, no
 gathers. The pages of a step follow from the query and from all keys up to it.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.oracle.retention import Choice
+from kvcompile.kernels.oracle.choice import Choice
 from kvcompile.layouts import Selection, TopPages
 
 

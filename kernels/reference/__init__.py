@@ -1,2 +1,1 @@
-"""The cache in plain PyTorch: what Inductor compiles where no generated kernel runs, and what those are held
-against."""
+"""Runs the cache in plain PyTorch, which Inductor compiles, and which generated kernels are held against."""

@@ -1,4 +1,4 @@
-"""Attention of one new query per sequence against what was read of the cache, in PyTorch."""
+"""Computes attention of one new query per sequence against what was read of the cache, in PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoding and decoding of K and V vectors, by storage. Shapes: x [..., dim]; parts as `Storage.parts` has them.
+"""Encodes and decodes K and V vectors, by storage. Shapes: x [..., dim]; parts as `Storage.parts` has them.
 
     x ~ q * scale + minimum       q as its code writes it (`codes/`), per vector, or per group of its channels
 

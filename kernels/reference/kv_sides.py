@@ -1,4 +1,4 @@
-"""K's side of a layer and V's: their buffers, where values stand, and the basis in which vectors are read.
+"""Tells a layer's K from its V: their buffers, where values stand, and the basis in which vectors are read.
 
 Vectors that a storage keeps turned stay turned: queries turn instead, and so does the result.
 """

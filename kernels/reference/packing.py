@@ -1,4 +1,4 @@
-"""Packing of small unsigned integers, without gaps.
+"""Packs small unsigned integers into bytes, without gaps.
 
 A plane of w bits (1, 2 or 4) of n channels takes n * w / 8 bytes: byte c holds channel c in its lowest bits, channel
 c + (n * w / 8) in the next, and so on. So channels that stand together in memory unpack with the same shift.

@@ -1,4 +1,4 @@
-"""Quest's pages in the reference: which of them a step reads (`layouts/selection/top_pages.py`), and their slots.
+"""Chooses the pages that a step of Quest reads (`layouts/selection/top_pages.py`), and their slots, in the reference.
 
 The summaries and what is noted of them are in `kernels/shared/page_summaries.py`.
 """

@@ -42,10 +42,16 @@ def at(pool: Tensor, table: Tensor, rows: Tensor) -> Tensor:
 
 
 def write(pool: Tensor, table: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Row rows[:, n] of each sequence becomes values [B, Hkv, n, ...].
+    """Row rows[:, n] of each sequence becomes values [B, Hkv, n, ...]; rows [B, Hkv or 1, 1] are each head's own.
 
-    Negative rows (padding) count from the end of the table, which no token of such a sequence reaches.
+    Negative rows (padding) count from the end of the table, which no token of such a sequence reaches; heads' own are
+    at least 0.
     """
+    if rows.dim() == 3:
+        head = torch.arange(pool.shape[1], device=pool.device)[None, :, None]
+        page, row = (found[..., None] for found in located(table, rows.squeeze(2), pool.shape[2]))
+        pool.index_put_((page, head, row), values)
+        return
     rows = torch.remainder(rows, table.shape[1] * pool.shape[2])
     page, row, head = _index(pool, table, rows)
     pool.index_put_((page, head, row), values)

@@ -1,4 +1,4 @@
-"""Storages that keep their newest or their first tokens in full (`layouts/storage/storage.py`): append and read.
+"""Appends and reads tokens that a storage keeps unquantized, the newest or the first (`layouts/storage/storage.py`).
 
 Such a storage's parts are those of its settled tokens, and last the rows in full [B, Hkv, sinks + residual, D]: those
 of the first tokens, and a ring of the newest. A settled form may stand in its slot before it is read from there:

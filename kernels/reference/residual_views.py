@@ -1,4 +1,4 @@
-"""Keys and values for many queries at once, of storages that keep the newest tokens in full.
+"""Joins keys and values for many queries at once, of storages that keep the newest tokens unquantized.
 
 A query at position i sees what a sequence of i + 1 tokens keeps: early queries see a token in full that late ones see
 settled. So what stands between the two is there once for every form that it is seen in, and each query is allowed
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.reference import codec, residual
+from kvcompile.kernels.reference.slots import Stored
 from kvcompile.layouts import CacheLayout, InKeys, Storage
 
 # Whether keys, and whether values, are in full.
@@ -37,97 +39,91 @@ Forms = tuple[Tensor, Tensor, Tensor | None]
 Seen = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def seen_by_many(
-    layout: CacheLayout,
-    keys: list[Tensor],
-    values: list[Tensor],
-    new: tuple[Tensor, Tensor],
-    key_positions: Tensor,
-    positions: Tensor,
-    seq_lens: Tensor,
-    dtype: torch.dtype,
-) -> Seen:
-    """For queries at `positions` [B, S], whose own K and V are `new`, in the basis of `layout`: settled and in the
-    slots already, where tokens stand in order from 0, but not yet in the rings.
+def seen(x: AttendInputs, read: CacheLayout, stored: Stored) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What many queries attend to: what the slots hold, and their own K and V.
+
+    Args:
+        read: the layout in the basis that is read (`kv_sides.as_read`).
+        stored: tokens are [B, T].
 
     Returns:
-        keys [B, Hkv, N, D] and values [B, Hkv, N, Dv] in `dtype`, their positions [B, N] (-1: none) and whether a
-        query may see them [B, S, N]. The first of N are the settled ones, at `key_positions` [B, T].
+        keys [B, Hkv, N, D] and values [B, Hkv, N, Dv] in q's dtype, their positions [B, N] (-1: none) and whether a
+        query may see them [B, S, N]; None: every query may, as far as positions go.
     """
-    tokens, many = key_positions.shape[1], positions.shape[1]
-    place = torch.arange(layout.residual + many, device=positions.device)
-    last = seq_lens[:, None] - layout.residual + place
-    last = torch.where((last >= 0) & (last <= positions[:, -1:]), last, -1)
-    at = last.clamp(0, tokens - 1)
+    layout, dtype = x.spec.layout, x.q.dtype
+    if not layout.in_order:
+        return _in_a_ring(x, read, stored)
+    if layout.residual:
+        return _in_order(x, read, stored)
+    keys = residual.decode_old(read.keys, stored.keys, stored.tokens, dtype)
+    if isinstance(read.values, InKeys):
+        return keys, keys[..., : read.values.channels], stored.tokens, None
+    return keys, residual.decode_old(read.values, stored.values, stored.tokens, dtype), stored.tokens, None
 
-    def forms(storage: Storage, parts: list[Tensor], x: Tensor) -> Forms:
-        older = residual.decode_old(storage, parts, key_positions, dtype)
+
+def _in_order(x: AttendInputs, read: CacheLayout, stored: Stored) -> Seen:
+    """As `seen`, where tokens stand in order from 0: the new ones are in the slots already, but not yet in the rings.
+
+    The first of N are the settled ones.
+    """
+    layout, positions, tokens, dtype = x.spec.layout, x.positions, stored.tokens, x.q.dtype
+    pairs = ((layout.keys, read.keys, x.k), (layout.values, read.values, x.v))
+    # In the basis that is read.
+    new_k, new_v = (codec.turned(kept, new).to(new.dtype) if kept != own else new for kept, own, new in pairs)
+    place = torch.arange(read.residual + positions.shape[1], device=positions.device)
+    last = x.seq_lens[:, None] - read.residual + place
+    last = torch.where((last >= 0) & (last <= positions[:, -1:]), last, -1)
+    at = last.clamp(0, tokens.shape[1] - 1)
+
+    def forms(storage: Storage, parts: list[Tensor], new: Tensor) -> Forms:
+        older = residual.decode_old(storage, parts, tokens, dtype)
         if not storage.residual:
             return older, residual.take(older, at), None
-        newest = residual.in_full(storage, x, parts[-1], positions, last)
+        newest = residual.in_full(storage, new, parts[-1], positions, last)
         return older, residual.take(older, at), codec.turned(storage, newest).to(dtype)
 
-    k = forms(layout.keys, keys, new[0])
-    v = None if isinstance(layout.values, InKeys) else forms(layout.values, values, new[1])
-    return _joined(layout, k, v, key_positions, last, positions)
+    k = forms(read.keys, stored.keys, new_k)
+    v = None if isinstance(read.values, InKeys) else forms(read.values, stored.values, new_v)
+    return _joined(read, k, v, tokens, last, positions)
 
 
-def seen_in_a_ring(
-    stored: CacheLayout,
-    layout: CacheLayout,
-    keys: list[Tensor],
-    values: list[Tensor],
-    new: tuple[Tensor, Tensor],
-    key_positions: Tensor,
-    positions: Tensor,
-    dtype: torch.dtype,
+def _in_a_ring(
+    x: AttendInputs, read: CacheLayout, stored: Stored
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """As `seen_by_many`, of slots in any order that hold nothing of the new tokens yet: every token in every form.
-
-    stored: the layout of the buffers; `layout` is the same in the basis that is read. `new` is as the model gives it.
-    Where all tokens are seen in one form, every query may see it: None instead of the last tensor.
-    """
-    found = of_slots(stored, layout, keys, values, new, key_positions, positions, dtype)
-    places = torch.cat([key_positions, positions], dim=1)
+    """As `seen`, of slots in any order that hold nothing of the new tokens yet: every token in every form."""
+    found = of_slots(x, read, stored)
+    places = torch.cat([stored.tokens, x.positions], dim=1)
     if len(found.forms) == 1:
         return found.keys, found.values, places, None
-    length = positions[:, :, None] + 1
-    allowed = [may_see(layout, form, places[:, None], length) for form in found.forms]
+    length = x.positions[:, :, None] + 1
+    allowed = [may_see(read, form, places[:, None], length) for form in found.forms]
     return found.keys, found.values, places.repeat(1, len(found.forms)), torch.cat(allowed, 2)
 
 
-def of_slots(
-    stored: CacheLayout,
-    layout: CacheLayout,
-    keys: list[Tensor],
-    values: list[Tensor],
-    new: tuple[Tensor, Tensor],
-    key_positions: Tensor,
-    positions: Tensor,
-    dtype: torch.dtype,
-) -> InForms:
-    """The tokens in slots, at `key_positions` [B, T] or [B, Hkv or 1, T], and the new ones, in each form that matters.
+def of_slots(x: AttendInputs, read: CacheLayout, stored: Stored) -> InForms:
+    """The tokens in slots, [B, T] or [B, Hkv or 1, T], and the new ones, in each form that matters.
 
-    Slots are in any order and hold nothing of the new tokens yet. stored, layout: as for `seen_in_a_ring`.
+    Slots are in any order and hold nothing of the new tokens yet. read: as for `seen`.
     """
+    layout, dtype = x.spec.layout, x.q.dtype
 
-    def forms(storage: Storage, read: Storage, parts: list[Tensor], x: Tensor) -> Forms:
-        old = residual.decode_old(read, parts, key_positions, dtype)
-        older = torch.cat([old, residual.as_old(storage, read, x, parts, positions)], dim=2)
+    def forms(storage: Storage, own: Storage, parts: list[Tensor], new: Tensor) -> Forms:
+        old = residual.decode_old(own, parts, stored.tokens, dtype)
+        older = torch.cat([old, residual.as_old(storage, own, new, parts, x.positions)], dim=2)
         if not storage.residual:
             return older, older, None
         # What a ring no longer holds is anything here, and no new query sees it in full.
-        before = residual.take(parts[-1], residual.row_of(storage, key_positions))
-        newest = torch.cat([before, residual.in_basis(storage, x)], dim=2)
-        return older, older, codec.turned(read, newest).to(dtype)
+        before = residual.take(parts[-1], residual.row_of(storage, stored.tokens))
+        newest = torch.cat([before, residual.in_basis(storage, new)], dim=2)
+        return older, older, codec.turned(own, newest).to(dtype)
 
-    k = forms(stored.keys, layout.keys, keys, new[0])
+    k = forms(layout.keys, read.keys, stored.keys, x.k)
     v = None
-    if not (isinstance(stored.values, InKeys) or isinstance(layout.values, InKeys)):
-        v = forms(stored.values, layout.values, values, new[1])
-    v = _values_of(layout, k, v)
+    if not (isinstance(layout.values, InKeys) or isinstance(read.values, InKeys)):
+        v = forms(layout.values, read.values, stored.values, x.v)
+    v = _values_of(read, k, v)
     found = [(k[0], v[0], (False, False))]
-    for k_full, v_full in _later_forms(layout):
+    for k_full, v_full in _later_forms(read):
         own_k, own_v = k[1 + k_full], v[1 + v_full]
         if own_k is not None and own_v is not None:
             found.append((own_k, own_v, (k_full, v_full)))

@@ -1,4 +1,4 @@
-"""What a site does to its scores as an expression (`ScoreSpec.mod`), applied: scores, what is seen, and weights.
+"""Applies a site's score expression (`ScoreSpec.mod`): scores, what is seen, and weights.
 
 Shapes: scores fp32 [B, Hkv, G, S, T]. Rows of padding (negative query positions) are left as they are and see all keys,
 so that what they give is finite; keys that are no token (negative positions) get anything.

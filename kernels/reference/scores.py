@@ -1,4 +1,4 @@
-"""What stands between the scaled scores and the probabilities, for queries and keys at any positions.
+"""Computes what stands between scaled scores and probabilities, for queries and keys at any positions.
 
     s = softcap * tanh(s / softcap);  s = s + bias(query, key);  p = softmax([s, sink])[:-1]
 

@@ -1,4 +1,4 @@
-"""The slots that a decode step reads, where a selection chooses among those that are kept (`layouts/selection/`)."""
+"""Chooses and gathers the slots that a decode step reads, where a selection reads some (`layouts/selection/`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which keys a query sees: by causality, by the model's own mask, by the retention."""
+"""Says which keys a query sees: by causality, by the model's own mask, by the retention."""
 
 from __future__ import annotations
 

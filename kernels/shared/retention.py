@@ -1,5 +1,6 @@
-"""Which tokens a retention by scores keeps (`layouts/retention/scored.py`): what `kernels/reference/scored.py` and
-`kernels/triton/retention/select.py` share.
+"""Which tokens a retention by scores keeps (`layouts/retention/scored.py`).
+
+It is shared by `kernels/reference/retention/by_score.py` and `kernels/triton/retention/select.py`.
 
 Shapes: B sequences; Hs = Hkv score heads, or 1; N slots; T tokens, those of the slots and then the new ones. A token is
 its position, int64 [B, Hs, T], -1 where there is none; scores are fp32 [B, Hs, T].

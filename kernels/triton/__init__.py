@@ -2,6 +2,6 @@
 
     spec --render--> source file in the user's cache --launch--> torch.library.triton_op --> Inductor, AOTInductor
 
-`host/attention.py` (by scores, `host/attention_scored.py`) composes launches of roles (`host/call.py`) to what
-`kvcompile::cached_attention` promises; `reference` is their oracle, and neither imports the other.
+`host/attention.py` composes launches of roles (`host/call.py`) to what `kvcompile::cached_attention` promises;
+`reference` is their oracle, and neither imports the other.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcompile.decide.known import KnownSite
-from kvcompile.layouts import CacheLayout, Contiguous, Scored
+from kvcompile.layouts import CacheLayout, Contiguous, Retention
 
 
 def check(layout: CacheLayout, site: KnownSite, readers: Sequence[int]) -> None:
@@ -40,7 +40,7 @@ def check(layout: CacheLayout, site: KnownSite, readers: Sequence[int]) -> None:
             "cache.retention: the scores of this layer depend on the activations of all tokens before; use "
             "retention: {kind: full} and placement: {kind: contiguous}"
         )
-    if isinstance(layout.retention, Scored):
+    if layout.retention.by_score:
         _check_scored(layout.retention, site, readers)
     if layout.selection.selects:
         _check_selection(layout.selection.kind, site, readers)
@@ -110,7 +110,7 @@ def _check_selection(kind: str, site: KnownSite, readers: Sequence[int]) -> None
         )
 
 
-def _check_scored(retention: Scored, site: KnownSite, readers: Sequence[int]) -> None:
+def _check_scored(retention: Retention, site: KnownSite, readers: Sequence[int]) -> None:
     """Refuse a retention by scores where it makes no sense.
 
     Raises:
@@ -118,14 +118,14 @@ def _check_scored(retention: Scored, site: KnownSite, readers: Sequence[int]) ->
     """
     if site.mask.window is not None:
         raise ValueError(
-            f"cache.retention: {retention.method} keeps tokens however old, which a {site.mask} mask hides; give "
+            f"cache.retention: {retention.name} keeps tokens however old, which a {site.mask} mask hides; give "
             f"{site.mask.kind} layers a retention of their own: "
             f"layers: [{{where: {{attention: {site.mask.kind}}}, cache: {{retention: {{kind: window}}}}}}]"
         )
     others = [*readers] if site.kv_source == site.layer else [site.kv_source]
     if others:
         raise ValueError(
-            f"cache.retention: {retention.method} scores tokens by the attention of one layer, and this cache is "
+            f"cache.retention: {retention.name} scores tokens by the attention of one layer, and this cache is "
             f"shared with layer {others[0]}; give both a retention by positions, e.g. "
             f"layers: [{{where: {{index: [{', '.join(map(str, sorted((site.layer, *others))))}]}}, "
             "cache: {retention: {kind: full}}]"

@@ -1,6 +1,6 @@
 """What deciding is given: a model and its sites, without its graph. A traced model has it, and so has a config alone.
 
-A config does not tell all: `estimate` says what it assumes (`kvcompile/report/estimate.py`). Everything else that it
+A config does not tell all: `estimate` says what it assumes (`kvcompile/report/estimate/`). Everything else that it
 tells is decided by the function that `optimize` calls.
 """
 

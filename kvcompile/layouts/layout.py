@@ -16,7 +16,6 @@ from kvcompile.layouts.buffer import BufferSpec
 from kvcompile.layouts.pages import SPARE_PAGES, offset, page_index
 from kvcompile.layouts.placement import Contiguous, Paged, Placement, Ring, Slots, placement_from
 from kvcompile.layouts.retention import Full, Retention, retention_from
-from kvcompile.layouts.retention.scored import STATE_BYTES, Scored
 from kvcompile.layouts.selection import AllTokens, Selection, selection_from
 from kvcompile.layouts.storage import InKeys, Part, Storage, storage_from
 
@@ -156,7 +155,7 @@ class CacheLayout:
     def bytes_per_slot(self) -> sympy.Expr:
         """Bytes that one more token takes over all KV heads, in H, D, Dv, P; on average, where tokens share some."""
         summaries = sy.H * self.selection.bytes_per_slot()
-        return self._vectors_per_slot + STATE_BYTES * self.state_heads + summaries
+        return self._vectors_per_slot + self.retention.bytes_per_slot() + summaries
 
     @property
     def _vectors_per_slot(self) -> sympy.Expr:
@@ -169,7 +168,7 @@ class CacheLayout:
         Paged: what B sequences of T tokens take at most, or the pool where its pages are given.
         """
         slots = self.num_slots
-        state = sy.B * STATE_BYTES * self.state_heads * slots
+        state = sy.B * self.retention.bytes_per_slot() * slots
         state += sy.B * sy.H * self.selection.bytes(sy.T)
         if isinstance(self.placement, Paged):
             pages = self.placement.pages
@@ -184,19 +183,17 @@ class CacheLayout:
     @property
     def state_heads(self) -> sympy.Expr:
         """How many heads note token and score of each slot: none, one for all, or each KV head, H."""
-        if not isinstance(self.retention, Scored):
-            return sympy.Integer(0)
-        return sy.H if self.retention.granularity == "kv_head" else sympy.Integer(1)
+        return self.retention.state_heads
 
     @property
     def num_notes(self) -> int:
         """How many buffers, the last ones, note something of slots or pages, and hold no vectors."""
-        return self.selection.num_notes + (2 if self.retention.by_score else 0)
+        return self.selection.num_notes + self.retention.num_notes
 
     @property
     def followed(self) -> str | None:
         """The buffer that says which tokens stayed, or were read, where a near tie may fall either way."""
-        return "slots.token" if self.retention.by_score else self.selection.followed
+        return self.retention.followed or self.selection.followed
 
     @property
     def num_key_parts(self) -> int:
@@ -215,13 +212,6 @@ class CacheLayout:
         notes of each slot, or a selection of its own pages (which are never in a pool)."""
         paged = self.placement.page_size if isinstance(self.placement, Paged) else 0
         slots = paged or self.slots(max_tokens)
-        state: tuple[BufferSpec, ...] = ()
-        if isinstance(self.retention, Scored):
-            shape = (int(self.state_heads.subs(sy.H, num_kv_heads)), self.retention.tokens)
-            state = (
-                BufferSpec("slots.token", shape, torch.int32),
-                BufferSpec("slots.score", shape, torch.float32),
-            )
         vectors = tuple(
             BufferSpec(
                 f"{side}.{part.name}",
@@ -233,6 +223,7 @@ class CacheLayout:
             for side, storage, dim in (("keys", self.keys, head_dim), ("values", self.values, v_head_dim))
             for part in storage.parts(dim, dtype)
         )
+        state = self.retention.notes(num_kv_heads)
         noted = self.selection.notes(num_kv_heads, head_dim, self.slots(max_tokens), dtype)
         return (*vectors, *state, *noted)
 

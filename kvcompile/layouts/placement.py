@@ -21,7 +21,7 @@ import sympy
 
 from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.pages import check_page_size
-from kvcompile.layouts.retention import Retention, Scored
+from kvcompile.layouts.retention import Retention
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Contiguous:
         return sy.slot
 
     def check(self, retention: Retention) -> str | None:
-        if isinstance(retention, Scored):
+        if retention.by_score:
             return (
-                f"a contiguous placement keeps the memory of the tokens that {retention.method} forgets: use placement "
+                f"a contiguous placement keeps the memory of the tokens that {retention.name} forgets: use placement "
                 "'slots'"
             )
         return None
@@ -78,9 +78,9 @@ class Ring:
         return ring if not sinks else sympy.Piecewise((sy.slot, sy.slot < sinks), (ring, True))
 
     def check(self, retention: Retention) -> str | None:
-        if isinstance(retention, Scored):
+        if retention.by_score:
             return (
-                f"a ring overwrites its oldest tokens, where {retention.method} says which one goes: use placement "
+                f"a ring overwrites its oldest tokens, where {retention.name} says which one goes: use placement "
                 "'slots'"
             )
         if retention.window is None:

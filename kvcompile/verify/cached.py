@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 
 from kvcompile.kernels.ops import cached_attention as ops
 from kvcompile.layouts import PageGroup
@@ -19,6 +19,7 @@ from kvcompile.pipeline import Front, example_inputs
 from kvcompile.plan import Plan
 from kvcompile.verify.oracle import Enough
 from kvcompile.verify.runs import Run, chosen, of_every_token
+from kvcompile.verify.steps import Steps
 
 
 class Kept:
@@ -45,7 +46,7 @@ class Kept:
             self.by_layer[layer].append(torch.where(slot < lengths[:, None, None], token, -1))
 
 
-class _Tap(Interpreter):
+class _Tap(Steps):
     """Runs the cached graph and notes what every site gives."""
 
     def __init__(self, module: GraphModule, sites: int):
@@ -53,9 +54,9 @@ class _Tap(Interpreter):
         self.outputs: list[Tensor] = []
         self.count = sites
 
-    def run_node(self, n: Node) -> Any:
-        result = super().run_node(n)
-        if n.target is ops.cached_attention:
+    def run_node(self, node: Node) -> Any:
+        result = super().run_node(node)
+        if node.target is ops.cached_attention:
             self.outputs.append(result)
             if len(self.outputs) == self.count:
                 raise Enough
@@ -112,7 +113,7 @@ def cached_run(
     names = [n.name for n in rewritten.graph_module.graph.nodes if n.op == "placeholder"]
     logits, outputs, start = [], [], 0
     kept = Kept(plan, rewritten)
-    count = -1 if sites is None or sites >= len(plan.decisions) else sites
+    tap = _Tap(rewritten.graph_module, -1 if sites is None or sites >= len(plan.decisions) else sites)
     for size in chunks:
         inputs = example_inputs(front, batch, size) | constants | caches
         positions = (seq_lens - (pads - start).clamp(0, size))[:, None] + torch.arange(size, device=device)
@@ -134,7 +135,7 @@ def cached_run(
         fewer = wanted is not None and "logits_to_keep" in inputs
         if fewer:
             inputs["logits_to_keep"] = wanted
-        tap = _Tap(rewritten.graph_module, count)
+        tap.outputs = []
         part = ids[:, start : start + size]
         try:
             with torch.no_grad():

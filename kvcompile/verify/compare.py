@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.errors import VerificationError
-from kvcompile.kernels.oracle.retention import Choice
+from kvcompile.kernels.oracle.choice import Choice
 from kvcompile.plan import Plan
 from kvcompile.verify.runs import REPORT, Run
 

@@ -9,7 +9,7 @@ fields, whatever those are; but for the sizes of the model's channels and heads,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -103,14 +103,23 @@ _SIZES = frozenset(
 )
 
 
-def constants(front: Front, plan: Plan) -> tuple[Constant, ...]:
-    """All of them, each as often as it stands there."""
-    found = [*_of_graph(front.captured.graph_module), *_of_records(front.sites, "a site", 0)]
+def constants(front: Front, plan: Plan, of_graph: Sequence[Constant] | None = None) -> tuple[Constant, ...]:
+    """All of them, each as often as it stands there.
+
+    of_graph: those of the model's graph, where they are known
+    """
+    found = list(of_model(front) if of_graph is None else of_graph)
+    found += _of_records(front.sites, "a site", 0)
     for decision in plan.decisions:
         found += _of_layout(decision.layout)
         found += _of_records((decision.mask, decision.score), "a site", 0)
     found.append(Constant(plan.limits.prefill_chunk, "prefill_chunk", 1))
     return tuple(dict.fromkeys(c for c in found if 1 < c.value < _MOST))
+
+
+def of_model(front: Front) -> tuple[Constant, ...]:
+    """Those of the model's graph."""
+    return tuple(_of_graph(front.captured.graph_module))
 
 
 def _of_layout(layout: CacheLayout) -> Iterator[Constant]:

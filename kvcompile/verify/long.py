@@ -77,7 +77,9 @@ def lengths_of(subject: Subject, plan: Plan) -> Lengths:
     heads = max((d.num_qo_heads for d in plan.decisions), default=1)
     most = max(MINIMUM, math.isqrt(_SCORES // (heads * rows_of(subject))))
     limits = [limit for limit in (plan.limits.max_tokens, subject.limit) if limit is not None]
-    return Lengths(constants(subject.front, plan), min(limits, default=None), _chunk(plan), most)
+    return Lengths(
+        constants(subject.front, plan, subject.numbers), min(limits, default=None), _chunk(plan), most
+    )
 
 
 def _chunk(plan: Plan) -> int | None:
@@ -185,7 +187,7 @@ def _own_sizes(
     reached = sum(longest)
     check = own_sizes(subject, plan, longest)
     farther = int(reached * math.sqrt(max(left / check.seconds, 0.0)))
-    near = tuple(c for c in constants(subject.front, plan) if c.rank < 2)
+    near = tuple(c for c in constants(subject.front, plan, subject.numbers) if c.rank < 2)
     lengths = Lengths(near, plan.limits.max_tokens, _chunk(plan), FARTHEST + BEYOND)
     budget = replace(_BUDGETS[mode], tokens=min(max(farther, reached), FARTHEST + BEYOND))
     checks, pace = [check], check.seconds / reached**2

@@ -1,8 +1,8 @@
 """The oracle's runs: the canonical graph, every attention by its policy over the whole sequence.
 
-The policies are `kernels/oracle/attention.py` and, where scores choose, `kernels/oracle/retention.py`. A run may be
-disturbed: every q, k, v and attention result times 1 + a u, u uniform in [-1, 1), a of a few units in the last place
-(`ULPS`). How far that moves the outputs is what two correct orders of summation may differ by (`compare.py`).
+The policies are `kernels/oracle/attention.py`. A run may be disturbed: every q, k, v and attention result times
+1 + a u, u uniform in [-1, 1), a of a few units in the last place (`ULPS`). How far that moves the outputs is what two
+correct orders of summation may differ by (`compare.py`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Interpreter, Node
+from torch.fx import Node
 
 from kvcompile.errors import VerificationError
 from kvcompile.kernels.ops import opaque
-from kvcompile.kernels.oracle.attention import policy_attention
-from kvcompile.kernels.oracle.retention import Choice, scored_attention
-from kvcompile.kernels.oracle.selection import READ
+from kvcompile.kernels.oracle.attention import attention
+from kvcompile.kernels.oracle.choice import Choice
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import InKeys, Storage, model_dtype
 from kvcompile.passes.capture.opaque import is_mixer
@@ -30,6 +29,7 @@ from kvcompile.pipeline import Front, example_inputs
 from kvcompile.plan import Decision, Plan
 from kvcompile.verify.compare import Check
 from kvcompile.verify.runs import REPORT, Run, chosen, of_every_token
+from kvcompile.verify.steps import Steps
 
 # Disturbance of the oracle, in units of the dtype's epsilon. Sums of float32 products round in float32, a little
 # at every step; those of half precision are kept in float32 and rounded once.
@@ -96,21 +96,13 @@ class Enough(Exception):
     """The sites that were asked for have run."""
 
 
-def _last_uses(front: Front) -> dict[Node, list[Node]]:
-    """By node, what nobody needs after it: a long text's values do not all fit into memory."""
+def _read(front: Front) -> dict[Node, list[Node]]:
+    """By a site's node, what its oracle may read."""
     order = {node: place for place, node in enumerate(front.canonical.graph.nodes)}
-    extra = {
+    return {
         site.out: [n for n in _nodes(site) if order.get(n, len(order)) < order[site.out]]
         for site in front.sites
     }
-    seen: set[Node] = set()
-    last: dict[Node, list[Node]] = {}
-    for user in reversed(front.canonical.graph.nodes):
-        for node in dict.fromkeys((*user.all_input_nodes, *extra.get(user, ()))):
-            if node not in seen:
-                seen.add(node)
-                last.setdefault(user, []).append(node)
-    return last
 
 
 def _nodes(record: Any) -> Iterator[Node]:
@@ -125,7 +117,7 @@ def _nodes(record: Any) -> Iterator[Node]:
         yield from (node for field in fields(record) for node in _nodes(getattr(record, field.name)))
 
 
-class Oracle(Interpreter):
+class Oracle(Steps):
     """Runs the canonical graph with every attention replaced by its policy's oracle."""
 
     def __init__(
@@ -139,8 +131,7 @@ class Oracle(Interpreter):
         kept: Mapping[int, Sequence[Tensor]] | None = None,
         sites: int | None = None,
     ):
-        super().__init__(front.canonical)
-        self.user_to_last_uses = _last_uses(front)
+        super().__init__(front.canonical, _read(front))
         self.chunks, self.kept = chunks, kept or {}
         self.count = len(front.sites) if sites is None else sites
         self.choices: dict[int, list[Choice]] = {}
@@ -178,47 +169,35 @@ class Oracle(Interpreter):
         )
         return Run(logits, tuple(self.outputs), choices=self.choices)
 
-    def run_node(self, n: Node) -> Any:
-        if is_mixer(n):
-            return self._mixer(n)
-        if n not in self.sites:
-            return super().run_node(n)
-        site, decision = self.sites[n]
+    def run_node(self, node: Node) -> Any:
+        if is_mixer(node):
+            return self._mixer(node)
+        if node not in self.sites:
+            return super().run_node(node)
+        site, decision = self.sites[node]
         q, k, v = site.q, site.k, site.v
         if decision.rotary is not None:
             assert site.rope is not None
             q, k = site.rope.q_input, site.rope.k_input
         storages = (model_dtype(), decision.layout.keys, decision.layout.values)
         q_in, k_in, v_in = (
-            self._disturbed(self.env[node], storage)
-            for node, storage in zip((q, k, v), storages, strict=True)
+            self._disturbed(self.env[of], storage) for of, storage in zip((q, k, v), storages, strict=True)
         )
         spec = SiteSpec(decision.layout, decision.sm_scale, decision.mask, site.score, rotary=decision.rotary)
-        sinks, bias = (None if node is None else self.env[node] for node in (site.sinks, site.bias))
-        read = n.kwargs.get("leaves") or ()
+        sinks, bias = (None if of is None else self.env[of] for of in (site.sinks, site.bias))
+        read = node.kwargs.get("leaves") or ()
         assert isinstance(read, (list, tuple))
-        leaves = [self.env[node] for node in read if isinstance(node, Node)]
+        leaves = [self.env[leaf] for leaf in read if isinstance(leaf, Node)]
         known = {name: torch.tensor(values, device=q_in.device) for name, values in decision.scales}
         scales = (known.get("keys.scale"), known.get("values.scale"))
         rope = self.tables.get(site.layer, [])
-        if decision.layout.retention.by_score:
-            kept = self.kept[site.layer]
-            with self._told(site, decision):
-                out, self.choices[site.layer] = scored_attention(
-                    q_in, k_in, v_in, spec, rope, self.chunks, self.pads, sinks, bias, kept, scales, leaves
-                )
-        else:
-            shown: Tensor | None = None
-            selection = decision.layout.selection
-            if selection.selects:
-                pages = self.kept.get(site.layer)
-                with self._told(site, decision):
-                    shown, self.choices[site.layer] = READ[selection.kind](
-                        selection, q_in, k_in, spec.sm_scale, self.chunks or q_in.shape[2:3], self.pads, pages
-                    )
-            out = policy_attention(
-                q_in, k_in, v_in, spec, rope, self.pads, sinks, bias, leaves, scales, shown
+        held = self.kept.get(site.layer)
+        with self._told(site, decision):
+            out, choices = attention(
+                q_in, k_in, v_in, spec, rope, self.pads, sinks, bias, leaves, scales, self.chunks, held
             )
+        if decision.layout.followed is not None:
+            self.choices[site.layer] = choices
         self.outputs.append(self._disturbed(out, model_dtype()))
         if len(self.outputs) == self.count < len(self.sites):
             raise Enough
@@ -237,9 +216,9 @@ class Oracle(Interpreter):
                 float("inf"),
             ) from error
 
-    def _mixer(self, n: Node) -> list[Tensor]:
+    def _mixer(self, node: Node) -> list[Tensor]:
         """A module with recurrent state, over each whole sequence and without its state."""
-        inputs, key = self.fetch_args_kwargs_from_env(n)[0]
+        inputs, key = self.arguments(node)[0]
         record = opaque.find(key)
         assert record.state is not None
         # Its way over many tokens and its way over one differ by `spread`, however exact both are.

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from kvcompile.errors import KVCompileError, ModelError
 from kvcompile.pipeline import Front
+from kvcompile.verify.constants import of_model
 from kvcompile.verify.ids import Vocabulary
+from kvcompile.verify.lengths import Constant
 from kvcompile.verify.runs import original_logits
 
 _KEPT = 1 << 22  # numbers of logits that are compared in full
@@ -31,6 +34,11 @@ class Subject:
     words: Vocabulary
     limit: int | None
     told: tuple[str, ...] = ()
+
+    @cached_property
+    def numbers(self) -> tuple[Constant, ...]:
+        """The constants of its graph."""
+        return of_model(self.front)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcompile.errors import ModelError
-from kvcompile.kernels.oracle.retention import Choice
+from kvcompile.kernels.oracle.choice import Choice
 from kvcompile.passes.capture.capture import eval_mode
 from kvcompile.passes.recurrent.state import attributes_restored
 from kvcompile.pipeline import Front

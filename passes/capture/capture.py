@@ -20,7 +20,7 @@ import inspect
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
@@ -43,7 +43,7 @@ from kvcompile.passes.capture.inputs import CapturedInputs, example, wrap
 from kvcompile.passes.capture.joined import join, worth_it
 from kvcompile.passes.capture.last_token import LastToken
 from kvcompile.passes.capture.opaque import CannotBeOpaque, Run, Tracing, innermost, observe, settle
-from kvcompile.passes.capture.own_positions import counts_from_zero, keeps_all
+from kvcompile.passes.capture.own_positions import Alone
 from kvcompile.passes.capture.plain import Plain, plain
 from kvcompile.passes.capture.trace import BATCH, SEQ, WAYS, Traced, Way, trace
 from kvcompile.passes.capture.traced_once import Once
@@ -68,6 +68,10 @@ _LONGEST = 4096  # tokens of a comparison
 _CHECKED = ((1, TOKENS), (1, SEQ))  # sizes at which it is seen what a forward changes
 _OTHERS = ((2, 17), (4, 6))  # sizes at which a graph that Dynamo made is compared besides
 _COUNTED = (7, 12)  # tokens by which a model's own positions are seen
+_NOT_SHOWN = {
+    "position_ids": "that the model's own positions are 0, 1, 2, .. is not shown: it makes them itself, in the graph",
+    "logits_to_keep": "that logits_to_keep only chooses among the tokens is not shown: all logits are computed",
+}
 
 
 @dataclass(frozen=True)
@@ -117,16 +121,13 @@ def capture(model: nn.Module) -> Captured:
     start = time.perf_counter()
     first, parameters = _signature(model)
     reasons: list[str] = []
-    if "position_ids" in parameters and not _counts_from_zero(model, first):
-        parameters -= {"position_ids"}
-        reasons.append(
-            "that the model's own positions are 0, 1, 2, .. is not shown: it makes them itself, in the graph"
-        )
-    if "logits_to_keep" in parameters and not _keeps_all(model, first):
-        parameters -= {"logits_to_keep"}
-        reasons.append(
-            "that logits_to_keep only chooses among the tokens is not shown: all logits are computed"
-        )
+    extra = frozenset({"position_ids", "logits_to_keep"} & parameters)
+    shown = _Shown(model, first)
+    if len(extra) < 2 or not shown.left_out(extra):
+        for name in sorted(extra, reverse=True):
+            if not shown.left_out(frozenset([name])):
+                parameters -= {name}
+                reasons.append(_NOT_SHOWN[name])
     variants = list(
         dict.fromkeys(
             CapturedInputs(
@@ -139,6 +140,8 @@ def capture(model: nn.Module) -> Captured:
         route = _Route(model, first, "use_cache" in parameters, reasons)
         for implementation, way, inputs in product(_implementations(model, reasons), WAYS, variants):
             if way == "strict export" and not route.may_be_strict:
+                continue
+            if not shown.left_out(frozenset(inputs.names[1:])):
                 continue
             name = ", ".join([way, *([implementation] if implementation else []), *inputs.names])
             try:
@@ -485,26 +488,32 @@ def _signature(model: nn.Module) -> tuple[str, frozenset[str]]:
     return first, frozenset(parameters)
 
 
-def _counts_from_zero(model: nn.Module, first: str) -> bool:
-    """Whether leaving out position_ids is the same as passing 0, 1, 2, .. (True where the model cannot be called)."""
-    return all(_same_without(model, first, "position_ids", counts_from_zero, tokens) for tokens in _COUNTED)
+class _Shown:
+    """What a model may be given 0, 1, 2, .. for, as its users do not: it does the same without, in the same way.
 
+    True where the model cannot be called.
+    """
 
-def _keeps_all(model: nn.Module, first: str) -> bool:
-    """Whether leaving out logits_to_keep is the same as passing the indices of all tokens (True as above)."""
-    return _same_without(model, first, "logits_to_keep", keeps_all, _COUNTED[0])
+    def __init__(self, model: nn.Module, first: str):
+        self.model, self.alone = model, Alone(model, first)
+        self.known: dict[frozenset[str], bool] = {frozenset(): True}
 
+    def left_out(self, names: frozenset[str]) -> bool:
+        """Whether leaving out these arguments together is the same as giving them."""
+        if names not in self.known:
+            lengths = _COUNTED if "position_ids" in names else _COUNTED[:1]
+            self.known[names] = all(self._same(names, tokens) for tokens in lengths)
+        return self.known[names]
 
-def _same_without(model: nn.Module, first: str, name: str, proof: Callable[..., bool], tokens: int) -> bool:
-    """Whether a forward without an argument gives what it gives with 0, 1, 2, .., and in the same way."""
-    inputs = CapturedInputs(name == "position_ids", name == "logits_to_keep")
-    ids, given = example(inputs, 1, tokens, tokens, _device(model))
-    try:
-        with eval_mode(model), torch.no_grad():
-            return proof(model, first, ids, given)
-    except Exception as error:  # whatever is wrong shows better while it is traced
-        log.debug("%s was not compared: %s", name, error, exc_info=True)
-        return True
+    def _same(self, names: frozenset[str], tokens: int) -> bool:
+        inputs = CapturedInputs("position_ids" in names, "logits_to_keep" in names)
+        ids, *given = example(inputs, 1, tokens, tokens, _device(self.model))
+        try:
+            with eval_mode(self.model), torch.no_grad():
+                return self.alone.same_as(ids, dict(zip(inputs.names[1:], given, strict=True)))
+        except Exception as error:  # whatever is wrong shows better while it is traced
+            log.debug("%s was not compared: %s", ", ".join(sorted(names)), error, exc_info=True)
+            return True
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -11,13 +11,14 @@ that is a polynomial of a low degree in i and S, of which a few tokens of two le
 of token ids (positions that start again behind a separator, or skip padding), a limit, a remainder, a rounding are no
 such thing: a model that has them makes its positions in the graph.
 
-The same is asked of `logits_to_keep`: with the indices of all tokens a forward may do no more than take these.
+The same is asked of `logits_to_keep`: with the indices of all tokens a forward may do no more than take these. What a
+graph is given together is asked for together: what is compared is then the very call that is traced.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -44,6 +45,7 @@ _MAKING = _LIKE | {
     )
 }
 _COUNTS = (torch.int32, torch.int64, torch.float32, torch.float64)  # dtypes that hold every position
+_AS_GIVEN = ("aten::_to_copy", "aten::clone")  # what they give is what they are given
 _TAKE = ("aten::index", "aten::index_select")
 _SMALL = 4096  # bytes
 _LOOKS = ("aten::_local_scalar_dense", "aten::equal")  # by which Python gets to know a value
@@ -91,21 +93,28 @@ class _Forward:
         return replace(self, calls=calls)
 
 
-def counts_from_zero(model: nn.Module, first: str, ids: Tensor, positions: Tensor) -> bool:
-    """Whether a forward of `ids` [1, S] alone does what it does with `positions` [1, S], which are 0, 1, 2, ..
+class Alone:
+    """The forwards of a model that is given ids alone: each is run and noted once, whatever it is compared with.
 
     first: the name of the parameter that takes the ids
     """
-    alone = _noted(model, {first: ids})
-    given = _noted(model, {first: ids, "position_ids": positions})
-    return _alike(alone, given, model, frozenset([_memory(positions)]))
 
+    def __init__(self, model: nn.Module, first: str):
+        self.model, self.first = model, first
+        self._noted: dict[int, tuple[Tensor, _Forward]] = {}  # by tokens
 
-def keeps_all(model: nn.Module, first: str, ids: Tensor, keep: Tensor) -> bool:
-    """Whether a forward of `ids` [1, S] alone does what it does with `keep` [S] as logits_to_keep, 0, 1, 2, .."""
-    alone = _noted(model, {first: ids})
-    given = _noted(model, {first: ids, "logits_to_keep": keep})
-    return _alike(alone, given.without(_memory(keep)), model, frozenset([_memory(keep)]))
+    def same_as(self, ids: Tensor, extra: Mapping[str, Tensor]) -> bool:
+        """Whether a forward of `ids` [1, S] alone does what it does with more arguments, each 0, 1, 2, ..
+
+        extra: `position_ids` [1, S], `logits_to_keep` [S], or both
+        """
+        known = self._noted.get(ids.shape[1])
+        if known is None or not torch.equal(known[0], ids):
+            known = self._noted[ids.shape[1]] = (ids, _noted(self.model, {self.first: ids}))
+        given = _noted(self.model, {self.first: ids, **extra})
+        if "logits_to_keep" in extra:
+            given = given.without(_memory(extra["logits_to_keep"]))
+        return _alike(known[1], given, self.model, frozenset(map(_memory, extra.values())))
 
 
 def _alike(alone: _Forward, given: _Forward, model: nn.Module, counted: Memory) -> bool:
@@ -166,27 +175,33 @@ class _Noting(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         known = _known(func)
-        given = dict(zip(known.arguments, args, strict=False)) | kwargs
-        written = [given[name] for name in known.written if name in given]
-        made, values = _tensors_in(result), list(_flat((args, kwargs)))
+        name, like = known.name, known.name in _LIKE
+        made, values = _tensors_in(result), _flat((args, kwargs))
         used = [x for x in values if isinstance(x, Tensor)]
-        for tensor in (*made, *used):
-            storage = tensor.untyped_storage()
-            self.held[storage._cdata] = storage
+        writes, reads = self._hold(made), self._hold(used)
+        if known.written:
+            given = dict(zip(known.arguments, args, strict=False)) | kwargs
+            writes |= self._hold(_tensors_in([given[name] for name in known.written if name in given]))
         shapes = tuple((t.dtype, tuple(n for n in t.shape if n != 1)) for t in made)
-        numbers = tuple(repr(x) for x in values if isinstance(x, (bool, int, float)))
-        name = known.name
+        told = () if like or name in _AS_GIVEN else values
+        numbers = tuple(repr(x) for x in told if isinstance(x, (bool, int, float)))
         self.calls.append(
             _Call(
                 name,
-                (name, shapes, () if name in _LIKE or name in ("aten::_to_copy", "aten::clone") else numbers),
+                (name, shapes, numbers),
                 known.aliases and not known.written,
-                frozenset() if name in _LIKE else frozenset(map(_memory, used)),
-                frozenset(map(_memory, (*made, *_tensors_in(written)))),
+                frozenset() if like else reads,
+                writes,
                 name in _MAKING and all(t.dtype in _COUNTS for t in made) and _whole(values),
             )
         )
         return result
+
+    def _hold(self, tensors: Sequence[Tensor]) -> Memory:
+        """The memory of tensors, which stays alive from now on."""
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        self.held.update((storage._cdata, storage) for storage in storages)
+        return frozenset(storage._cdata for storage in storages)
 
 
 def _only_makes(calls: Sequence[_Call], others: Sequence[_Call], counted: Memory, held: Any) -> bool:
@@ -230,15 +245,21 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _flat(values: Any) -> Iterator[Any]:
+def _flat(values: Any) -> list[Any]:
     """The leaves of an operator's arguments, in order: these nest in lists, tuples and dicts alone."""
-    if isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _flat(value)
-    elif isinstance(values, dict):
-        yield from _flat(tuple(values.values()))
-    else:
-        yield values
+    found: list[Any] = []
+    stack = [values]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            stack.extend(reversed(value))
+        elif isinstance(value, dict):
+            stack.extend(reversed(value.values()))
+        else:
+            found.append(value)
+    return found
 
 
 def _tensors_in(values: Any) -> list[Tensor]:

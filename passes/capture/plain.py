@@ -28,6 +28,7 @@ from kvcompile.passes.capture.subclasses import open_subclasses
 from kvcompile.passes.capture.trace import Traced, shape_env
 from kvcompile.passes.capture.traced_once import NotOnce, expand
 from kvcompile.passes.graph import expr, shape
+from kvcompile.passes.graph_module import module_of
 from kvcompile.passes.probe.evaluate import fetch_attr
 from kvcompile.passes.rewrite.clean import clean
 
@@ -91,7 +92,7 @@ def plain(traced: Traced, inputs: CapturedInputs, opaques: Sequence[OpaqueModule
         if node.target is opaque:
             given, key = node.args
             node.args = ([given[index] for index in records[key].kept], key)
-    graph_module = GraphModule(attributes, graph, "Captured")
+    graph_module = module_of(attributes, graph, "Captured")
     clean(graph_module)
     check_writes(graph_module, written)
     check_random(graph_module)

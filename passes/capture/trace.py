@@ -75,7 +75,7 @@ def trace(
     # export prints its half-made graph where it fails
     with uncollected(), redirect_stderr(io.StringIO()), _asked() as own, _unanswered() as refused:
         if way == "export":
-            with _symbolic_math(), once.patched(wrapper) if once is not None else nullcontext():
+            with _symbolic_math(), _one_of_each(once, wrapper) if once is not None else nullcontext():
                 program = torch.export.export(wrapper, given, dynamic_shapes=shapes, strict=False)
         else:
             with quiet(*_LOGGERS):
@@ -87,6 +87,15 @@ def trace(
             " where it gets none: what it does with the value is not in the graph. Do not catch that error"
         )
     return Traced(program, own, once)
+
+
+@contextmanager
+def _one_of_each(once: Once, wrapper: Wrapper) -> Iterator[None]:
+    """Equal layers are traced once; what fake tensors keep of each operator, to know it again, is then for nothing."""
+    from torch._dynamo import config
+
+    with once.patched(wrapper), config.patch(fake_tensor_cache_enabled=False):
+        yield
 
 
 @contextmanager

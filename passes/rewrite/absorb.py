@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.passes.graph import call
+from kvcompile.passes.graph_module import module_of
 from kvcompile.passes.records import AttentionSite, LatentForm
 from kvcompile.passes.rewrite.clean import drop_dead
 from kvcompile.passes.rules.latent import per_head
@@ -42,7 +43,7 @@ def absorb(
             site = _absorbed(site.out, site.latent)
         moved.append(replace(site, latent=None))
     drop_dead(graph, {node for site in moved for node in site.kept})
-    module = GraphModule(canonical, graph, "Canonical")
+    module = module_of(canonical, graph, "Canonical")
     module.graph.lint()
     log.info("absorb: %d sites", len(layers))
     return module, tuple(moved)

@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from kvcompile.kernels.ops import attention as attention_op
 from kvcompile.passes.capture.capture import Captured
 from kvcompile.passes.detect.detect import Detection
-from kvcompile.passes.graph import call, expr, shape
+from kvcompile.passes.graph import call, expr, shape, value
+from kvcompile.passes.graph_module import module_of
 from kvcompile.passes.records import AttentionSite, Leaf
 from kvcompile.passes.rewrite.clean import drop_dead
 from kvcompile.passes.table import graph_pass
@@ -38,13 +41,17 @@ def canonicalize(captured: Captured, detection: Detection) -> Canonical:
     placeholders = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
     batch, seq = (expr(dim) for dim in shape(placeholders["input_ids"]))
     sites = []
+    known: dict[Any, Any] = {}  # what the op gives, by the forms of what it is given
     for site in detection.sites:
         moved = site.moved(mapping)
         window = -1 if moved.mask.window is None else moved.mask.window
         old = moved.out
         with graph.inserting_before(old):
             args = (moved.q, moved.k, moved.v, moved.sm_scale, moved.mask.kind, window, moved.layer)
-            new = call(graph, torch.ops.kvcompile.attention.default, args, old, score_arguments(moved))
+            more = score_arguments(moved)
+            form = _form(args[:-1], more)
+            new = call(graph, torch.ops.kvcompile.attention.default, args, old, more, known.get(form))
+            known.setdefault(form, new.meta.get("val"))
             result = _in_shape_of(old, new, moved.q, batch, seq)
         old.replace_all_uses_with(result)
         graph.erase_node(old)
@@ -52,10 +59,23 @@ def canonicalize(captured: Captured, detection: Detection) -> Canonical:
     # The rope tables and the layouts that detection added have no users yet: a later pass reads them.
     keep = {node for site in sites for node in site.kept}
     drop_dead(graph, keep)
-    graph_module = GraphModule(captured.graph_module, graph, "Canonical")
+    graph_module = module_of(captured.graph_module, graph, "Canonical")
     graph_module.graph.lint()
     log.info("canonicalize: %d sites", len(sites))
     return Canonical(graph_module, tuple(sites))
+
+
+def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """All of an operator's arguments that the form of its result can depend on."""
+
+    def told(leaf: Any) -> Any:
+        val = value(leaf)
+        if not isinstance(val, Tensor):
+            return expr(val) if isinstance(val, torch.SymInt) else (type(val), val)
+        sizes = tuple(expr(size) for size in (*val.shape, *val.stride(), val.storage_offset()))
+        return (val.dtype, val.device, val.requires_grad, val.dim(), sizes)
+
+    return (*kwargs, *map(told, tree_leaves((args, kwargs))))
 
 
 def score_arguments(site: AttentionSite) -> dict[str, Any]:

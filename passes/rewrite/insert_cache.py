@@ -30,6 +30,7 @@ from kvcompile.kernels.spec import Share
 from kvcompile.layouts import PageGroup
 from kvcompile.passes.capture.opaque import is_mixer
 from kvcompile.passes.detect import dynamic_mask
+from kvcompile.passes.graph_module import module_of
 from kvcompile.passes.records import AttentionSite, RopeSpec
 from kvcompile.passes.rewrite.clean import drop_dead
 from kvcompile.passes.table import graph_pass
@@ -151,7 +152,7 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
             old.replace_all_uses_with(new)
             graph.erase_node(old)
     drop_dead(graph)
-    module = GraphModule(canonical, graph, "CachedDecoder")
+    module = module_of(canonical, graph, "CachedDecoder")
     module.graph.lint()
     return Rewritten(module, tuple(caches), tuple(states), tuple(ropes.values()))
 

@@ -57,7 +57,7 @@ class Reader:
         assert num_heads is not None
         sizes = shape(operand)
         channels = int(sizes[-2] if transposed else sizes[-1])
-        t = self.translator(num_heads, channels)
+        t, behind = self.translator(num_heads, channels), descendants([source])
         try:
             rows = self.rows(product, shape(product)[:-2], num_heads, t)
             whole = (*rows, R, Q) if transposed else (*rows, Q, R)
@@ -73,13 +73,13 @@ class Reader:
                 return found
 
             t.stops, t.moving = {source: stop}, True
-            t.forget(descendants([source]))
+            t.forget(behind)
             return t.element(operand, t.broadcast(operand, whole)) is found
         except (Untranslatable, Refused):
             return False
         finally:
             t.stops, t.moving = {}, False
-            t.forget(descendants([source]))
+            t.forget(behind)
 
     def sdpa(self, mask: Node | None, is_causal: bool, scale: float, num_heads: int, head_dim: int) -> Scores:
         """softmax(scale * q k^T + mask); raises Refused."""

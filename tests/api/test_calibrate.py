@@ -23,7 +23,6 @@ from kvcompile.api import build
 from kvcompile.cli import app
 from kvcompile.errors import InputError, ModelError, PlanError, RecipeError, VerificationError
 from kvcompile.kernels.oracle import quantize
-from kvcompile.kernels.oracle.attention import policy_attention
 from kvcompile.kernels.reference import codec
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
@@ -48,6 +47,7 @@ from kvcompile.verify import check_program, verify
 from tests.passes.detect.test_shared_kv import CrossLayer
 from tests.passes.rules.test_latent import RANK, ROPE, Latent
 from tests.support.models import TinyLlama, make, tiny_hf
+from tests.support.policy import policy_attention
 from tests.support.runner import run
 
 EAGER: dict[str, Any] = {"compile": {"mode": "none"}, "verify": "off"}

@@ -28,6 +28,7 @@ from kvcompile.kernels.triton.host.launch import Recorded, arguments, recording
 from kvcompile.kernels.triton.host.launches import call
 from kvcompile.kernels.triton.params import TensorParam
 from kvcompile.layouts import CacheLayout
+from tests.support import reference_cache
 from tests.support.budget import within
 from tests.support.carried_scores import Carried
 from tests.support.kernel_specs import DEVICES, cache, recipe_layouts
@@ -167,7 +168,7 @@ def attended(
     own: dict[str, Any], buffers: list[Tensor], site: SiteSpec, past: Tensor, carried: Carried | None = None
 ) -> Tensor:
     """Attention to what the buffers hold, in float64: [B, Hq, S, Dv]."""
-    keys, values, held = reference._stored(
+    keys, values, held = reference_cache.stored(
         buffers, past + own["q"].shape[2], LIMIT, site.layout, own["page_table"]
     )
     group = own["q"].shape[1] // keys[0].shape[1]

@@ -21,12 +21,12 @@ class Break:
 
 
 def broken(name: str, file: str, old: str, new: str, *tests: str) -> Break:
-    """A break; tests: file names under tests/ without `test_` and `.py`, or whole paths."""
+    """A break; tests: file names under tests/ without `test_` and `.py`, or whole paths and node ids."""
     return Break(name, file, old, new, tuple(_path(test) for test in tests))
 
 
 def _path(test: str) -> str:
-    if test.endswith(".py"):
+    if ".py" in test:
         return test
     folder, _, name = test.rpartition("/")
     return "/".join(part for part in ("tests", folder, f"test_{name}.py") if part)

@@ -175,9 +175,9 @@ def test_a_decoder_from_json_a_folder_a_dict_and_a_model_agree(tmp_path: Path) -
 
 
 def test_an_optimized_module_is_estimated_by_its_plan() -> None:
-    from kvcompile.report.estimate import _known, _shape
+    from kvcompile.report.estimate.planned import known_model, shape_of
 
-    known = _known(replace(_shape(TINY), max_tokens=99), torch.float16, None, None)
+    known = known_model(replace(shape_of(TINY), max_tokens=99), torch.float16, None, None)
     plan = make_plan(known, Recipe.load("int8"))
     fast = SimpleNamespace(plan=plan)
     assert estimate(fast, tokens=10).bytes == plan.bytes(1, 10)

@@ -3,7 +3,7 @@
 Tokens come one after another. A token goes in, what the retention forgets is deleted, and the query attends to what is
 left. It knows no slots, pages, masks, chunks or packed bits. Which of its forms a stored vector is read in (rounded, or
 in full) is asked of `kernels/oracle/quantize.py`, the definition of the storages. Retention by scores has a dictionary
-of its own in `kernels/oracle/retention.py`, because what it forgets depends on how tokens come.
+of its own in `kernels/oracle/retention/by_score.py`, because what it forgets depends on how tokens come.
 """
 
 from __future__ import annotations

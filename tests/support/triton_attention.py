@@ -1,7 +1,7 @@
 """What the tests of kernels that attend share: sites of every kind, and what their results are held against.
 
 The oracle is a dictionary of tokens in float64 (`tests/support/dictionary.py`), or of tokens and scores
-(`policy_scored.py`). A kernel may be off by twice the error of the reference in the same dtype, and by rounding: one of
+(`policy.py`). A kernel may be off by twice the error of the reference in the same dtype, and by rounding: one of
 the probabilities and one of the result, as its products take them in the model's dtype.
 """
 
@@ -15,8 +15,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcompile.kernels.oracle.retention import Choice, scored_attention
-from kvcompile.kernels.reference import attention as reference
+from kvcompile.kernels.oracle.choice import Choice
 from kvcompile.kernels.shared.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
@@ -45,8 +44,9 @@ from kvcompile.layouts import (
     with_residual,
 )
 from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
-from tests.support import dictionary
+from tests.support import dictionary, reference_cache
 from tests.support.carried_scores import Carried
+from tests.support.policy import scored_attention
 from tests.support.runner import Ran, run, shuffled
 
 STORAGES: tuple[Storage, ...] = (
@@ -381,9 +381,8 @@ def _same_bits(case: Case, got: Ran, same: Ran) -> None:
         table = shuffled(layout, len(case.pads), limit)
     lengths = (case.total - torch.tensor(case.pads)).clamp(min=0)
     span = min(limit, layout.slots(limit))
-    parts = [x.buffers[: len(x.buffers) - layout.num_notes] for x in (got, same)]
-    *mine, at = reference._stored(parts[0], lengths, span, layout, table)
-    *theirs, _ = reference._stored(parts[1], lengths, span, layout, table)
+    *mine, at = reference_cache.stored(got.buffers, lengths, span, layout, table)
+    *theirs, _ = reference_cache.stored(same.buffers, lengths, span, layout, table)
     held = (at >= 0)[:, None]
     for a, b in zip([x for side in mine for x in side], [x for side in theirs for x in side], strict=True):
         if a.shape[2] != held.shape[2]:

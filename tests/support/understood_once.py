@@ -1,8 +1,9 @@
-"""Models of transformers that are equal are understood once in a session of tests.
+"""Equal models of transformers, and of `tests/support/models.py`, are understood once in a session of tests.
 
 Tracing takes most of what an `optimize` of a tiny model takes, and many tests build the same model anew. What was
-understood of the first is copied for the others, with their own modules and weights in its place. Models that tests
-write themselves are understood each time, as is everything in tests of the passes (`ANEW` in tests/conftest.py).
+understood of the first is copied for the others, with their own modules and weights in its place. Models of classes
+that a test writes itself are understood each time, as is everything in tests of the passes (`ANEW` in
+tests/conftest.py).
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ from torch.fx import GraphModule, Node
 
 from kvcompile import pipeline
 from kvcompile.pipeline import Front
+from tests.support.models import TinyConfig
 
-_OF_OTHERS = ("transformers.", "torch.")
+_OURS = "tests.support.models"
+_OF_OTHERS = ("transformers.", "torch.", _OURS)
 _LARGEST = 1 << 22  # weights of a model that is worth a copy
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_state_dict_hooks")
 
 
 def key_of(model: nn.Module) -> tuple[Any, ...] | None:
     """All that a model's graph can depend on; None: more than can be told."""
-    if not type(model).__module__.startswith("transformers.") or torch.is_inference_mode_enabled():
+    ours = type(model).__module__ == _OURS
+    if not ours and not type(model).__module__.startswith("transformers."):
+        return None
+    if torch.is_inference_mode_enabled():
         return None
     if sum(tensor.numel() for tensor in model.parameters()) > _LARGEST:
         return None
@@ -36,9 +42,11 @@ def key_of(model: nn.Module) -> tuple[Any, ...] | None:
             return None
         plain = []
         for attribute, value in vars(module).items():
-            if isinstance(value, (bool, int, float, str, tuple, list, type(None))):
+            if isinstance(value, (bool, int, float, str, tuple, list, TinyConfig, type(None))):
                 plain.append((attribute, repr(value)))
-            elif callable(value) and not isinstance(value, (nn.Module, type)) and attribute == "forward":
+                continue
+            patched = callable(value) and not isinstance(value, (nn.Module, type)) and attribute == "forward"
+            if patched or (ours and not attribute.startswith("_")):  # what the latter may mean, nobody says
                 return None
         found.append((name, kind.__qualname__, kind.__module__, tuple(sorted(plain, key=str))))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -51,6 +59,8 @@ def key_of(model: nn.Module) -> tuple[Any, ...] | None:
         data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         found.append((name, tensor.shape, tensor.dtype, hashlib.sha256(data).hexdigest()))
     shared = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if ours:
+        return (type(model), *shared, *found)
     config: Any = model.config
     return (type(model), config.to_json_string(use_diff=False), config._attn_implementation, *shared, *found)
 

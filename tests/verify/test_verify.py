@@ -26,8 +26,8 @@ import kvcompile
 from kvcompile import pipeline
 from kvcompile.errors import VerificationError
 from kvcompile.kernels.ops import cached_attention as ops
-from kvcompile.kernels.reference import attend_one, codec, paged, residual, score_sums, scored, visibility
-from kvcompile.kernels.reference import attention as reference
+from kvcompile.kernels.reference import attend_one, codec, paged, residual, score_sums, slots, visibility
+from kvcompile.kernels.reference.retention import by_score
 from kvcompile.layouts import Ring
 from kvcompile.layouts import symbols as sy
 from kvcompile.pipeline import Front, plan_for, understand
@@ -190,12 +190,12 @@ def _q_one_place_on(rotate: Any) -> Any:
     return broken
 
 
-def _last_token_lost(append: Any) -> Any:
-    def broken(k: Tensor, v: Tensor, *rest: Any) -> None:
-        if k.shape[2] == 1:
-            append(k, v, *rest)
-        else:  # the last of a chunk is written as the one before it
-            append(*(torch.cat([x[:, :, :-1], x[:, :, -2:-1]], dim=2) for x in (k, v)), *rest)
+def _last_token_lost(write: Any) -> Any:
+    def broken(x: Any, slot: Tensor) -> None:
+        if x.k.shape[2] > 1:  # the last of a chunk is written as the one before it
+            k, v = (torch.cat([new[:, :, :-1], new[:, :, -2:-1]], dim=2) for new in (x.k, x.v))
+            x = replace(x, k=k, v=v)
+        write(x, slot)
 
     return broken
 
@@ -284,7 +284,7 @@ BROKEN: dict[str, tuple[Patch, str, str, int | None]] = {
     "padding is seen": (_attribute(visibility, "visible", _padding_seen), "baseline", "llama", 0),
     "the next slot of the ring": (_attribute(Ring, "address", _next_slot), "streaming", "llama", 0),
     "the next slot, int8": (_attribute(Ring, "address", _next_slot), "streaming_int8", "llama", 0),
-    "a token is not appended": (_attribute(reference, "append", _last_token_lost), "baseline", "llama", 0),
+    "a token is not appended": (_attribute(slots, "write", _last_token_lost), "baseline", "llama", 0),
     "a place in the cache off by one": (
         _attribute(attend_one, "rotate", _q_one_place_on),
         "streaming",
@@ -315,8 +315,8 @@ BROKEN: dict[str, tuple[Patch, str, str, int | None]] = {
     "two sequences have one's pages": (_attribute(paged, "located", _first_table), "paged", "llama", 0),
     "a page is read for the next": (_attribute(paged, "read", _next_page), "paged", "llama", 0),
     "the table is not read": (_attribute(paged, "located", _no_table), "paged_int8", "mistral", 0),
-    "what matters most goes": (_attribute(scored, "chosen", _worst_stay), "h2o", "llama", 0),
-    "a recent token goes": (_attribute(scored, "chosen", _one_recent_less), "h2o_int8", "llama", 0),
+    "what matters most goes": (_attribute(by_score, "chosen", _worst_stay), "h2o", "llama", 0),
+    "a recent token goes": (_attribute(by_score, "chosen", _one_recent_less), "h2o_int8", "llama", 0),
     "a step leaves no score": (
         _attribute(
             score_sums, "pooled", lambda inner: lambda p, retention: inner(p, retention) * (p.dim() > 4)
@@ -325,7 +325,7 @@ BROKEN: dict[str, tuple[Patch, str, str, int | None]] = {
         "llama",
         0,
     ),
-    "a token's vectors are another's": (_attribute(scored, "_take", _others_rows), "snapkv", "llama", 0),
+    "a token's vectors are another's": (_attribute(by_score, "_take", _others_rows), "snapkv", "llama", 0),
     "the offset is off by one, learned": (_graph(_offset_one_on), "baseline", "nanogpt", 0),
     "the offset is off by one, RoPE": (_graph(_offset_one_on), "baseline", "tinyllama", 0),
     "position_ids off by one": (_graph(_positions_late), "baseline", "llama", 0),

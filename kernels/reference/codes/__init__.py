@@ -1,4 +1,4 @@
-"""Elements as their code writes them, and scales as they are kept: a file per kind of code (`layouts/storage/code.py`).
+"""Encodes elements as their code has them, and scales as they are kept: a file per kind of code (`storage/code.py`).
 
     codes_of   numbers that have been divided by their scale -> codes
     numbers    codes -> numbers

@@ -1,4 +1,4 @@
-"""Codebooks: a number becomes the code of the nearest of a few levels (`Code.levels`).
+"""Encodes by codebooks: a number becomes the code of the nearest of a few levels (`Code.levels`).
 
 The code is the number of thresholds between levels that lie below; of a signed codebook, of the magnitude, with the
 sign in the highest bit. So there is no search, and every target has the words for it.

@@ -1,4 +1,4 @@
-"""Floats: what a dtype cannot hold becomes the largest number that it can."""
+"""Encodes floats: what a dtype cannot hold becomes the largest number that it can."""
 
 from __future__ import annotations
 

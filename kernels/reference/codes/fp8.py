@@ -1,4 +1,4 @@
-"""fp8 by arithmetic, for targets whose fp8 tensors cannot be scattered or gathered: the code of a number in a byte.
+"""Computes fp8 codes by arithmetic, for targets whose fp8 tensors cannot be scattered or gathered.
 
 A number x of a format with m mantissa bits and exponent bias b has, with e = max(floor(log2 |x|), 1 - b),
 

@@ -1,4 +1,4 @@
-"""Integers, to nearest even; what is beyond their range becomes its end."""
+"""Rounds to integers, to nearest even; what is beyond their range becomes its end."""
 
 from __future__ import annotations
 

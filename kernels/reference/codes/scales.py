@@ -1,4 +1,4 @@
-"""Scales as they are kept: a float16, a float32, or a power of two in a byte (e8m0; `layouts/storage/scale.py`).
+"""Rounds scales as they are kept: a float16, a float32, or a power of two in a byte (e8m0; `storage/scale.py`).
 
 e8m0: byte = floor(log2 absmax) - floor(log2 largest) + 127, at least 0; 255 where absmax is not a
 number. What is infinite counts as the largest exponent there is.

@@ -1,1 +1,1 @@
-"""From an op to launches: which kernels a call is made of, with which arguments, on which device."""
+"""Launches kernels for an op: which ones a call is made of, with which arguments, on which device."""

@@ -1,4 +1,6 @@
-"""Append and attend by generated kernels: what `kvcompile::cached_attention` promises, as launches of roles.
+"""Appends and attends by generated kernels: launches of roles do what `kvcompile::cached_attention` promises.
+
+A step is the same for every layout:  place -> write -> select -> attend -> note.
 
 | new tokens | layout | launches |
 |---|---|---|
@@ -6,9 +8,10 @@
 | many | slots are never reused | append, (group), prefill, (append of rows in full) |
 | many | a ring | append to an array of the new tokens, prefill over slots and array, append |
 
-Retention by scores is in `attention_scored.py`, what a selection of pages adds in `attention_selected.py`. Shapes and
-meaning are those of `reference.cached_attention`, the oracle of all of this: only the order of sums is another, and
-products are in the types of `tile/dot_dtype.py`.
+The role that writes new tokens also places them: it turns queries and keys. What a retention by scores launches besides
+is in `retention/by_score.py`, what a selection of pages adds in `page_selection.py`. Shapes and meaning are those of
+`reference.cached_attention`, the oracle of all of this: only the order of sums is another, and products are in the
+types of `tile/dot_dtype.py`.
 
 What is launched depends on shapes alone: on a GPU nothing asks the device how long a sequence is.
 """
@@ -22,19 +25,20 @@ from torch import Tensor
 
 from kvcompile.expression import ScoreMod
 from kvcompile.kernels.inputs import AttendInputs
-from kvcompile.kernels.triton.host import attention_scored, attention_selected
 from kvcompile.kernels.triton.host.call import (
     Call,
+    New,
     append,
     appended,
     decode,
-    groups,
     prefill,
     settle,
     staged,
     transformed,
     turned_back,
 )
+from kvcompile.kernels.triton.host.retention import retained
+from kvcompile.kernels.triton.host.selections import SELECT
 from kvcompile.kernels.triton.host.site_kernels import kernels_of
 from kvcompile.kernels.triton.tile import expression
 from kvcompile.layouts import InKeys
@@ -46,6 +50,35 @@ def cached_attention(x: AttendInputs) -> Tensor:
     `seq_lens` says no more than positions do. A site whose scores have an expression that no kernel computes is refused
     when a plan is made (`supports.py`).
     """
+    call, layout = _call(x), x.spec.layout
+    retention, first = retained(layout.retention), call.one or layout.in_order
+    new = _written(call, retention.slot(call)) if first else staged(call)
+    pages = SELECT[layout.selection.kind](call, x.span) if layout.selection.selects else None
+    standing = retention.standing(call)
+    if call.one:
+        out, *found = decode(call, new.q, x.span, retention.tracked(call), *standing, pages)
+        retention.note(call, found)
+        return out
+    out, *found = prefill(call, new, retention.many, *standing)
+    if x.spec.share in ("none", "last"):
+        if not first:
+            settle(call, retention.keep(call, new, standing, found))
+        elif call.kernels.in_full:
+            append(replace(call, k=new.k, v=new.v), ["only_full", "in_basis"])
+    return turned_back(call, out)
+
+
+def _written(call: Call, slots: Tensor | None) -> New:
+    """The new tokens, written to their slots by the first of the sites that share a cache; each turns its queries."""
+    if call.site.share in ("none", "first"):
+        return appended(call, slots)
+    if not call.one and call.kernels.in_full:
+        return staged(call)._replace(parts=[])
+    return New(transformed(call), call.k, call.v, [])
+
+
+def _call(x: AttendInputs) -> Call:
+    """The call as kernels take its tensors."""
     site, q, k, v, bias = x.spec, x.q, x.k, x.v, x.bias
     if site.score.mod is not None and (problem := expression.refusal(site.score.mod)):
         raise TypeError(f"there are no kernels for this site, and its plan should have said so: {problem}")
@@ -58,51 +91,7 @@ def cached_attention(x: AttendInputs) -> Tensor:
     sinks = None if x.sinks is None else x.sinks.float()
     bias = None if bias is None else bias.float().contiguous()
     read = _read(site.score.mod, x.leaves or [])
-    call = Call(made, q, k, v, x.buffers, x.positions, rope, sinks, bias, x.page_table, read)
-    if site.layout.retention.by_score:
-        return attention_scored.one(call) if q.shape[2] == 1 else attention_scored.many(call)
-    pages = None
-    if site.layout.selection.selects:
-        call, pages = attention_selected.selected(call, x.span)
-    return _one(call, x.span, pages) if q.shape[2] == 1 else _many(call)
-
-
-def _one(call: Call, span: int, pages: Tensor | None) -> Tensor:
-    """One new token a sequence: it is appended, and attends to all slots, or to those of `pages`."""
-    made, q = call.kernels, call.q
-    if call.site.share in ("none", "first"):
-        options = ["one", *made.transforms(one=True), *(["full"] if made.in_full else [])]
-        outs = append(call, options)
-        q = outs[0] if outs else q
-        groups(call, None, None, ("one",))
-    else:
-        q = transformed(call)
-    return decode(call, q, span, pages=pages)[0]
-
-
-def _many(call: Call) -> Tensor:
-    """Many new tokens a sequence."""
-    made, layout = call.kernels, call.site.layout
-    first, last = call.site.share in ("none", "first"), call.site.share in ("none", "last")
-    if layout.in_order:
-        q, k, v = (call.q, call.k, call.v)
-        if first or made.in_full:
-            options = [*made.transforms(one=False), *(made.outs() if made.in_full else [])]
-            # Sites that share the cache do what comes before attention once, and each its own queries.
-            q, k, v = appended(call, options, call.buffers if first else None)
-        else:
-            q = transformed(call)
-        if first:
-            groups(call, k, v, ())
-        out = prefill(call, q, k, v, [])[0]
-        if last and made.in_full:
-            append(replace(call, k=k, v=v), ["only_full", "in_basis"])
-        return turned_back(call, out)
-    q, k, v, new = staged(call)
-    out = prefill(call, q, k, v, new)[0]
-    if last:
-        settle(call)
-    return turned_back(call, out)
+    return Call(made, q, k, v, x.parts, x.positions, rope, sinks, bias, x.page_table, read, x.notes)
 
 
 def _read(mod: ScoreMod | None, leaves: list[Tensor]) -> list[Tensor]:

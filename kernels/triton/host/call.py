@@ -1,12 +1,13 @@
-"""One call of `cached_attention` on generated kernels: its tensors, and the launches of roles that it is made of.
+"""Holds the tensors of one `cached_attention` on generated kernels, and makes the launches of its roles.
 
-`attention.py` and `attention_scored.py` put them in order.
+`attention.py` puts them in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -27,7 +28,9 @@ from kvcompile.layouts import TopPages
 class Call:
     """The tensors of one call, as `cached_attention` has them.
 
-    leaves: those that the site's expression reads, in the order of their numbers, as kernels take them
+    buffers: K's parts, then V's
+    leaves:  those that the site's expression reads, in the order of their numbers, as kernels take them
+    notes:   what is noted of slots or pages
     """
 
     kernels: Kernels
@@ -41,15 +44,34 @@ class Call:
     bias: Tensor | None
     page_table: Tensor | None
     leaves: list[Tensor] = field(default_factory=list)
+    notes: list[Tensor] = field(default_factory=list)
 
     @property
     def site(self) -> SiteSpec:
         return self.kernels.site
 
     @property
+    def one(self) -> bool:
+        """Whether there is one new token a sequence."""
+        return self.q.shape[2] == 1
+
+    @property
     def rope_read(self) -> list[Tensor]:
         """Tables for keys that turn when they are read."""
         return [] if self.site.rotates_on_append else self.rope
+
+
+class New(NamedTuple):
+    """The new tokens as attention reads them.
+
+    q is as it meets keys; k and v are as they are kept, where any stand in full. parts: what the storage makes of them,
+    where they are in no slot yet, dense
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    parts: list[Tensor]
 
 
 def decode(
@@ -109,23 +131,21 @@ def settle(call: Call, slots: Tensor | None = None) -> None:
     append(call, options, slots)
 
 
-def appended(
-    call: Call, options: Sequence[str], buffers: list[Tensor] | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as they meet and are kept, after an append of them to `buffers`, or to an array that is dropped."""
-    if buffers is None:
-        return staged(call)[:3]
-    outs = iter(append(replace(call, buffers=buffers), options))
-    named = ((call.q, "q_out"), (call.k, "k_out"), (call.v, "v_out"))
-    q, k, v = (next(outs) if name in options else x for x, name in named)
-    return q, k, v
+def appended(call: Call, slots: Tensor | None) -> New:
+    """The new tokens, after an append of them to their slots; slots: as `ops_write.append` has them."""
+    made = call.kernels
+    options = list(made.transforms(one=call.one))
+    if made.in_full:
+        options += ["full"] if call.one else made.outs()
+    if call.one:
+        options.append("one")
+    new = _as_kept(call, options, append(call, options, slots))
+    groups(call, None if call.one else new.k, None if call.one else new.v, ("one",) if call.one else ())
+    return new
 
 
-def staged(call: Call) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """The new tokens as an array of the same storage, dense: q, k, v, and its parts.
-
-    q is as it meets keys; k and v are as they are kept, where any stand in full. Calibrated scales are the cache's own.
-    """
+def staged(call: Call) -> New:
+    """The new tokens, and an array of them in the storage of the cache, whose calibrated scales it has."""
     made, layout = call.kernels, call.site.layout
     batch, heads, tokens, _ = call.k.shape
     buffers, new = [], []
@@ -143,10 +163,16 @@ def staged(call: Call) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
             buffers.append(fresh)
             new.append(fresh)
     wanted = ["staged", *made.transforms(one=False), *(made.outs() if made.in_full else [])]
-    outs = iter(append(replace(call, buffers=buffers, page_table=None), wanted))
+    outs = append(replace(call, buffers=buffers, page_table=None), wanted)
+    return _as_kept(call, wanted, outs)._replace(parts=new)
+
+
+def _as_kept(call: Call, options: Sequence[str], outs: Sequence[Tensor]) -> New:
+    """The new tokens of an append with `options` that has given `outs`."""
+    found = iter(outs)
     named = ((call.q, "q_out"), (call.k, "k_out"), (call.v, "v_out"))
-    q, k, v = (next(outs) if name in wanted else x for x, name in named)
-    return q, k, v, new
+    q, k, v = (next(found) if name in options else x for x, name in named)
+    return New(q, k, v, [])
 
 
 def append(call: Call, options: Sequence[str], slots: Tensor | None = None) -> list[Tensor]:
@@ -176,10 +202,7 @@ def groups(call: Call, k: Tensor | None, v: Tensor | None, options: Sequence[str
 
 def prefill(
     call: Call,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    new: list[Tensor],
+    new: New,
     options: Sequence[str] = (),
     token: Tensor | None = None,
     place: Tensor | None = None,
@@ -187,19 +210,19 @@ def prefill(
     """The output of many queries, in the basis of the values, and with option lse, their log-sum-exp."""
     made, site = call.kernels, call.site
     own = made.config("prefill")
-    spec = made.spec("prefill", (*options, *(["new"] if new else [])))
+    spec = made.spec("prefill", (*options, *(["new"] if new.parts else [])))
     in_full = made.in_full
     q_sinks = None
     if call.rope_read and cache_positions.two_queries(spec, many=True):
         budget = int(site.layout.retention.budget())
         q_sinks = rotate(call.q, call.positions.clamp(max=budget - 1), *call.rope, form=site.rotary)
     outs: list[Tensor] = ops_attend.prefill(
-        q,
+        new.q,
         q_sinks,
-        k if in_full else None,
-        v if in_full else None,
+        new.k if in_full else None,
+        new.v if in_full else None,
         call.buffers,
-        new,
+        new.parts,
         call.positions,
         call.sinks,
         call.bias,

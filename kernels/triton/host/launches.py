@@ -1,4 +1,4 @@
-"""Which kernels a site launches on a device, found by running its ops on tensors without memory: no GPU is needed.
+"""Finds which kernels a site launches on a device, by running its ops on tensors without memory: no GPU is needed.
 
 What decides is the code that launches (`attention.py`), so nothing here can differ from it.
 """

@@ -1,4 +1,4 @@
-"""Ops of the roles that read the cache. Each carries its KernelSpec as a text, and launches that kernel.
+"""Defines the ops of the roles that read the cache. Each carries its KernelSpec as a text, and launches that kernel.
 
 | op | role | returns |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""The op of the role that a selection of pages adds; as in `ops_attend.py`, it carries its KernelSpec as a text."""
+"""Defines the op of the role that a selection of pages adds; it carries its KernelSpec as a text (`ops_attend.py`)."""
 
 from __future__ import annotations
 

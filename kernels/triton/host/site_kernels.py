@@ -1,4 +1,4 @@
-"""The specs of a site's kernels on one device: what is known of a launch before there are tensors."""
+"""Makes the specs of a site's kernels on one device: what is known of a launch before there are tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generated kernels as files: written once to the user's cache, imported, kept for the life of the process.
+"""Keeps generated kernels as files: written once to the user's cache, imported, kept for the life of the process.
 
     <cache>/kernels/<role>_<key of the spec>_<hash of the text>.py
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import sympy
 
+from kvcompile.layouts.buffer import BufferSpec
+
 if TYPE_CHECKING:
     from kvcompile.specs import MaskSpec
 
@@ -21,6 +23,9 @@ class Hooks(ABC):
     by_score: ClassVar[bool] = False  # whether attention decides which tokens stay, and positions do not
     keeps_all: ClassVar[bool] = False
     placement: ClassVar[Literal["contiguous", "ring", "slots"]] = "ring"  # where a recipe names none
+    num_notes: ClassVar[int] = 0  # how many tensors `notes` has
+    # The note that says which tokens stayed, where a near tie may fall either way: verification follows it.
+    followed: ClassVar[str | None] = None
 
     if TYPE_CHECKING:  # fields of the dataclasses, or properties; here they would be defaults of the fields
 
@@ -49,6 +54,29 @@ class Hooks(ABC):
     def in_cache(self) -> bool:
         """Whether positions count from the start of the cache instead of the sequence."""
         return False
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.kind
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether a prompt must come in one pass."""
+        return False
+
+    @property
+    def state_heads(self) -> sympy.Expr:
+        """How many heads note something of each slot: none, one for all, or each KV head, H."""
+        return sympy.Integer(0)
+
+    def notes(self, num_kv_heads: int) -> tuple[BufferSpec, ...]:
+        """The tensors of one sequence in which the layer notes what stays by."""
+        return ()
+
+    def bytes_per_slot(self) -> sympy.Expr:
+        """Bytes of all heads' notes of one slot, in H."""
+        return sympy.Integer(0)
 
     @property
     def shown(self) -> tuple[sympy.Basic, ...]:

@@ -25,7 +25,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import sympy
+import torch
 
+from kvcompile.layouts import symbols as sy
+from kvcompile.layouts.buffer import BufferSpec
 from kvcompile.layouts.retention.hooks import Hooks
 
 Method = Literal["h2o", "tova", "snapkv"]
@@ -61,6 +64,8 @@ class Scored(Hooks):
 
     by_score = True
     placement = "slots"
+    num_notes = 2
+    followed = "slots.token"
 
     @property
     def window(self) -> None:
@@ -76,6 +81,29 @@ class Scored(Hooks):
     def tokens(self) -> int:
         """The budget as a number."""
         return self.sinks + self.heavy + self.recent
+
+    @property
+    def name(self) -> str:
+        return self.method
+
+    @property
+    def whole_prompts(self) -> bool:
+        return self.prefill == "full"
+
+    @property
+    def state_heads(self) -> sympy.Expr:
+        """How many heads note token and score of each slot: one for all, or each KV head, H."""
+        return sy.H if self.granularity == "kv_head" else sympy.Integer(1)
+
+    def notes(self, num_kv_heads: int) -> tuple[BufferSpec, ...]:
+        shape = (int(self.state_heads.subs(sy.H, num_kv_heads)), self.tokens)
+        return (
+            BufferSpec("slots.token", shape, torch.int32),
+            BufferSpec("slots.score", shape, torch.float32),
+        )
+
+    def bytes_per_slot(self) -> sympy.Expr:
+        return STATE_BYTES * self.state_heads
 
     def budget(self) -> sympy.Expr:
         return sympy.Integer(self.tokens)

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompile.kernels.oracle.attention import policy_attention
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
     CacheLayout,
@@ -28,6 +27,7 @@ from kvcompile.layouts import (
     with_residual,
 )
 from kvcompile.specs import BiasSpec, MaskSpec, ScoreSpec
+from tests.support.policy import policy_attention
 from tests.support.runner import run
 
 STORAGES = [

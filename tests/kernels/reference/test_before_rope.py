@@ -15,7 +15,6 @@ from kvcompile.api import build
 from kvcompile.errors import LimitError, PlanError, RecipeError, VerificationError
 from kvcompile.kernels.ops import on_cpu
 from kvcompile.kernels.oracle import quantize
-from kvcompile.kernels.oracle.attention import policy_attention
 from kvcompile.kernels.reference import attend_many, attend_one
 from kvcompile.kernels.shared.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
@@ -42,6 +41,7 @@ from kvcompile.verify import check_program, verify
 from tests.kernels.reference.test_attention import rope_tables
 from tests.kernels.reference.test_storage import CHUNKS, D, T, close, inputs
 from tests.support.models import NanoGPT, TinyLlama, make, tiny_hf
+from tests.support.policy import policy_attention
 from tests.support.runner import run
 from tests.verify.test_verify import fronts
 

@@ -17,7 +17,6 @@ import kvcompile
 from kvcompile.api import build
 from kvcompile.errors import PlanError, RecipeError, VerificationError
 from kvcompile.kernels.oracle import quantize
-from kvcompile.kernels.oracle.attention import policy_attention
 from kvcompile.kernels.reference import codec, residual
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
@@ -44,6 +43,7 @@ from kvcompile.verify import check_program, verify
 from tests.kernels.reference.test_attention import check, rope_tables
 from tests.kernels.reference.test_storage import CHUNKS, close, inputs
 from tests.support.models import tiny_hf
+from tests.support.policy import policy_attention
 from tests.support.runner import run
 from tests.verify.test_verify import fronts
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import kvcompile
 from kvcompile.errors import InputError, PlanError, RecipeError, VerificationError
-from kvcompile.kernels.oracle.attention import policy_attention
+from kvcompile.kernels.oracle.attention import attention
 from kvcompile.kernels.oracle.selection import read_by
 from kvcompile.kernels.reference import page_selection
 from kvcompile.kernels.shared import page_summaries
@@ -212,8 +212,7 @@ def test_the_latent_of_mla_is_selected_as_keys_are() -> None:
     spec = SiteSpec(CacheLayout(int8(), InKeys(16), selection=TopPages(4, 3)), 0.2)
     pads, chunks = torch.tensor([0, 3]), [20, *[1] * 20]
     ran = run(spec, qkv, chunks, pads)
-    read, choices = read_by(TopPages(4, 3), qkv[0], qkv[1], 0.2, chunks, pads, ran.held)
-    wanted = policy_attention(*qkv, spec, [], pads, read=read)
+    wanted, choices = attention(*qkv, spec, [], pads, chunks=chunks, held=ran.held)
     real = (torch.arange(T) >= pads[:, None])[:, None, :, None].expand_as(wanted)
     torch.testing.assert_close(ran.out[real], wanted[real], rtol=0, atol=1e-5)
     assert choices and all(choice.excess <= 1e-5 for choice in choices)

@@ -21,7 +21,6 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from kvcompile.errors import RecipeError
 from kvcompile.kernels.ops import cached_attention as ops
-from kvcompile.kernels.reference import attention as reference
 from kvcompile.kernels.reference import paged
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
@@ -46,6 +45,7 @@ from kvcompile.layouts import (
 from kvcompile.layouts import symbols as sy
 from kvcompile.recipe import Recipe
 from tests.kernels.reference.test_attention import rope_tables
+from tests.support import reference_cache
 from tests.support.runner import run, shuffled
 
 STORAGES: list[Any] = [
@@ -140,7 +140,7 @@ def test_tokens_stand_where_the_address_says(page_size: int, retention: Any, len
     positions = torch.arange(start, length)[None].expand(2, -1)
     marks = positions + 1000 * torch.arange(2)[:, None]
     k, v = (marks[:, None, :, None].expand(-1, HKV, -1, d).float().contiguous() for d in (D, DV))
-    reference.append(k, v, pools, positions, torch.full((2,), start), layout, table)
+    reference_cache.append(k, v, pools, positions, torch.full((2,), start), layout, table)
     window, sinks = retention.window or length, retention.sinks
     live = [pos for pos in range(start, length) if pos < sinks or pos >= length - window]
     for row, entries in enumerate(table.tolist()):

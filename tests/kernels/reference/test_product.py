@@ -10,7 +10,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcompile.kernels.oracle.retention import scored_attention
 from kvcompile.kernels.shared.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
@@ -36,6 +35,7 @@ from kvcompile.layouts import (
 )
 from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 from tests.support import dictionary
+from tests.support.policy import scored_attention
 from tests.support.runner import run
 
 HQ, HKV, D, DV, T = 4, 2, 32, 32, 36
@@ -148,7 +148,9 @@ def test_equals_a_dictionary_of_tokens(case: tuple[SiteSpec, list[int], int], se
     scales = (calibrated.get("keys.scale"), calibrated.get("values.scale"))
     if isinstance(layout.retention, Scored):
         sinks, bias = extra.get("sinks"), extra.get("bias")
-        wanted, choices = scored_attention(*qkv, spec, rope, chunks, pads, sinks, bias, ran.held, scales)
+        wanted, choices = scored_attention(
+            *qkv, spec, rope, chunks, pads, sinks, bias, ran.held, scales=scales
+        )
         # Two scores that rounding may confuse differ by what the probabilities in them do.
         assert all(choice.excess <= 4 * WITHIN * EPS * choice.values.abs().max() for choice in choices)
     else:

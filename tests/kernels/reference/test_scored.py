@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvcompile
-from kvcompile.kernels.oracle.attention import policy_attention
-from kvcompile.kernels.oracle.retention import scored_attention
 from kvcompile.kernels.reference import score_sums
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
@@ -37,6 +35,7 @@ from kvcompile.layouts import (
 from kvcompile.specs import BiasSpec, RotaryForm, ScoreSpec
 from tests.kernels.reference.test_attention import HKV, HQ, D, T, rope_tables, score_tensors
 from tests.support.models import tiny_hf
+from tests.support.policy import policy_attention, scored_attention
 from tests.support.runner import run
 
 STORAGES = (

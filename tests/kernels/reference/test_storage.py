@@ -23,7 +23,6 @@ import kvcompile
 from kvcompile.expression import SCORE, ScoreMod, program
 from kvcompile.kernels.ops import cached_attention as ops
 from kvcompile.kernels.oracle import quantize
-from kvcompile.kernels.oracle.attention import policy_attention
 from kvcompile.kernels.reference import codec
 from kvcompile.kernels.reference import residual as recent
 from kvcompile.kernels.reference.codes import scales
@@ -56,6 +55,7 @@ from kvcompile.verify import check_program, verify
 from tests.kernels.reference.test_attention import rope_tables
 from tests.support.carried_scores import op, pair
 from tests.support.models import tiny_hf
+from tests.support.policy import policy_attention
 from tests.support.runner import run
 from tests.verify.test_verify import fronts
 

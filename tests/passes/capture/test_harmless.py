@@ -36,6 +36,7 @@ class Layer(nn.Module):
         self.table: Tensor | None = None
         self.log: list[Tensor] = []
         self.notes: dict[str, Any] = {}
+        self.turns: dict[int, None] = {0: None}
         self.helper = Helper()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,6 +131,12 @@ def in_a_dict(self: Layer, x: Tensor) -> Tensor:
     return x * self.notes["calls"]
 
 
+def in_the_keys_of_a_dict(self: Layer, x: Tensor) -> Tensor:
+    (turn,) = self.turns
+    self.turns[turn + 1] = self.turns.pop(turn)
+    return x * turn
+
+
 def in_an_object(self: Layer, x: Tensor) -> Tensor:
     return self.helper(x)
 
@@ -168,6 +175,7 @@ REFUSED: list[tuple[Callable[[Layer, Tensor], Tensor], str]] = [
     (longest_seen, r"layers\.0\.(number|table) \(Layer\).*another result after lengths"),
     (history, r"layers\.0\.log \(Layer\)"),
     (in_a_dict, r"layers\.0\.notes \(Layer\)"),
+    (in_the_keys_of_a_dict, r"layers\.0\.turns \(Layer\).*another result after lengths"),
     (in_an_object, r"layers\.0\.helper \(Layer\)"),
     (in_a_global, r"CALLS \(global of tests\.passes\.capture\.test_harmless\)"),
     (in_the_class, r"shared \(class Layer\)"),
@@ -187,7 +195,7 @@ def test_what_a_later_forward_reads_is_refused_by_name(
     layer: Any = model.layers[0]
     assert all(torch.equal(layer.state_dict()[name], value) for name, value in before.items())
     left = (layer.number, layer.flag, layer.table, layer.log, layer.notes, layer.helper.calls)
-    assert left == (0, False, None, [], {}, 0)
+    assert left == (0, False, None, [], {}, 0) and layer.turns == {0: None}
 
 
 def unread_counter(self: Layer, x: Tensor) -> Tensor:

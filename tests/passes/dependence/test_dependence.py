@@ -308,6 +308,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
         lambda x, ids: x.transpose(0, 1).reshape(x.shape[0], x.shape[1], 61),
         r"aten.reshape.*it cuts \[token, batch, 61\] into",
     ),
+    "tokens of one order added to those of another": (
+        lambda x, ids: (x.flatten(0, 1) + x.transpose(0, 1).flatten(0, 1)).unflatten(0, (x.shape[0], -1)),
+        r"aten.add.*it aligns \[batch x token, 61\] with \[token x batch, 61\]",
+    ),
     "attention beside": (
         lambda x, ids: x + torch.softmax(x @ x.mT, -1).sum(-1, keepdim=True),
         "every token meets every other",

@@ -235,6 +235,7 @@ FORMS: dict[str, tuple[Attend, str]] = {
         weighed(lambda m, t: torch.exp(t) / (2 * torch.exp(t).sum(-1, keepdim=True))),
         "carried: weight 0.5",
     ),
+    "softcap that falls": (scored(lambda m, t, d: -(5.0 * torch.tanh(t / 5.0))), "carried: score"),
 }
 BY_TOKENS = ("alibi of tokens",)  # what a ring has forgotten is needed for them
 MASKS: dict[str, tuple[Callable[..., Tensor], str]] = {

@@ -1,4 +1,4 @@
-"""Role append against `reference.append`: the same bits in every part of the cache, and nothing else touched."""
+"""Role append against the reference: the same bits in every part of the cache, and nothing else touched."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcompile.kernels.reference import attention as reference
 from kvcompile.kernels.reference import codec, residual
 from kvcompile.kernels.reference.symbolic import evaluate
 from kvcompile.kernels.shared.rope import rotate
@@ -49,6 +48,7 @@ from kvcompile.layouts import (
 )
 from kvcompile.layouts import symbols as sy
 from kvcompile.specs import RotaryForm
+from tests.support import reference_cache
 from tests.support.marks import cases
 from tests.support.triton_write import (
     HKV,
@@ -161,12 +161,12 @@ def run(
         spec = site.spec("append", *options(layout, one), block_n=1 if one else block_n)
         own_v = v if has_values(layout) else None
         assert append(None, k, own_v, ours, positions, [], None, table, spec.to_json()) == []
-        reference.append(k, v, buffers, positions, seen, layout, table)
+        reference_cache.append(k, v, buffers, positions, seen, layout, table)
         if layout.in_order and layout.in_full and not one:
             # After attention: queries of the pass may still read in full what its last tokens push out.
             spec = site.spec("append", "only_full", block_n=block_n)
             append(None, k, own_v, ours, positions, [], None, table, spec.to_json())
-            reference._append_recent(k, v, buffers, positions, seen, layout)
+            reference_cache.append_residual(k, v, buffers, positions, seen, layout)
         check_same(site, ours, buffers, before, positions, table)
         pads = (pads - count).clamp(min=0)
         seen = positions[:, -1] + 1
@@ -198,7 +198,7 @@ def test_what_only_the_rotation_makes_too_large_saturates() -> None:
     (ours, _), (theirs, _) = site.buffers(1), site.buffers(1)
     positions = torch.arange(3)[None]
     append(None, k, v, ours, positions, [], None, None, site.spec("append").to_json())
-    reference.append(k, v, theirs, positions, torch.zeros(1, dtype=torch.long), layout)
+    reference_cache.append(k, v, theirs, positions, torch.zeros(1, dtype=torch.long), layout)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)) and ours[0].max() == 65504.0
 
 
@@ -315,7 +315,7 @@ def test_rope_is_done_first(form: RotaryForm, dtype: torch.dtype) -> None:
         spec = site.spec("append", "rope", "q_out", "k_out", "v_out", *one, block_n=1 if one else 4)
         q_out, k_out, v_out = append(q, k, v, buffers, positions, rope, None, None, spec.to_json())
         turned_q, turned_k = (rotate(x, positions, cos, sin, form=form) for x in (q, k))
-        reference.append(turned_k, v, theirs, positions, positions[:, 0].clamp(min=0), layout)
+        reference_cache.append(turned_k, v, theirs, positions, positions[:, 0].clamp(min=0), layout)
         check_same(site, buffers, theirs, before, positions, None)
         wanted = codec.turned(layout.keys, turned_q)
         real = (positions >= 0)[:, None, :, None]
@@ -347,7 +347,7 @@ def test_queries_turn_at_their_place_where_keys_are_kept_before_rope() -> None:
         place = positions.clamp(max=7) if name == "capped" else positions - (seen - 8).clamp(min=0)
         wanted = torch.where((positions >= 0)[:, None, :, None], rotate(q, place, cos, sin, form=form), 0.0)
         assert torch.equal(q_out, wanted)
-        reference.append(k, v, theirs, positions, seen[:, 0], layout)
+        reference_cache.append(k, v, theirs, positions, seen[:, 0], layout)
         check_same(site, buffers, theirs, before, positions, None)
 
 
@@ -363,8 +363,8 @@ def test_new_tokens_that_are_kept_already_are_not_turned_again() -> None:
     spec = site.spec("append", "only_full", "in_basis")
     append(None, k_out, v_out, ours, positions, [], None, None, spec.to_json())
     seen = torch.zeros(1, dtype=torch.long)
-    reference.append(k, v, theirs, positions, seen, layout)
-    reference._append_recent(k, v, theirs, positions, seen, layout)
+    reference_cache.append(k, v, theirs, positions, seen, layout)
+    reference_cache.append_residual(k, v, theirs, positions, seen, layout)
     assert all(torch.equal(as_bits(a), as_bits(b)) for a, b in zip(ours, theirs, strict=True))
 
 

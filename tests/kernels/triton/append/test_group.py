@@ -1,4 +1,4 @@
-"""Role group against `reference.append`: groups that are whole have the same bits, all others are not touched."""
+"""Role group against the reference: groups that are whole have the same bits, all others are not touched."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.reference import attention as reference
 from kvcompile.kernels.reference import residual
 from kvcompile.kernels.triton.append.group import generate
 from kvcompile.kernels.triton.host import ops_write  # noqa: F401  (registers the ops)
@@ -20,6 +19,7 @@ from kvcompile.layouts import (
     per_channel,
     with_hadamard,
 )
+from tests.support import reference_cache
 from tests.support.triton_write import (
     HKV,
     Site,
@@ -59,7 +59,7 @@ def run(site: Site, side: str, chunks: list[int], padding: list[int]) -> None:
         )
         positions = new_positions(seen, count, pads)
         before = [x.clone() for x in buffers]
-        reference.append(k, v, buffers, positions, seen, layout, table)
+        reference_cache.append(k, v, buffers, positions, seen, layout, table)
         new = residual.in_basis(storage, k if side == "keys" else v)
         # One token is in the rows in full before; of many, those before them still are.
         ours = [x.clone() for x in before]
@@ -81,7 +81,7 @@ def run(site: Site, side: str, chunks: list[int], padding: list[int]) -> None:
             is_whole = (now & ~was).expand(mine.shape[:3]).reshape(shape)
             assert torch.equal(torch.where(is_whole, mine, 0), torch.where(is_whole, theirs, 0)), name
             assert torch.equal(torch.where(is_whole, 0, mine), torch.where(is_whole, 0, old)), name
-        reference._append_recent(k, v, buffers, positions, seen, layout)
+        reference_cache.append_residual(k, v, buffers, positions, seen, layout)
         pads = (pads - count).clamp(min=0)
         seen = lens
     assert checked

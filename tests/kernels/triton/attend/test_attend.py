@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.ops import cached_attention as ops
-from kvcompile.kernels.reference import scored
+from kvcompile.kernels.reference.retention import by_score
 from kvcompile.kernels.triton.config import Config
-from kvcompile.kernels.triton.host import attention_scored, ops_attend
-from kvcompile.kernels.triton.host.call import Call, prefill, transformed
+from kvcompile.kernels.triton.host import ops_attend
+from kvcompile.kernels.triton.host.call import Call, New, prefill, transformed
+from kvcompile.kernels.triton.host.retention import by_score as on_triton
 from kvcompile.kernels.triton.host.site_kernels import Kernels, kernels_of
 from kvcompile.kernels.triton.retention import score_sums
 from kvcompile.kernels.triton.spec import KernelSpec
@@ -254,7 +255,7 @@ def test_the_log_sum_exp_of_many_queries() -> None:
     q, k, v = case.qkv()
     positions = torch.arange(19)[None] - torch.tensor([[0], [4]])
     call = replace(call, q=q, k=k, v=v, positions=positions)
-    out, lse = prefill(call, q, k, v, [], ("lse",))
+    out, lse = prefill(call, New(q, k, v, []), ("lse",))
     shown = (positions[:, None, :] <= positions[:, :, None]) & (positions[:, None, :] >= 0)
 
     def summed(dtype: torch.dtype) -> Tensor:
@@ -318,11 +319,11 @@ def test_columns(monkeypatch: pytest.MonkeyPatch, retention: Scored, chunks: tup
         gains["exact"].append(by_token(tokens, exact[-1]))
         return own_after(score, gained, tokens, *args)
 
-    own_staying, own_after = attention_scored.staying, scored.scores_after
-    monkeypatch.setattr(attention_scored, "staying", staying)
-    monkeypatch.setattr(scored, "scores_after", after)
-    own_op = scored.score_sums.OP
-    monkeypatch.setattr(scored.score_sums, "OP", attend_columns)
+    own_staying, own_after = on_triton.staying, by_score.scores_after
+    monkeypatch.setattr(on_triton, "staying", staying)
+    monkeypatch.setattr(by_score, "scores_after", after)
+    own_op = by_score.score_sums.OP
+    monkeypatch.setattr(by_score.score_sums, "OP", attend_columns)
     mine, theirs = ran(case, "triton"), ran(case, "reference")
     for a, b in zip(mine.held, theirs.held, strict=True):
         assert torch.equal(a.sort(-1).values, b.sort(-1).values)
@@ -340,7 +341,7 @@ def in_float64(args: tuple[Any, ...], more: dict[str, Any]) -> Tensor:
         torch.set_default_dtype(torch.float64)
         try:
             wide = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
-            found: Tensor = scored.score_sums.attend_columns(*wide, **more)[1]
+            found: Tensor = by_score.score_sums.attend_columns(*wide, **more)[1]
         finally:
             torch.set_default_dtype(before)
     assert found.dtype == torch.float64

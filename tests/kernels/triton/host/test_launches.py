@@ -38,7 +38,7 @@ def roles(recipe: str, tokens: int, attention: str = "causal") -> list[str]:
             ["evict", "append", "decode", "combine", "score"],
             ["append", "prefill", "columns", "columns", "append"],
         ),
-        ("quest", ["page_bounds", "append", "decode", "combine"], ["append", "prefill"]),
+        ("quest", ["append", "page_bounds", "decode", "combine"], ["append", "prefill"]),
     ],
 )
 def test_the_launches_of_recipes(recipe: str, one: list[str], many: list[str]) -> None:

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompile.kernels.reference import score_sums, scored
+from kvcompile.kernels.reference import score_sums
+from kvcompile.kernels.reference.retention.by_score import slot_for
 from kvcompile.kernels.triton.append import page_copy as page_copy_role
 from kvcompile.kernels.triton.host import ops_write  # noqa: F401  (registers the ops)
 from kvcompile.kernels.triton.retention import evict as evict_role
@@ -59,7 +60,7 @@ def test_the_slot_is_that_of_the_reference(
             own[: len(held)] = held[order]
     values = torch.randint(0, levels, token.shape, generator=g) / 7
     positions = lens[:, None]
-    wanted = scored._slot_for(token, values, positions[:, None], layout)
+    wanted = slot_for(token, values, positions[:, None], layout.address, retention)
     wanted_token, wanted_score = token.clone(), values.clone()
     for b in range(len(lens) - 1):
         for h in range(heads):

@@ -1,8 +1,8 @@
-"""Which pages a step reads by generated kernels, where a selection says so (`layouts/selection/top_pages.py`).
+"""Chooses the pages that a step reads by generated kernels (`layouts/selection/top_pages.py`).
 
 | new tokens | launches |
 |---|---|
-| one | page_bounds, (a sort per head, by PyTorch), append, decode over the pages that were chosen, combine |
+| one | append, page_bounds, (a sort per head, by PyTorch), decode over the pages that were chosen, combine |
 | many | append, prefill: all is read, and PyTorch takes the new keys into the summaries |
 
 Where the tokens that a step may read are known to be few enough, it reads all of them by the kernels of a layout that
@@ -23,20 +23,19 @@ from kvcompile.kernels.triton.selection import page_bounds as bounds_role
 from kvcompile.layouts import TopPages
 
 
-def selected(call: Call, span: int) -> tuple[Call, Tensor | None]:
-    """The call without the buffers that note something of pages, and the pages that its step reads.
+def select(call: Call, span: int) -> Tensor | None:
+    """The pages that a step reads, int32 [B, Hkv, K], ascending, those without tokens last; None: all are read.
 
-    The new keys are in the summaries then. Pages come as int32 [B, Hkv, K], ascending, those without tokens last; None:
-    all are read. span: as `reference.cached_attention`.
+    The new keys are in the summaries then. span: as `AttendInputs` has it
     """
     selection = call.site.layout.selection
     assert isinstance(selection, TopPages)
-    *buffers, smallest, largest, read = call.buffers
+    smallest, largest, read = call.notes
     q, k = call.q, call.k
     if call.site.rotates_on_append:
         q, k = (rotate(x, call.positions, *call.rope, form=call.site.rotary) for x in (q, k))
     page = None
-    if q.shape[2] > 1 or (isinstance(span, int) and span <= selection.tokens):
+    if not call.one or (isinstance(span, int) and span <= selection.tokens):
         page_summaries.summarise(selection, k, call.positions, smallest, largest)
     else:
         made = call.kernels
@@ -46,4 +45,4 @@ def selected(call: Call, span: int) -> tuple[Call, Tensor | None]:
         bounds = ops_pages.page_bounds(q, k, call.positions, smallest, largest, pages, spec.to_json())
         page = page_summaries.highest(selection, bounds)
     page_summaries.note(read, page, call.positions, selection)
-    return replace(call, buffers=buffers), None if page is None else read
+    return None if page is None else read
