@@ -1,7 +1,7 @@
 // the new token of each sequence to its slot, and its queries against the slots.
 // {"dims": [64, 64], "dtype": "bfloat16", "heads": [9, 3], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"code": "uint2", "hadamard": false, "residual": 128, "scale": {"dtype": "float16", "minimum": true, "per": "channel", "size": 32}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"code": "uint2", "hadamard": false, "residual": 128, "scale": {"dtype": "float16", "minimum": true, "per": "group", "size": 32}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.125}}
 #include KV_VECTORS
-#include "attend.h"
+#include "pairs.h"
 #include "call.h"
 #include "codes.h"
 #include "address.h"
@@ -22,6 +22,9 @@ constexpr int UNITS = 3;  // of a sequence: heads whose new token goes to one sl
 constexpr int OF_UNIT = KV_HEADS / UNITS;
 // KV heads whose slots are read by turns, a block of each: each has its slots to itself.
 constexpr int TOGETHER = 1, LANES = KV_HEADS / TOGETHER;
+
+// Bytes of a query's channel, and of a weight, where they meet codes as whole numbers.
+constexpr int PLANES = 2;
 
 struct State {
   const Call& call;
@@ -88,6 +91,12 @@ inline int64_t full_row(int64_t token) {
   return token % 128;
 }
 
+// The queries of a group, as they meet the keys.
+struct Query {
+  alignas(64) float own[GROUP * padded(N)];
+  void ready() {}
+};
+
 // What a token becomes: x [N] is spoilt.
 inline void write(const State& state, Place at, int64_t slot, int64_t token, float* x) {
   round_to<Model>(x, N);
@@ -139,15 +148,15 @@ inline void decode_all(const State& state, Place at, const Block& block, int64_t
 }
 
 // Scores of the queries with the keys of a block; `decoded` has the keys where they had to be decoded.
-void products(const State& state, Place at, const Block& block, int64_t length, const float* q, float* scores,
+void products(const State& state, Place at, const Block& block, int64_t length, const Query& q, float* scores,
               float* decoded) {
   alignas(64) float factor[BLOCK];
   decode_all(state, at, block, length, decoded, factor);
-  qk<GROUP, N>(q, Decoded<padded(N)>{decoded}, block.count, scores);
+  qk<GROUP, N>(q.own, Decoded<padded(N)>{decoded}, block.count, scores);
 }
 
 // The same of several heads from `first` on, which see the same slots.
-void products(const State& state, Place first, const Block* blocks, int64_t length, const float (*q)[GROUP * padded(DIM)],
+void products(const State& state, Place first, const Block* blocks, int64_t length, const Query* q,
               float (*scores)[GROUP * BLOCK], float* decoded) {
   for (int h = 0; h < TOGETHER; ++h)
     if (blocks[h].count) products(state, {first.batch, first.head + h}, blocks[h], length, q[h], scores[h], decoded);
@@ -250,18 +259,20 @@ void append(const State& state, Place at) {
 }
 
 // The queries of a group, as they meet the keys.
-void queries(const State& state, Place at, float* q) {
+void queries(const State& state, Place at, keys::Query& q) {
   for (int g = 0; g < GROUP; ++g) {
-    float* own = q + g * padded(DIM);
+    float* own = q.own + g * padded(DIM);
     widen(state[Q].at<Model>(at.batch, at.head * GROUP + g), DIM, own);
     for (int i = DIM; i < padded(DIM); ++i) own[i] = 0.0f;
   }
+  q.ready();
 }
 
 // Slots begin .. end - 1 of heads that are read by turns, from `first` on, with their queries.
 void attend(const State& state, Place first, int64_t begin, int64_t end, Partial* out) {
   const int64_t length = state.query(first.batch) + 1;
-  alignas(64) float q[TOGETHER][GROUP * padded(DIM)], scores[TOGETHER][GROUP * BLOCK];
+  keys::Query q[TOGETHER];
+  alignas(64) float scores[TOGETHER][GROUP * BLOCK];
   alignas(64) float decoded[BLOCK * padded(DIM > V_DIM ? DIM : V_DIM)];
   Block blocks[TOGETHER];
   for (int h = 0; h < TOGETHER; ++h) {

@@ -1,7 +1,7 @@
 // the new token of each sequence to its slot, and its queries against the slots.
 // {"dims": [64, 64], "dtype": "bfloat16", "heads": [9, 3], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"code": "uint4", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": true, "per": "group", "size": 32}, "sinks": 0}, "placement": {"kind": "paged", "page_size": 16, "pages": null}, "retention": {"kind": "full"}, "values": {"code": "uint4", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": true, "per": "group", "size": 32}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.125}}
 #include KV_VECTORS
-#include "attend.h"
+#include "pairs.h"
 #include "call.h"
 #include "codes.h"
 #include "address.h"
@@ -22,6 +22,9 @@ constexpr int UNITS = 3;  // of a sequence: heads whose new token goes to one sl
 constexpr int OF_UNIT = KV_HEADS / UNITS;
 // KV heads whose slots are read by turns, a block of each: those of a page lie together in memory.
 constexpr int TOGETHER = 3, LANES = KV_HEADS / TOGETHER;
+
+// Bytes of a query's channel, and of a weight, where they meet codes as whole numbers.
+constexpr int PLANES = 2;
 
 struct State {
   const Call& call;
@@ -76,6 +79,17 @@ inline T* row(const State& state, int part, Place at, int64_t slot) {
   return row_in_pages<16, T>(state[part], state[PAGE_TABLE].at<int32_t>(at.batch), at, slot);
 }
 
+// The queries of a group, as they meet the keys.
+struct Query {
+  alignas(64) float own[GROUP * padded(N)];
+#if (KV_TAKES(32) && KV_TAKES(32))
+  Digits<GROUP, N, PLANES, 32> digits;
+  void ready() { digits.take(own); }
+#else
+  void ready() {}
+#endif
+};
+
 // What a token becomes: x [N] is spoilt.
 inline void write(const State& state, Place at, int64_t slot, int64_t token, float* x) {
   Data* out = row<Data>(state, KEYS_DATA, at, slot);
@@ -112,16 +126,67 @@ inline void decode_all(const State& state, Place at, const Block& block, int64_t
   }
 }
 
+#if (KV_TAKES(32) && KV_TAKES(32))
+// A number of each span of channels of a block's vectors, span by span; 0 behind the last.
+inline void of_spans(const State& state, Place at, const Block& block, int part, float (*out)[BLOCK]) {
+  constexpr int SPANS = N / 32;
+  int i = 0;
+  if (block.straight && 16 % W == 0 && block.slot[0] % W == 0 && state[part].stride[2] == SPANS)
+    for (; i + W <= block.count; i += W) {
+      const Scale* from = row<Scale>(state, part, at, block.slot[i]);
+      Vec x[SPANS];
+      for (int s = 0; s < SPANS; ++s) x[s] = load(from + s * W);
+      by_number<SPANS>(x);
+      for (int s = 0; s < SPANS; ++s) store(out[s] + i, x[s]);
+    }
+  for (; i < block.count; ++i) {
+    const Scale* from = row<Scale>(state, part, at, block.slot[i]);
+    for (int s = 0; s < SPANS; ++s) out[s][i] = to_float(from[s]);
+  }
+  for (; i % W; ++i)
+    for (int s = 0; s < SPANS; ++s) out[s][i] = 0.0f;
+}
+#endif
+
+// Calls `use` with the rows of a block.
+template <class Use>
+inline void with_rows(const State& state, Place at, const Block& block, const Use& use) {
+  const int64_t stride = state[KEYS_DATA].stride[2] * sizeof(Data);
+  const auto bytes = [&](int i) { return reinterpret_cast<const uint8_t*>(row<Data>(state, KEYS_DATA, at, block.slot[i])); };
+  const uint8_t* found[BLOCK];
+  constexpr int RUN = 16;  // slots that follow each other lie together as far as a page goes
+  if (block.straight && block.slot[0] % RUN == 0) {
+    for (int start = 0; start < block.count; start += RUN) {
+      const uint8_t* first = bytes(start);
+      for (int i = 0; i < RUN; ++i) found[start + i] = first + i * stride;
+    }
+    return use(Listed{found});
+  }
+  for (int i = 0; i < block.count; ++i) found[i] = bytes(i);
+  use(Listed{found});
+}
+
 // Scores of the queries with the keys of a block; `decoded` has the keys where they had to be decoded.
-void products(const State& state, Place at, const Block& block, int64_t length, const float* q, float* scores,
+void products(const State& state, Place at, const Block& block, int64_t length, const Query& q, float* scores,
               float* decoded) {
+#if (KV_TAKES(32) && KV_TAKES(32))
+    alignas(64) float factor[N / 32][BLOCK], least[N / 32][BLOCK];
+    of_spans(state, at, block, KEYS_SCALE, factor);
+    of_spans(state, at, block, KEYS_MINIMUM, least);
+    with_rows(state, at, block, [&](const auto& rows) {
+      qk_nibbles<GROUP, N, PLANES, 32>(q.digits, rows, block.count, factor, least, scores);
+    });
+    return;
+#endif
+#if !(KV_TAKES(32) && KV_TAKES(32))
   alignas(64) float factor[BLOCK];
   decode_all(state, at, block, length, decoded, factor);
-  qk<GROUP, N>(q, Decoded<padded(N)>{decoded}, block.count, scores);
+  qk<GROUP, N>(q.own, Decoded<padded(N)>{decoded}, block.count, scores);
+#endif
 }
 
 // The same of several heads from `first` on, which see the same slots.
-void products(const State& state, Place first, const Block* blocks, int64_t length, const float (*q)[GROUP * padded(DIM)],
+void products(const State& state, Place first, const Block* blocks, int64_t length, const Query* q,
               float (*scores)[GROUP * BLOCK], float* decoded) {
   for (int h = 0; h < TOGETHER; ++h)
     if (blocks[h].count) products(state, {first.batch, first.head + h}, blocks[h], length, q[h], scores[h], decoded);
@@ -177,11 +242,62 @@ inline void decode_all(const State& state, Place at, const Block& block, int64_t
   }
 }
 
+#if (KV_TAKES(32) && KV_TAKES(32))
+// A number of each span of channels of a block's vectors, span by span; 0 behind the last.
+inline void of_spans(const State& state, Place at, const Block& block, int part, float (*out)[BLOCK]) {
+  constexpr int SPANS = N / 32;
+  int i = 0;
+  if (block.straight && 16 % W == 0 && block.slot[0] % W == 0 && state[part].stride[2] == SPANS)
+    for (; i + W <= block.count; i += W) {
+      const Scale* from = row<Scale>(state, part, at, block.slot[i]);
+      Vec x[SPANS];
+      for (int s = 0; s < SPANS; ++s) x[s] = load(from + s * W);
+      by_number<SPANS>(x);
+      for (int s = 0; s < SPANS; ++s) store(out[s] + i, x[s]);
+    }
+  for (; i < block.count; ++i) {
+    const Scale* from = row<Scale>(state, part, at, block.slot[i]);
+    for (int s = 0; s < SPANS; ++s) out[s][i] = to_float(from[s]);
+  }
+  for (; i % W; ++i)
+    for (int s = 0; s < SPANS; ++s) out[s][i] = 0.0f;
+}
+#endif
+
+// Calls `use` with the rows of a block.
+template <class Use>
+inline void with_rows(const State& state, Place at, const Block& block, const Use& use) {
+  const int64_t stride = state[VALUES_DATA].stride[2] * sizeof(Data);
+  const auto bytes = [&](int i) { return reinterpret_cast<const uint8_t*>(row<Data>(state, VALUES_DATA, at, block.slot[i])); };
+  const uint8_t* found[BLOCK];
+  constexpr int RUN = 16;  // slots that follow each other lie together as far as a page goes
+  if (block.straight && block.slot[0] % RUN == 0) {
+    for (int start = 0; start < block.count; start += RUN) {
+      const uint8_t* first = bytes(start);
+      for (int i = 0; i < RUN; ++i) found[start + i] = first + i * stride;
+    }
+    return use(Listed{found});
+  }
+  for (int i = 0; i < block.count; ++i) found[i] = bytes(i);
+  use(Listed{found});
+}
+
 // The vectors of a block, weighed by p (which is spoilt), are added to `out`.
 void sums(const State& state, Place at, const Block& block, int64_t length, float* p, float* out, float* decoded) {
+#if (KV_TAKES(32) && KV_TAKES(32))
+    alignas(64) float factor[N / 32][BLOCK], least[N / 32][BLOCK];
+    of_spans(state, at, block, VALUES_SCALE, factor);
+    of_spans(state, at, block, VALUES_MINIMUM, least);
+    with_rows(state, at, block, [&](const auto& rows) {
+      pv_codes<GROUP, PLANES, N, N / 32, Nibbles<N>>(p, rows, block.count, factor, least, out);
+    });
+    return;
+#endif
+#if !(KV_TAKES(32) && KV_TAKES(32))
   alignas(64) float factor[BLOCK];
   decode_all(state, at, block, length, decoded, factor);
   pv<GROUP, V_DIM>(p, Decoded<padded(N)>{decoded}, block.count, out);
+#endif
 }
 
 // The same of several heads from `first` on, which see the same slots.
@@ -205,18 +321,20 @@ void append(const State& state, Place at) {
 }
 
 // The queries of a group, as they meet the keys.
-void queries(const State& state, Place at, float* q) {
+void queries(const State& state, Place at, keys::Query& q) {
   for (int g = 0; g < GROUP; ++g) {
-    float* own = q + g * padded(DIM);
+    float* own = q.own + g * padded(DIM);
     widen(state[Q].at<Model>(at.batch, at.head * GROUP + g), DIM, own);
     for (int i = DIM; i < padded(DIM); ++i) own[i] = 0.0f;
   }
+  q.ready();
 }
 
 // Slots begin .. end - 1 of heads that are read by turns, from `first` on, with their queries.
 void attend(const State& state, Place first, int64_t begin, int64_t end, Partial* out) {
   const int64_t length = state.query(first.batch) + 1;
-  alignas(64) float q[TOGETHER][GROUP * padded(DIM)], scores[TOGETHER][GROUP * BLOCK];
+  keys::Query q[TOGETHER];
+  alignas(64) float scores[TOGETHER][GROUP * BLOCK];
   alignas(64) float decoded[BLOCK * padded(DIM > V_DIM ? DIM : V_DIM)];
   Block blocks[TOGETHER];
   for (int h = 0; h < TOGETHER; ++h) {

@@ -1,7 +1,7 @@
 // the new token of each sequence to its slot, and its queries against the slots.
 // {"dims": [64, 64], "dtype": "bfloat16", "heads": [9, 3], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 64, "start": 0, "style": "half"}, "sm_scale": 0.125}}
 #include KV_VECTORS
-#include "attend.h"
+#include "pairs.h"
 #include "call.h"
 #include "codes.h"
 #include "address.h"
@@ -22,6 +22,9 @@ constexpr int UNITS = 3;  // of a sequence: heads whose new token goes to one sl
 constexpr int OF_UNIT = KV_HEADS / UNITS;
 // KV heads whose slots are read by turns, a block of each: each has its slots to itself.
 constexpr int TOGETHER = 1, LANES = KV_HEADS / TOGETHER;
+
+// Bytes of a query's channel, and of a weight, where they meet codes as whole numbers.
+constexpr int PLANES = 2;
 
 struct State {
   const Call& call;
@@ -81,6 +84,19 @@ inline T* row(const State& state, int part, Place at, int64_t slot) {
   return row_in<T>(state[part], at, slot);
 }
 
+// The queries of a group, as they meet the keys.
+struct Query {
+  alignas(64) float own[GROUP * padded(N)];
+#if (defined(KV_PAIRS) && KV_TAKES(64))
+  alignas(64) bf16 pairs[GROUP][N];
+  void ready() {
+    for (int g = 0; g < GROUP; ++g) narrow(own + g * padded(N), N, pairs[g]);  // as they are
+  }
+#else
+  void ready() {}
+#endif
+};
+
 // What a token becomes: x [N] is spoilt.
 inline void write(const State& state, Place at, int64_t slot, int64_t token, float* x) {
   Data* out = row<Data>(state, KEYS_DATA, at, slot);
@@ -104,23 +120,40 @@ inline void decode_all(const State& state, Place at, const Block& block, int64_t
 inline void factors(const State& state, Place at, const Block& block, float* factor) {
 }
 
+// Calls `use` with the rows of a block.
+template <class Use>
+inline void with_rows(const State& state, Place at, const Block& block, const Use& use) {
+  const int64_t stride = state[KEYS_DATA].stride[2] * sizeof(Data);
+  const auto bytes = [&](int i) { return reinterpret_cast<const uint8_t*>(row<Data>(state, KEYS_DATA, at, block.slot[i])); };
+  if (block.straight) return use(Strided{bytes(0), stride});
+  const uint8_t* found[BLOCK];
+  for (int i = 0; i < block.count; ++i) found[i] = bytes(i);
+  use(Listed{found});
+}
+
 // Scores of the queries with the keys of a block; `decoded` has the keys where they had to be decoded.
-void products(const State& state, Place at, const Block& block, int64_t length, const float* q, float* scores,
+void products(const State& state, Place at, const Block& block, int64_t length, const Query& q, float* scores,
               float* decoded) {
+#if (defined(KV_PAIRS) && KV_TAKES(64))
+    with_rows(state, at, block, [&](const auto& rows) { qk_pairs<GROUP, N>(q.pairs[0], rows, block.count, scores); });
+    return;
+#endif
+#if !(defined(KV_PAIRS) && KV_TAKES(64))
   if (block.straight) {
     const Rows<Data, N> rows{row<Data>(state, KEYS_DATA, at, block.slot[0]), state[KEYS_DATA].stride[2]};
-    qk<GROUP, N>(q, rows, block.count, scores);
+    qk<GROUP, N>(q.own, rows, block.count, scores);
   } else {
     const Data* found[BLOCK];
     for (int i = 0; i < block.count; ++i) found[i] = row<Data>(state, KEYS_DATA, at, block.slot[i]);
     const Scattered<Data, N> rows{found};
-    qk<GROUP, N>(q, rows, block.count, scores);
+    qk<GROUP, N>(q.own, rows, block.count, scores);
   }
 
+#endif
 }
 
 // The same of several heads from `first` on, which see the same slots.
-void products(const State& state, Place first, const Block* blocks, int64_t length, const float (*q)[GROUP * padded(DIM)],
+void products(const State& state, Place first, const Block* blocks, int64_t length, const Query* q,
               float (*scores)[GROUP * BLOCK], float* decoded) {
   for (int h = 0; h < TOGETHER; ++h)
     if (blocks[h].count) products(state, {first.batch, first.head + h}, blocks[h], length, q[h], scores[h], decoded);
@@ -162,8 +195,24 @@ inline void decode_all(const State& state, Place at, const Block& block, int64_t
 inline void factors(const State& state, Place at, const Block& block, float* factor) {
 }
 
+// Calls `use` with the rows of a block.
+template <class Use>
+inline void with_rows(const State& state, Place at, const Block& block, const Use& use) {
+  const int64_t stride = state[VALUES_DATA].stride[2] * sizeof(Data);
+  const auto bytes = [&](int i) { return reinterpret_cast<const uint8_t*>(row<Data>(state, VALUES_DATA, at, block.slot[i])); };
+  if (block.straight) return use(Strided{bytes(0), stride});
+  const uint8_t* found[BLOCK];
+  for (int i = 0; i < block.count; ++i) found[i] = bytes(i);
+  use(Listed{found});
+}
+
 // The vectors of a block, weighed by p (which is spoilt), are added to `out`.
 void sums(const State& state, Place at, const Block& block, int64_t length, float* p, float* out, float* decoded) {
+#if (defined(KV_PAIRS) && KV_TAKES(64))
+    with_rows(state, at, block, [&](const auto& rows) { pv_pairs<GROUP, V_DIM>(p, rows, block.count, out); });
+    return;
+#endif
+#if !(defined(KV_PAIRS) && KV_TAKES(64))
   if (block.straight) {
     const Rows<Data, V_DIM> rows{row<Data>(state, VALUES_DATA, at, block.slot[0]), state[VALUES_DATA].stride[2]};
     pv<GROUP, V_DIM>(p, rows, block.count, out);
@@ -174,6 +223,7 @@ void sums(const State& state, Place at, const Block& block, int64_t length, floa
     pv<GROUP, V_DIM>(p, rows, block.count, out);
   }
 
+#endif
 }
 
 // The same of several heads from `first` on, which see the same slots.
@@ -199,20 +249,22 @@ void append(const State& state, Place at) {
 }
 
 // The queries of a group, as they meet the keys.
-void queries(const State& state, Place at, float* q) {
+void queries(const State& state, Place at, keys::Query& q) {
   for (int g = 0; g < GROUP; ++g) {
-    float* own = q + g * padded(DIM);
+    float* own = q.own + g * padded(DIM);
     widen(state[Q].at<Model>(at.batch, at.head * GROUP + g), DIM, own);
     for (int i = DIM; i < padded(DIM); ++i) own[i] = 0.0f;
     turn(state, own, state.query(at.batch));
     round_to<Model>(own, DIM);
   }
+  q.ready();
 }
 
 // Slots begin .. end - 1 of heads that are read by turns, from `first` on, with their queries.
 void attend(const State& state, Place first, int64_t begin, int64_t end, Partial* out) {
   const int64_t length = state.query(first.batch) + 1;
-  alignas(64) float q[TOGETHER][GROUP * padded(DIM)], scores[TOGETHER][GROUP * BLOCK];
+  keys::Query q[TOGETHER];
+  alignas(64) float scores[TOGETHER][GROUP * BLOCK];
   alignas(64) float decoded[BLOCK * padded(DIM > V_DIM ? DIM : V_DIM)];
   Block blocks[TOGETHER];
   for (int h = 0; h < TOGETHER; ++h) {

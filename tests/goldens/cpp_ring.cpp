@@ -1,7 +1,7 @@
 // the new token of each sequence to its slot, and its queries against the slots.
 // {"dims": [64, 64], "dtype": "bfloat16", "heads": [9, 3], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"code": "e2m1", "hadamard": false, "residual": 0, "scale": {"dtype": "e8m0", "minimum": false, "per": "group", "size": 32}, "sinks": 0}, "placement": {"kind": "ring"}, "retention": {"kind": "sink_window", "positions": "in_cache", "sinks": 4, "window": 60}, "values": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 64, "start": 0, "style": "half"}, "sm_scale": 0.125}}
 #include KV_VECTORS
-#include "attend.h"
+#include "pairs.h"
 #include "call.h"
 #include "codes.h"
 #include "address.h"
@@ -23,6 +23,9 @@ constexpr int UNITS = 3;  // of a sequence: heads whose new token goes to one sl
 constexpr int OF_UNIT = KV_HEADS / UNITS;
 // KV heads whose slots are read by turns, a block of each: each has its slots to itself.
 constexpr int TOGETHER = 1, LANES = KV_HEADS / TOGETHER;
+
+// Bytes of a query's channel, and of a weight, where they meet codes as whole numbers.
+constexpr int PLANES = 2;
 
 struct State {
   const Call& call;
@@ -99,6 +102,12 @@ inline T* row(const State& state, int part, Place at, int64_t slot) {
   return row_in<T>(state[part], at, slot);
 }
 
+// The queries of a group, as they meet the keys.
+struct Query {
+  alignas(64) float own[GROUP * padded(N)];
+  void ready() {}
+};
+
 // What a token becomes: x [N] is spoilt.
 inline void write(const State& state, Place at, int64_t slot, int64_t token, float* x) {
   Data* out = row<Data>(state, KEYS_DATA, at, slot);
@@ -132,16 +141,16 @@ inline void decode_all(const State& state, Place at, const Block& block, int64_t
 }
 
 // Scores of the queries with the keys of a block; `decoded` has the keys where they had to be decoded.
-void products(const State& state, Place at, const Block& block, int64_t length, const float* q, float* scores,
+void products(const State& state, Place at, const Block& block, int64_t length, const Query& q, float* scores,
               float* decoded) {
   alignas(64) float factor[BLOCK];
   decode_all(state, at, block, length, decoded, factor);
   for (int i = 0; i < block.count; ++i) turn(state, decoded + i * padded(N), block.place(state, at, i, length));
-  qk<GROUP, N>(q, Decoded<padded(N)>{decoded}, block.count, scores);
+  qk<GROUP, N>(q.own, Decoded<padded(N)>{decoded}, block.count, scores);
 }
 
 // The same of several heads from `first` on, which see the same slots.
-void products(const State& state, Place first, const Block* blocks, int64_t length, const float (*q)[GROUP * padded(DIM)],
+void products(const State& state, Place first, const Block* blocks, int64_t length, const Query* q,
               float (*scores)[GROUP * BLOCK], float* decoded) {
   for (int h = 0; h < TOGETHER; ++h)
     if (blocks[h].count) products(state, {first.batch, first.head + h}, blocks[h], length, q[h], scores[h], decoded);
@@ -185,18 +194,35 @@ inline void decode_all(const State& state, Place at, const Block& block, int64_t
 }
 
 inline void factors(const State& state, Place at, const Block& block, float* factor) {
-  if (block.straight && state[VALUES_SCALE].stride[2] == 1) {
-    const Scale* scale = row<Scale>(state, VALUES_SCALE, at, block.slot[0]);
-    int i = 0;
-    for (; i + W <= block.count; i += W) store(factor + i, load(scale + i));
-    for (; i < block.count; ++i) factor[i] = to_float(scale[i]);
-    return;
-  }
-  for (int i = 0; i < block.count; ++i) factor[i] = to_float(*row<Scale>(state, VALUES_SCALE, at, block.slot[i]));
+  int i = 0;
+  if (block.straight && state[VALUES_SCALE].stride[2] == 1)
+    for (; i + W <= block.count; i += W) store(factor + i, load(row<Scale>(state, VALUES_SCALE, at, block.slot[i])));
+  for (; i < block.count; ++i) factor[i] = to_float(*row<Scale>(state, VALUES_SCALE, at, block.slot[i]));
+}
+
+// Calls `use` with the rows of a block.
+template <class Use>
+inline void with_rows(const State& state, Place at, const Block& block, const Use& use) {
+  const int64_t stride = state[VALUES_DATA].stride[2] * sizeof(Data);
+  const auto bytes = [&](int i) { return reinterpret_cast<const uint8_t*>(row<Data>(state, VALUES_DATA, at, block.slot[i])); };
+  if (block.straight) return use(Strided{bytes(0), stride});
+  const uint8_t* found[BLOCK];
+  for (int i = 0; i < block.count; ++i) found[i] = bytes(i);
+  use(Listed{found});
 }
 
 // The vectors of a block, weighed by p (which is spoilt), are added to `out`.
 void sums(const State& state, Place at, const Block& block, int64_t length, float* p, float* out, float* decoded) {
+#if KV_TAKES(64)
+    alignas(64) float factor[BLOCK];
+    factors(state, at, block, factor);
+    weigh(p, factor, block.count);
+    with_rows(state, at, block, [&](const auto& rows) {
+      pv_codes<GROUP, PLANES, V_DIM, 1, Bytes<V_DIM>>(p, rows, block.count, nullptr, nullptr, out);
+    });
+    return;
+#endif
+#if !KV_TAKES(64)
   alignas(64) float factor[BLOCK];
     factors(state, at, block, factor);
     weigh(p, factor, block.count);
@@ -210,6 +236,7 @@ void sums(const State& state, Place at, const Block& block, int64_t length, floa
     pv<GROUP, V_DIM>(p, rows, block.count, out);
   }
 
+#endif
 }
 
 // The same of several heads from `first` on, which see the same slots.
@@ -233,19 +260,21 @@ void append(const State& state, Place at) {
 }
 
 // The queries of a group, as they meet the keys.
-void queries(const State& state, Place at, float* q) {
+void queries(const State& state, Place at, keys::Query& q) {
   for (int g = 0; g < GROUP; ++g) {
-    float* own = q + g * padded(DIM);
+    float* own = q.own + g * padded(DIM);
     widen(state[Q].at<Model>(at.batch, at.head * GROUP + g), DIM, own);
     for (int i = DIM; i < padded(DIM); ++i) own[i] = 0.0f;
     turn(state, own, std::min<int64_t>(state.query(at.batch), 63));
   }
+  q.ready();
 }
 
 // Slots begin .. end - 1 of heads that are read by turns, from `first` on, with their queries.
 void attend(const State& state, Place first, int64_t begin, int64_t end, Partial* out) {
   const int64_t length = state.query(first.batch) + 1;
-  alignas(64) float q[TOGETHER][GROUP * padded(DIM)], scores[TOGETHER][GROUP * BLOCK];
+  keys::Query q[TOGETHER];
+  alignas(64) float scores[TOGETHER][GROUP * BLOCK];
   alignas(64) float decoded[BLOCK * padded(DIM > V_DIM ? DIM : V_DIM)];
   Block blocks[TOGETHER];
   for (int h = 0; h < TOGETHER; ++h) {

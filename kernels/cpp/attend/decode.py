@@ -55,6 +55,7 @@ def generate(spec: CppSpec) -> str:
         tensors=[*TENSORS, *parts_of(spec)],
         units=spec.units,
         together=spec.together,
+        planes=2 if spec.dtype == "bfloat16" else 3,
         rotary=rotary,
         halves="true" if rotary is not None and rotary.style == "half" else "false",
         on_read=on_read,

@@ -3,6 +3,13 @@
 // A row source has `Vec get(i, c)`: channels c * W .. c * W + W - 1 of row i, 0 beyond the last.
 #pragma once
 
+// Whether rows of n bytes are taken by what multiplies codes as whole numbers (`quads.h`): a number of the preprocessor.
+#if defined(KV_QUADS)
+#define KV_TAKES(n) ((n) % KV_QUADS == 0)
+#else
+#define KV_TAKES(n) 0
+#endif
+
 namespace kv {
 
 constexpr int BLOCK = 64;  // slots that are scored at a time

@@ -134,3 +134,116 @@ inline Vec sum_rows(const Vec* r) {
 }
 
 }  // namespace kv
+
+#if defined(__AVX512VNNI__)
+
+// What multiplies codes as whole numbers (`quads.h`): KV_QUADS bytes of a row are taken at a time.
+#define KV_QUADS 32
+
+namespace kv {
+
+using Ints = __m512i;
+using Quads = __m512i;  // four bytes a lane
+
+inline Ints set1_int(int32_t x) { return _mm512_set1_epi32(x); }
+inline Vec to_float(Ints x) { return _mm512_cvtepi32_ps(x); }
+inline Ints to_ints(Vec x) { return _mm512_cvtps_epi32(x); }  // to nearest even
+template <int BITS>
+inline Ints shifted(Ints x) {
+  return _mm512_srli_epi32(x, BITS);
+}
+// What is left of whole numbers without their lowest byte, which counts from -128 to 127.
+inline Ints carried(Ints x) { return _mm512_srai_epi32(_mm512_add_epi32(x, set1_int(128)), 8); }
+inline void store_bytes(void* p, Ints x) { _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x)); }
+inline Quads set1_quad(const void* p) {
+  int32_t quad;
+  std::memcpy(&quad, p, sizeof quad);
+  return _mm512_set1_epi32(quad);
+}
+// One of them for the first half of the lanes, the other for the second.
+inline Quads set_halves(const void* low, const void* high) {
+  int32_t quad;
+  std::memcpy(&quad, high, sizeof quad);
+  return _mm512_mask_set1_epi32(set1_quad(low), 0xff00, quad);
+}
+inline Vec set_halves(float low, float high) { return _mm512_mask_mov_ps(set1(low), 0xff00, set1(high)); }
+// sum + the products of unsigned bytes with signed ones, of each lane.
+inline Ints dot(Quads bytes, Quads signs, Ints sum) { return _mm512_dpbusd_epi32(sum, bytes, signs); }
+inline Quads flipped(Quads x) { return _mm512_xor_si512(x, _mm512_set1_epi8(static_cast<char>(0x80))); }
+inline Quads low_nibbles(Quads x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+inline Quads high_nibbles(Quads x) { return low_nibbles(_mm512_srli_epi32(x, 4)); }
+
+// 64 codes of a row: as they are; 32 and zeros; of 32 bytes the low halves, and the high ones.
+inline Quads row_codes(const void* p) { return _mm512_loadu_si512(p); }
+inline Quads row_codes_half(const void* p) {
+  return _mm512_zextsi256_si512(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+}
+inline Quads row_nibbles(const void* p) {
+  const Quads both = _mm512_broadcast_i64x4(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+  return low_nibbles(_mm512_srlv_epi32(both, _mm512_set_epi32(4, 4, 4, 4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0, 0)));
+}
+
+// 32 bytes of 16 rows: lane r of out[c] has bytes 4 c .. 4 c + 3 of row r.
+inline void columns(const uint8_t* const* rows, int at, Quads* out) {
+  Quads t[8];
+  for (int i = 0; i < 8; ++i) {
+    const int r = i / 4 * 8 + i % 4;
+    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[r] + at));
+    t[i] = _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[r + 4] + at)), 1);
+  }
+  Quads half[2][4];
+  for (int i = 0; i < 2; ++i) {
+    const Quads* own = t + 4 * i;
+    const Quads a = _mm512_unpacklo_epi32(own[0], own[1]), b = _mm512_unpackhi_epi32(own[0], own[1]);
+    const Quads c = _mm512_unpacklo_epi32(own[2], own[3]), d = _mm512_unpackhi_epi32(own[2], own[3]);
+    half[i][0] = _mm512_unpacklo_epi64(a, c);
+    half[i][1] = _mm512_unpackhi_epi64(a, c);
+    half[i][2] = _mm512_unpacklo_epi64(b, d);
+    half[i][3] = _mm512_unpackhi_epi64(b, d);
+  }
+  for (int i = 0; i < 4; ++i) {
+    out[i] = _mm512_shuffle_i32x4(half[0][i], half[1][i], 0x88);
+    out[4 + i] = _mm512_shuffle_i32x4(half[0][i], half[1][i], 0xdd);
+  }
+}
+
+// Codes of four rows become quads of a channel each. Lanes stand for channels in an order that `untangle` undoes.
+inline void interleave(Quads* x) {
+  const Quads a = _mm512_unpacklo_epi8(x[0], x[1]), b = _mm512_unpackhi_epi8(x[0], x[1]);
+  const Quads c = _mm512_unpacklo_epi8(x[2], x[3]), d = _mm512_unpackhi_epi8(x[2], x[3]);
+  x[0] = _mm512_unpacklo_epi16(a, c);
+  x[1] = _mm512_unpackhi_epi16(a, c);
+  x[2] = _mm512_unpacklo_epi16(b, d);
+  x[3] = _mm512_unpackhi_epi16(b, d);
+}
+inline void untangle(Vec* x) {
+  const Vec a = _mm512_shuffle_f32x4(x[0], x[1], 0x44), b = _mm512_shuffle_f32x4(x[2], x[3], 0x44);
+  const Vec c = _mm512_shuffle_f32x4(x[0], x[1], 0xee), d = _mm512_shuffle_f32x4(x[2], x[3], 0xee);
+  x[0] = _mm512_shuffle_f32x4(a, b, 0x88);
+  x[1] = _mm512_shuffle_f32x4(a, b, 0xdd);
+  x[2] = _mm512_shuffle_f32x4(c, d, 0x88);
+  x[3] = _mm512_shuffle_f32x4(c, d, 0xdd);
+}
+
+// Every other number of 32.
+inline Vec every_other(Vec a, Vec b, bool odd) {
+  const Ints at = _mm512_add_epi32(_mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0), set1_int(odd));
+  return _mm512_permutex2var_ps(a, at, b);
+}
+
+#if defined(KV_PAIRS)
+// The same of two rows of 32 bfloat16.
+inline void interleave(Pairs& a, Pairs& b) {
+  const __m512i x = (__m512i)a, y = (__m512i)b;
+  a = (Pairs)_mm512_unpacklo_epi16(x, y);
+  b = (Pairs)_mm512_unpackhi_epi16(x, y);
+}
+inline void untangle(Vec& a, Vec& b) {
+  const Vec x = a, y = b;
+  a = _mm512_permutex2var_ps(x, _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0), y);
+  b = _mm512_permutex2var_ps(x, _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8), y);
+}
+#endif
+
+}  // namespace kv
+#endif

@@ -78,6 +78,105 @@ inline void transpose(const Word* from, int64_t stride, Word* to, int64_t to_str
     for (int i = 0; i < W; ++i) to[j * to_stride + i] = from[i * stride + j];
 }
 inline Vec sum_rows(const Vec* r) { KV_LANES(sum(r[i])); }
+#if defined(KV_QUADS)  // likewise of processors that multiply quads of bytes: 8 bytes of a row at a time
+
+struct Ints {
+  int32_t x[W];
+};
+struct Quads {
+  uint8_t x[4 * W];
+};
+
+inline Ints set1_int(int32_t x) { return {{x, x, x, x}}; }
+inline Vec to_float(Ints x) { KV_LANES(static_cast<float>(x.x[i])); }
+inline Ints to_ints(Vec x) {
+  Ints out;
+  for (int i = 0; i < W; ++i) out.x[i] = static_cast<int32_t>(std::nearbyint(x.x[i]));
+  return out;
+}
+template <int BITS>
+inline Ints shifted(Ints x) {
+  for (int i = 0; i < W; ++i) x.x[i] = static_cast<int32_t>(static_cast<uint32_t>(x.x[i]) >> BITS);
+  return x;
+}
+inline Ints carried(Ints x) {
+  for (auto& own : x.x) own = (own + 128) >> 8;
+  return x;
+}
+inline void store_bytes(void* p, Ints x) {
+  for (int i = 0; i < W; ++i) static_cast<uint8_t*>(p)[i] = static_cast<uint8_t>(x.x[i]);
+}
+inline Quads set_halves(const void* low, const void* high) {
+  Quads out;
+  for (int i = 0; i < W; ++i) std::memcpy(out.x + 4 * i, i < W / 2 ? low : high, 4);
+  return out;
+}
+inline Quads set1_quad(const void* p) { return set_halves(p, p); }
+inline Vec set_halves(float low, float high) { KV_LANES(i < W / 2 ? low : high); }
+inline Ints dot(Quads bytes, Quads signs, Ints sum) {
+  for (int i = 0; i < 4 * W; ++i) sum.x[i / 4] += bytes.x[i] * static_cast<int8_t>(signs.x[i]);
+  return sum;
+}
+inline Quads flipped(Quads x) {
+  for (auto& own : x.x) own ^= 0x80;
+  return x;
+}
+inline Quads low_nibbles(Quads x) {
+  for (auto& own : x.x) own &= 15;
+  return x;
+}
+inline Quads high_nibbles(Quads x) {
+  for (auto& own : x.x) own >>= 4;
+  return x;
+}
+inline Quads row_codes(const void* p) {
+  Quads out;
+  std::memcpy(out.x, p, sizeof out.x);
+  return out;
+}
+inline Quads row_codes_half(const void* p) {
+  Quads out{};
+  std::memcpy(out.x, p, sizeof out.x / 2);
+  return out;
+}
+inline Quads row_nibbles(const void* p) {
+  Quads out;
+  const auto* from = static_cast<const uint8_t*>(p);
+  for (int i = 0; i < 4 * W; ++i) out.x[i] = i < 2 * W ? from[i] & 15 : from[i - 2 * W] >> 4;
+  return out;
+}
+inline void columns(const uint8_t* const* rows, int at, Quads* out) {
+  for (int c = 0; c < W / 2; ++c)
+    for (int r = 0; r < W; ++r) std::memcpy(out[c].x + 4 * r, rows[r] + at + 4 * c, 4);
+}
+// Lane i of x[j] becomes channel i / 2 * 8 + 2 j + i % 2: each half of the lanes has a half of the channels.
+inline void interleave(Quads* x) {
+  Quads out[4];
+  for (int j = 0; j < 4; ++j)
+    for (int i = 0; i < W; ++i)
+      for (int r = 0; r < 4; ++r) out[j].x[4 * i + r] = x[r].x[i / 2 * 8 + 2 * j + i % 2];
+  for (int j = 0; j < 4; ++j) x[j] = out[j];
+}
+inline void untangle(Vec* x) {
+  Vec out[4];
+  for (int c = 0; c < 4 * W; ++c) out[c / W].x[c % W] = x[c % 8 / 2].x[c / 8 * 2 + c % 2];
+  for (int j = 0; j < 4; ++j) x[j] = out[j];
+}
+inline Vec every_other(Vec a, Vec b, bool odd) {
+  KV_LANES(i < W / 2 ? a.x[2 * i + odd] : b.x[2 * i - W + odd]);
+}
+#if defined(KV_PAIRS)
+inline void interleave(Pairs& a, Pairs& b) {
+  const Pairs x = a, y = b;
+  for (int i = 0; i < 2 * W; ++i) {
+    Pairs& own = i < W ? a : b;
+    own.x[2 * i % (2 * W)] = x.x[i];
+    own.x[2 * i % (2 * W) + 1] = y.x[i];
+  }
+}
+inline void untangle(Vec&, Vec&) {}
+#endif
+#endif
 
 #undef KV_LANES
 

@@ -154,6 +154,7 @@ def test_prompts_by_every_instruction_set(
     ops.forget()
 
 
+DTYPES = [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float32, torch.float16))]
 # What is written for processors that multiply pairs of bfloat16, in plain C++: it runs on the others.
 PAIRS = Isa("pairs", frozenset(), ("-DKV_PAIRS",), "vec_portable.h")
 
@@ -167,6 +168,84 @@ def test_pairs_of_bfloat16(dims: tuple[int, int], monkeypatch: pytest.MonkeyPatc
     ops.forget()
     check(Case(CacheLayout(), (6, 2), dims, torch.bfloat16, chunks=(150, 20)), "cpp")
     ops.forget()
+
+
+# What is written for processors that multiply quads of bytes, in plain C++, likewise.
+QUADS = Isa("quads", frozenset(), ("-DKV_PAIRS", "-DKV_QUADS=8"), "vec_portable.h")
+OVER_A_BLOCK = (66, 1, 1, 1)
+# Codes that are multiplied as whole numbers, rows of bfloat16 in pairs: channels in whole steps, and what is near.
+WHOLE = {
+    "int8": Case(CacheLayout(int8(), int8()), (6, 2), (64, 96), chunks=OVER_A_BLOCK),
+    "int4": Case(CacheLayout(uint(4, 32), uint(4, 32)), (5, 1), (128, 64), chunks=OVER_A_BLOCK),
+    "int4, one scale": Case(CacheLayout(uint(4), uint(4)), (1, 1), (64, 128), chunks=OVER_A_BLOCK),
+    "int4 of 3 spans": Case(CacheLayout(uint(4, 64), uint(4, 32)), (4, 2), (192, 192), chunks=OVER_A_BLOCK),
+    "pages": Case(CacheLayout(int8(), uint(4, 32), Paged(16)), (4, 2), (32, 64), chunks=OVER_A_BLOCK),
+    "pages of 24": Case(CacheLayout(uint(4, 32), int8(), Paged(24)), (3, 1), (64, 32), chunks=OVER_A_BLOCK),
+    "ring": Case(CacheLayout(int8(), int8(), Ring(), SinkWindow(3, 6)), (2, 1), (32, 32), chunks=ONES),
+    "residuals": Case(
+        CacheLayout(with_residual(uint(4, 32), 7), with_residual(int8(), 5, 2)),
+        (4, 2),
+        (64, 64),
+        chunks=ONES,
+    ),
+    "turned": Case(
+        CacheLayout(with_hadamard(int8()), with_hadamard(uint(4, 32))), (3, 1), (64, 64), chunks=OVER_A_BLOCK
+    ),
+    "latent": Case(CacheLayout(int8(), InKeys(64)), (16, 1), (96, 64), chunks=ONES),
+    "in the model's": Case(CacheLayout(), (6, 2), (64, 96), chunks=OVER_A_BLOCK),
+    "in the model's, pages": Case(CacheLayout(placement=Paged(16)), (5, 1), (32, 64), chunks=OVER_A_BLOCK),
+    "H2O": Case(CacheLayout(int8(), int8(), Slots(), H2O), (4, 2), (32, 32), chunks=ONES),
+}
+
+
+QUICK = {
+    ("int8", "best"),
+    ("int4", "best"),
+    ("residuals", "best"),
+    ("pages", "quads"),
+    ("int4 of 3 spans", "quads"),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "isa"),
+    [
+        pytest.param(name, isa, marks=() if (name, isa) in QUICK else pytest.mark.slow)
+        for name in WHOLE
+        for isa in ("best", "quads")
+    ],
+)
+def test_whole_numbers_and_pairs(
+    name: str, isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the instructions of this machine, and by the same in plain C++."""
+    if isa == "quads":
+        monkeypatch.setattr(source, "isa", lambda: QUADS)
+    ops.forget()
+    check(replace(WHOLE[name], dtype=dtype), "cpp")
+    ops.forget()
+
+
+class Outliers(Case):
+    """Some channels of queries, and others of keys, are a hundred times the rest; and one key is met by all."""
+
+    def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = super().qkv()
+        q, k, v = q.clone(), k.clone(), v.clone()
+        q[..., 3], k[..., 5] = 100 * q[..., 3], 100 * k[..., 5]
+        k[..., 3] = k[..., 3] / 100
+        k[:, :, 0] = 3 * k[:, :, 0].abs()
+        return q, k, v
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "layout", [CacheLayout(int8(), int8()), CacheLayout(uint(4, 32), uint(4, 32))], ids=str
+)
+def test_channels_that_stand_out(layout: CacheLayout, dtype: torch.dtype) -> None:
+    """A query's whole numbers are as wide as its largest channel wants: the others must keep enough."""
+    check(Outliers(layout, (3, 1), (64, 64), dtype, chunks=(20, 1, 1, 1, 1)), "cpp")
 
 
 # Several blocks of queries and keys, whole and not.

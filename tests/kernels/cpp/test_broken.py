@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from kvcompile.kernels.cpp.host import ops, source
 from kvcompile.kernels.cpp.spec import CppSpec
-from tests.kernels.cpp.test_attention import CASES, PROMPTS
+from tests.kernels.cpp.test_attention import CASES, PROMPTS, QUADS, WHOLE
 from tests.support.triton_attention import check
 
 # What is broken, by what, and the case that must tell.
@@ -73,12 +74,29 @@ BREAKS: dict[str, tuple[str, str, str]] = {
     ),
     "more queries count": ("SnapKV prompt", "queries - 30, 0", "queries - 90, 0"),
     "a prompt's scores are not capped": ("capped prompt", "mul(tanh(", "mul(("),
+    "bytes of a sum by 255": ("whole int8", "fma(x, set1(256.0f)", "fma(x, set1(255.0f)"),
+    "codes count from 0": ("whole int8", "set1_int(-128 * q.sum[first + g][p])", "set1_int(0)"),
+    "a span's least is dropped": (
+        "whole int4",
+        "x = fma(load(least[s] + start), set1(q.span[first + g][s]), x);",
+        "",
+    ),
+    "spans have the first one's weights": (
+        "whole int4",
+        "set_halves(first, own[b].byte[s % P] + i)",
+        "set1_quad(first)",
+    ),
+    "a row of a pair is the other": ("whole pairs", "rows.at(i + 1 < n ? i + 1 : i)", "rows.at(i)"),
     "shares are joined unscaled": (
         "two pieces",
         "const float share = std::exp(own.top - all.top);",
         "const float share = 0.5f;",
     ),
 }
+
+
+SITES = CASES | PROMPTS | {f"whole {name}": case for name, case in WHOLE.items()}
+SITES["whole pairs"] = replace(WHOLE["in the model's"], dtype=torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
@@ -97,13 +115,22 @@ def _anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 )
 def test_broken_on_purpose(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, text, broken = BREAKS[what]
-    headers = (source.INCLUDE / "address.h").read_text("utf-8")
+    headers = {
+        f'#include "{name}.h"\n': (source.INCLUDE / f"{name}.h")
+        .read_text("utf-8")
+        .replace("#pragma once\n", "")
+        for name in ("pairs", "quads", "address")
+    }
+    if case.startswith("whole"):
+        monkeypatch.setattr(source, "isa", lambda: QUADS)
     made = source.generate
     done = []
 
     def generate(spec: CppSpec) -> str:
         # What is in a header stands in the file itself, so that it is broken alone.
-        whole = made(spec).replace('#include "address.h"\n', headers.replace("#pragma once\n", ""))
+        whole = made(spec)
+        for include, header in headers.items():
+            whole = whole.replace(include, header)
         done.append(text in whole)
         return whole.replace(text, broken)
 
@@ -111,5 +138,5 @@ def test_broken_on_purpose(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source._kernel.cache_clear()
     ops.forget()
     with pytest.raises(AssertionError):
-        check((CASES | PROMPTS)[case], "cpp")
+        check(SITES[case], "cpp")
     assert any(done), "the text is not there any more"
