@@ -28,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,6 @@ from decode_peers import PEERS, Peer, gguf_of, start
 from decode_variants import InProcess, Variant, make
 
 VARIANTS = ("dynamic", "static", "baseline", "int8", "streaming_int8")
-# Entered around what is timed: a lock that keeps other work off the machine, for who has one.
-ALONE: Callable[[], AbstractContextManager[object]] = nullcontext
 WARM_TOKENS = 8  # a short prompt that compiles and touches everything before anything is measured
 
 
@@ -79,23 +77,22 @@ def measure_speed(options: argparse.Namespace, tell: Callable[[str], None]) -> d
         first: dict[str, list[float]] = {name: [] for name in variants}
         speed: dict[str, list[float]] = {name: [] for name in variants}
         bandwidth = []
-        with ALONE():
-            for turn in range(prompts[context]):
-                for name in [*variants]:
-                    tell(f"{context}: prompt {turn + 1} of {prompts[context]}, {name}")
-                    with failures(name, variants, failed):
-                        first[name].append(variants[name].prompt(text[:, begin : begin + context]))
-                begin += 1
-            compiled = compilations()
-            for turn in range(options.rounds):
-                tell(f"{context}: round {turn + 1} of {options.rounds}")
-                bandwidth.append(read_bandwidth())
-                # Another one begins in each round, so that none always follows the same one.
-                names = [*variants]
-                leader = turn % len(names)
-                for name in (*names[leader:], *names[:leader]):
-                    with failures(name, variants, failed):
-                        speed[name].append(options.tokens / variants[name].steps(options.tokens))
+        for turn in range(prompts[context]):
+            for name in [*variants]:
+                tell(f"{context}: prompt {turn + 1} of {prompts[context]}, {name}")
+                with failures(name, variants, failed):
+                    first[name].append(variants[name].prompt(text[:, begin : begin + context]))
+            begin += 1
+        compiled = compilations()
+        for turn in range(options.rounds):
+            tell(f"{context}: round {turn + 1} of {options.rounds}")
+            bandwidth.append(read_bandwidth())
+            # Another one begins in each round, so that none always follows the same one.
+            names = [*variants]
+            leader = turn % len(names)
+            for name in (*names[leader:], *names[:leader]):
+                with failures(name, variants, failed):
+                    speed[name].append(options.tokens / variants[name].steps(options.tokens))
         if compilations() != compiled:
             raise RuntimeError(
                 f"{context}: something was compiled while decode was timed; the speeds are void"
