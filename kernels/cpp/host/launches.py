@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvcompile.kernels.cpp.attend.prefill import site_of
+from kvcompile.kernels.cpp.attend.prefill import COLUMNS, site_of
 from kvcompile.kernels.cpp.host.attention import spec_of
 from kvcompile.kernels.cpp.host.source import linear_spec
 from kvcompile.kernels.cpp.isa import Isa, lacks_products_of
@@ -43,10 +43,12 @@ def launches(
         Launch("a token", "decode", one.to_json(), one.options),
         Launch("a token", "linear", linear_spec(dtype)),
     ]
-    if not (retention.by_score or retention.in_cache):
+    # What the reference has to itself: `on_cpu.attend_columns`.
+    if not (retention.by_score and (layout.residual or (retention.in_cache and site.score.bias is not None))):
         name = str(dtype).removeprefix("torch.")
-        prefill = CppSpec("prefill", site_of(site), heads[0], heads[1], dims[0], v_dim, name)
-        found.append(Launch("a prompt", "prefill", prefill.to_json()))
+        options = (COLUMNS,) if retention.by_score else ()
+        prefill = CppSpec("prefill", site_of(site), heads[0], heads[1], dims[0], v_dim, name, options)
+        found.append(Launch("a prompt", "prefill", prefill.to_json(), prefill.options))
     if lacks_products_of(dtype, own):
         found.append(Launch("a prompt", "linear", linear_spec(dtype, many=True)))
     return tuple(found)

@@ -66,7 +66,7 @@ BREAKS: dict[str, tuple[str, str, str]] = {
     "a bias by another place": ("in-cache prompt", "std::min(at, FARTHEST) : at", "at : at"),
     "shares of another sum": ("H2O prompt", "top + std::log(total)", "top + 0.5f * std::log(total)"),
     "a block of keys gets nothing": ("H2O prompt", "mine / units * BLOCK", "mine / units / 2 * BLOCK"),
-    "shares are no mean": ("H2O prompt", "mul(column[i], set1(", "add(column[i], set1("),
+    "shares are no mean": ("H2O prompt", "mul(column[i], set1(", "kv::add(column[i], set1("),
     "heads of a layer are left out": (
         "SnapKV prompt",
         "(unit + 1) * PER_UNIT; ++head",
