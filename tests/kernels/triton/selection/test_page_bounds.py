@@ -165,7 +165,7 @@ def test_bounds_and_summaries_are_those_of_the_reference(data: st.DataObject, se
 def test_the_launches_of_a_step_and_of_a_prompt() -> None:
     layout = recipe_layouts("quest_int8")["causal"]
     one, many = ([launch.spec for launch in SHAPES["llama"].kernels(layout, H200, n)] for n in (1, 64))
-    assert [spec.role for spec in one] == ["page_bounds", "append", "decode", "combine"]
+    assert [spec.role for spec in one] == ["append", "page_bounds", "decode", "combine"]
     assert [spec.role for spec in many] == ["append", "prefill"]
     assert "chosen" in one[2].options and "pages_read_ptr" in generate(one[2]).text
     assert "pages_read_ptr" not in generate(many[1]).text
