@@ -23,6 +23,7 @@ _NAME = "kvcompile-ahead"
 _NICE = 15  # what waits for a result has the cores first
 _LOCK = threading.Lock()
 _begun: set[str] = set()
+_running: list[threading.Thread] = []
 
 
 def begin(model: nn.Module, recipe: Recipe) -> None:
@@ -47,8 +48,19 @@ def begin(model: nn.Module, recipe: Recipe) -> None:
     with _LOCK:
         new = {name: make for name, make in wanted.items() if name not in _begun}
         _begun.update(new)
-    if new:
-        threading.Thread(target=_run, args=(new,), name=_NAME, daemon=True).start()
+        if new:
+            _running.append(threading.Thread(target=_run, args=(new,), name=_NAME, daemon=True))
+            _running[-1].start()
+
+
+def wait() -> None:
+    """Wait for what was begun, before Inductor is asked to compile.
+
+    Its look at instruction sets is no business of two threads at once: while one of them tries a flag, it stands in the
+    command line of the other, and libraries get names that no later process finds.
+    """
+    for thread in tuple(_running):
+        thread.join()
 
 
 def _run(wanted: dict[str, Callable[[], object]]) -> None:

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from kvcompile.compile import ahead
 from kvcompile.compile.gemv import with_gemv
 from kvcompile.errors import CompileError
 from kvcompile.util.code_digest import code_digest
@@ -117,6 +118,7 @@ def compile_region(module: GraphModule, inputs: Sequence[Any], tracer: Tracer, m
     """
     on_cpu = all(value.device.type == "cpu" for value in inputs if isinstance(value, Tensor))
     module = with_gemv(module) if on_cpu else module
+    ahead.wait()
     try:
         with torch.no_grad(), tracing(TracingContext(tracer.mode)), _cached_for_this_code():
             artifact = torch._inductor.standalone_compile(

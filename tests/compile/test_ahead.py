@@ -11,10 +11,13 @@ import torch
 from torch import nn
 from torch._inductor import cpu_vec_isa
 
+import kvcompile
 from kvcompile.compile import ahead
+from kvcompile.errors import CompileError
 from kvcompile.kernels.cpp import available
 from kvcompile.kernels.cpp.host import compiler
 from kvcompile.recipe import Recipe
+from tests.support.models import tiny_hf
 
 MODEL = nn.Linear(2, 2)
 
@@ -58,6 +61,40 @@ def test_what_fails_is_left_to_whoever_needs_it(made: list[str], monkeypatch: py
 
     monkeypatch.setattr(available, "problem", problem)
     _begun(MODEL)
+    assert made == ["instruction sets"]
+
+
+def test_inductor_compiles_when_no_other_thread_looks_at_instruction_sets(
+    made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a thread tries a flag, Inductor would have it in the command lines of all."""
+    looked: list[bool] = []
+
+    def compiles(*args: object, **options: object) -> None:
+        assert looked
+        raise RuntimeError("that is enough")
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", compiles)
+    fast = kvcompile.optimize(tiny_hf("llama"), "int8", verify="off", compile={"kernels": "reference"})
+    looking = threading.Thread()
+    monkeypatch.setattr(looking, "join", lambda: looked.append(True))
+    monkeypatch.setattr(ahead, "_running", [looking])
+    with pytest.raises(CompileError, match="that is enough"):
+        fast(torch.zeros(1, 2, dtype=torch.long))
+
+
+def test_waiting_ends_with_what_was_begun(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+
+    def look() -> None:
+        go.wait(60)
+        made.append("instruction sets")
+
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", look)
+    ahead.begin(MODEL, Recipe.load("int8", compile={"kernels": "reference"}))
+    assert made == []
+    go.set()
+    ahead.wait()
     assert made == ["instruction sets"]
 
 

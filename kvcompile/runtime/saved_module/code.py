@@ -23,6 +23,7 @@ from torch._inductor import cpu_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.standalone_compile import CompiledArtifact
 
+from kvcompile.compile import ahead
 from kvcompile.compile.inductor import Compiled, ShapeClass
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ def read(
 
     Raises RuntimeError, AssertionError or OSError where torch cannot read a file.
     """
+    ahead.wait()
     _install(folder / _LIBRARIES)
     loaded: dict[str, Compiled] = {}
     with _instruction_sets(vectors):

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from kvcompile.compile import ahead
 from kvcompile.compile.gemv import give_gemv
 from kvcompile.errors import ExportError
 from kvcompile.kernels.cpp.host.source import KernelText
@@ -118,6 +119,7 @@ def compiled(function: Functional, entry: Entry, mode: str, level: str) -> Compi
         if entry.one and entry.alone:
             module = give_gemv(module, kernels=False)
     given = example(function, entry.one, entry.alone)
+    ahead.wait()
     try:
         linked = kernels.options(named, isa)
         with torch.no_grad(), quiet("torch._inductor"):
