@@ -137,6 +137,6 @@ def test_broken_on_purpose(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "generate", generate)
     source._kernel.cache_clear()
     ops.forget()
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, ValueError)):  # the latter: tokens went that may not
         check(SITES[case], "cpp")
     assert any(done), "the text is not there any more"
