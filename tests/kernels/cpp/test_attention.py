@@ -344,11 +344,18 @@ def test_padding_gives_zeros_and_writes_nothing() -> None:
     assert not got.out[1].any() and got.buffers[0][1].isnan().all()
 
 
-@pytest.mark.parametrize(
-    ("heads", "dims"), [((1, 1), (4, 4)), ((20, 1), (16, 16)), ((2, 1), (576, 512)), ((5, 5), (20, 36))]
-)
-def test_sizes(heads: tuple[int, int], dims: tuple[int, int]) -> None:
-    check(Case(CacheLayout(), heads, dims, chunks=(1, 1, 1)), "cpp")
+SIZES = {
+    "least": Case(CacheLayout(), (1, 1), (4, 4), chunks=(1, 1, 1)),
+    "group": Case(CacheLayout(), (20, 1), (16, 16), chunks=(1, 1, 1)),
+    "wide": Case(CacheLayout(), (2, 1), (576, 512), chunks=(1, 1, 1)),
+    "odd": Case(CacheLayout(), (5, 5), (20, 36), chunks=(1, 1, 1)),
+    "empty": Case(CacheLayout(), (3, 1), (13, 13), chunks=(1, 1), pads=(0, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes(name: str) -> None:
+    check(SIZES[name], "cpp")
 
 
 @pytest.mark.parametrize("isa", [isa.name for isa in available()])
