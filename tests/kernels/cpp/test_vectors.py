@@ -29,7 +29,7 @@ def ran(isa: Isa, body: str, x: Tensor, out: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", OF_PAIRS)
 def test_powers_of_two_for_bfloat16(name: str) -> None:
-    """Off by less than a hundredth of bfloat16's rounding, exact where hidden scores and no numbers are."""
+    """Off by no more than the header says, exact where hidden scores and no numbers are."""
     x = torch.cat(
         [torch.linspace(-125.9, 1, 1 << 16), torch.tensor([0.0, -126.5, -140, -1e30, -HUGE, NONE] * 16)]
     )
@@ -39,7 +39,7 @@ def test_powers_of_two_for_bfloat16(name: str) -> None:
     wanted = torch.exp2(x.double())
     there = x > -126
     off = ((got.double() - wanted) / wanted)[there].abs().max()
-    assert off < 2.0**-8 / 2 / 100
+    assert off < 2.7e-6 + 4 * 2.0**-24  # what include/exp2.h says, and four roundings of float32
     assert got[x.isnan()].isnan().all() and not got[x < -126].any()
 
 
