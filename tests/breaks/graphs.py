@@ -50,8 +50,7 @@ GRAPHS = (
         "passes/score_mod/normal_form.py",
         'return not term.names & {"k", "score"} and hiding.is_finite(term)',
         'return not term.names & {"k", "score"}',
-        "tests/passes/score_mod/test_proofs.py",
-        "tests/passes/score_mod/test_score_mod.py",
+        "tests/passes/score_mod/test_hiding.py",
     ),
     broken(
         "the cases of a mask are merged without their condition",

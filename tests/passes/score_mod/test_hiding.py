@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from kvcompile.expression import Expr, K, Q, const
+from kvcompile.expression import SCORE, TRUE, Expr, K, Q, const
 from kvcompile.passes.score_mod.hiding import is_finite, is_infinite, reach
 from kvcompile.passes.score_mod.make import le, make
+from kvcompile.passes.score_mod.normal_form import _without_row_terms
 from kvcompile.passes.score_mod.ranges import LONGEST
 
 F32, F16 = torch.float32, torch.float16
@@ -62,3 +63,11 @@ def test_a_sum_of_both_infinities_is_no_number() -> None:
     lost = Expr("cast", F16, (const(LEAST, F32),))
     with pytest.raises(ValueError, match="no number"):
         reach(Expr("sub", F16, (lost, const(-math.inf, F16))))
+
+
+def test_what_a_row_shares_goes_only_where_it_is_a_number() -> None:
+    """A softmax of inf + score is no number, and one of score is: the same term may not be taken out of each key."""
+    shared = make("cast", F32, Q)
+    for term, gone in ((shared, True), (Expr("log", F32, (shared,)), False)):  # log(0) in the first row
+        cases, _ = _without_row_terms([(TRUE, make("add", F32, SCORE, term))], None)
+        assert (cases == [(TRUE, SCORE)]) == gone
