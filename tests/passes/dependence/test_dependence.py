@@ -284,6 +284,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "rolled": (lambda x, ids: x + x.roll(1, 1), r"aten.roll.*it rolls \[batch, token, 61\]"),
     "mean over tokens": (lambda x, ids: x - x.mean(1, keepdim=True), "aten.mean.*over the sequence"),
     "mean over rows": (lambda x, ids: x - x.mean(0, keepdim=True), "aten.mean.*over"),
+    "the greatest of all tokens": (
+        lambda x, ids: x + x.topk(1, 1).values,
+        "aten.topk.*the greatest of .* along rows or tokens",
+    ),
     "the greatest so far": (lambda x, ids: x + x.cummax(1).values, "aten.cummax.*along rows or tokens"),
     "any separator": (lambda x, ids: x * (ids == 7).any(1)[:, None, None], "aten.any.*over the sequence"),
     "a triangle of averages": (
