@@ -91,6 +91,7 @@ def test_an_access_beyond_a_tensor_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("isa", [isa.name for isa in available()])
 def test_cases_of_every_kind(isa: str, tmp_path: Path) -> None:
     """Ragged, padded and wrapped sequences, one slot, odd groups, sizes from 4 to 576, codes as whole numbers."""
