@@ -129,8 +129,7 @@ GRAPHS = (
         "passes/capture/equal_layers.py",
         "and all(map(_equal, self.sizes, other.sizes))",
         "",
-        "tests/passes/capture/test_traced_once.py",
-        "tests/targets/onnx/test_copies.py",
+        "tests/passes/capture/test_equal_layers.py",
     ),
     broken(
         "another library's operator is PyTorch's of that name",

@@ -53,11 +53,7 @@ PRODUCT = (
         "kvcompile/layouts/retention/hooks.py",
         "window >= mask.window",
         "window > 0",
-        "tests/decide/test_plan.py",
-        "tests/verify/test_verify.py",
-        "tests/passes/rewrite/test_positions.py",
-        "tests/report/test_explain.py",
-        "tests/recipe/test_recipe.py",
+        "tests/layouts/test_layouts.py",
     ),
     broken(
         "an estimate takes every cache to be full",

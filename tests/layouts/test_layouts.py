@@ -33,6 +33,7 @@ from kvcompile.layouts import (
     with_residual,
 )
 from kvcompile.layouts import symbols as sy
+from kvcompile.specs import MaskSpec
 
 SCALES = ("float16", "float32")
 STORAGES = (
@@ -249,3 +250,11 @@ def test_str_names_all_axes() -> None:
     texts = [str(CacheLayout(keys, values)) for keys, values in pairs]
     assert texts[0] == "model · contiguous · full"
     assert texts[1] == "K model, V int4/g32 · contiguous · full"
+
+
+@pytest.mark.parametrize(
+    ("kept", "seen", "exact"), [(8, 8, True), (9, 8, True), (7, 8, False), (8, None, False)]
+)
+def test_a_window_is_exact_where_the_model_sees_no_more(kept: int, seen: int | None, exact: bool) -> None:
+    mask = MaskSpec("causal") if seen is None else MaskSpec("sliding", seen)
+    assert Window(kept).exact(mask)[0] == exact
