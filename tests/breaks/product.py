@@ -118,15 +118,15 @@ PRODUCT = (
         "kvcompile/compile/inductor.py",
         "self.tokens = 1 if shapes.tokens_is_one else",
         "self.tokens = 61 if shapes.tokens_is_one is None else",
-        "tests/compile/test_compile.py::test_nothing_compiles_again",
-        "tests/compile/test_compile.py::test_the_counters_move",
+        "tests/compile/test_compile.py",
     ),
     broken(
         "a saved module takes any weights",
         "kvcompile/original/digest.py",
         "def of_model(",
         "def of_model(*given: object) -> str:\n    return 'same'\n\n\ndef _of_model(",
-        "tests/runtime/test_saved_module.py::test_other_weights_are_refused",
+        "tests/runtime/test_saved_module.py::test_saved_texts_go_from_one_to_the_other",
+        "tests/runtime/test_handle.py",
     ),
     broken(
         "ONNX divides toward zero",
@@ -140,7 +140,7 @@ PRODUCT = (
         "kvcompile/targets/onnx/translate.py",
         "largest=int(descending)",
         "largest=int(not descending)",
-        "tests/targets/onnx/test_session.py::test_shipped_recipes",
+        "tests/targets/onnx/test_session.py::test_shipped_recipes_in_half_precision",
     ),
     broken(
         "ONNX writes to the cache one row on",
