@@ -118,7 +118,7 @@ PRODUCT = (
         "kvcompile/compile/inductor.py",
         "self.tokens = 1 if shapes.tokens_is_one else",
         "self.tokens = 61 if shapes.tokens_is_one is None else",
-        "tests/compile/test_compile.py",
+        "tests/compile/test_one_token.py",
     ),
     broken(
         "a saved module takes any weights",
