@@ -51,10 +51,23 @@ def test_any_instruction_set_can_be_asked(isa: str) -> None:
     )
 
 
-def test_a_prompt_without_a_kernel_is_told() -> None:
-    code, shown, said = invoked("--recipe", "h2o")
+SCORED_RESIDUAL = """
+cache:
+  keys: {dtype: int8, residual: 16}
+  values: {dtype: int8, residual: 16}
+  placement: {kind: slots}
+  retention: {kind: h2o, sinks: 2, heavy: 14, recent: 16}
+"""
+
+
+def test_a_prompt_without_a_kernel_is_told(tmp_path: Path) -> None:
+    """What a retention by scores keeps beside its last tokens in full has a kernel for a token, not for a prompt."""
+    recipe = tmp_path / "scored_residual.yaml"
+    recipe.write_text(SCORED_RESIDUAL, "utf-8")
+    code, shown, said = invoked("--recipe", str(recipe))
     assert code == 0, said
-    assert "prefill" not in shown and "a prompt   attention   none: it runs the reference" in shown
+    assert "decode_" in shown and "prefill_" not in shown
+    assert "a prompt   attention   none: it runs the reference" in shown
 
 
 def test_what_is_written_compiles_by_itself(tmp_path: Path) -> None:
