@@ -26,7 +26,7 @@ from kvcompile.runtime.ids import check_ids, check_vocabulary, reads_at_once
 from kvcompile.runtime.padding import check_prompt, pads_of
 from kvcompile.runtime.program import Program
 from kvcompile.runtime.report import Report
-from kvcompile.runtime.sampling import check_sampling, pick
+from kvcompile.runtime.sampling import check_names, check_sampling, pick
 from kvcompile.runtime.turns import Turns, alone
 from kvcompile.runtime.weights import Weights
 from kvcompile.util.progress import Progress, told
@@ -326,7 +326,7 @@ class PlainCachedModel(CachedModel):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | None = None,
         do_sample: bool = False,
         temperature: float = 1.0,
         top_k: int | None = None,
@@ -334,22 +334,26 @@ class PlainCachedModel(CachedModel):
         streamer: Any = None,
         generator: torch.Generator | None = None,
         past_key_values: CacheHandle | None = None,
+        **others: Any,
     ) -> Tensor:
         """Generate after `input_ids` int64 [B, S], from an empty cache.
 
         Returns [B, S + new tokens], fewer where all rows end.
 
         Args:
+            max_new_tokens: must be given.
             do_sample: draw from the softmax at `temperature` (of the `top_k` likeliest), else take the first.
             eos_token_id: a row that has produced it goes on with it.
             streamer: has put(tokens) and end(), as Hugging Face's; one sequence only.
             past_key_values: `handle`, or a fork of it: what the text has in common with what it holds is kept.
 
         Raises:
-            InputError, LimitError: as `forward`; also an impossible max_new_tokens, temperature or top_k.
+            InputError, LimitError: as `forward`; also an impossible max_new_tokens, temperature or top_k, or an
+                argument that transformers' generate() may have and this one has not.
         """
-        check_sampling(max_new_tokens, do_sample, temperature, top_k)
         self._check_ids(input_ids)
+        check_names(others, PlainCachedModel.generate)
+        max_new_tokens = check_sampling(max_new_tokens, do_sample, temperature, top_k)
         if streamer is not None and input_ids.shape[0] != 1:
             raise InputError(f"streamer: expected one sequence, got {input_ids.shape[0]}")
         with self._at(past_key_values) as handle:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -10,20 +13,43 @@ from torch import Tensor
 from kvcompile.errors import InputError
 
 
-def check_sampling(max_new_tokens: int, do_sample: bool, temperature: float, top_k: int | None) -> None:
-    """Refuse what means nothing.
+def check_sampling(
+    max_new_tokens: object, do_sample: object, temperature: object, top_k: object
+) -> int:
+    """Refuse what means nothing; the number of new tokens.
 
     Raises:
-        InputError: an impossible max_new_tokens, temperature or top_k.
+        InputError: a missing or impossible max_new_tokens, an impossible temperature or top_k.
     """
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
-    if do_sample and not 0 < temperature < math.inf:
+    if not _whole(max_new_tokens) or max_new_tokens < 1:
+        raise InputError(f"max_new_tokens: expected a whole number of at least 1, got {max_new_tokens!r}")
+    number = isinstance(temperature, float) or _whole(temperature)
+    if do_sample and not (number and 0 < temperature < math.inf):  # type: ignore[operator]
         raise InputError(
-            f"temperature: expected more than 0 and finite, got {temperature}; do_sample=False is greedy"
+            f"temperature: expected more than 0 and finite, got {temperature!r}; do_sample=False is greedy"
         )
-    if top_k is not None and top_k < 1:
-        raise InputError(f"top_k: expected at least 1, got {top_k}")
+    if top_k is not None and not (_whole(top_k) and top_k >= 1):
+        raise InputError(f"top_k: expected a whole number of at least 1, got {top_k!r}")
+    return max_new_tokens
+
+
+def check_names(others: Mapping[str, object], generate: Callable[..., object]) -> None:
+    """Refuse arguments that a `generate` without transformers does not have.
+
+    Args:
+        others: what was given by names that it does not have.
+
+    Raises:
+        InputError: there is one.
+    """
+    if others:
+        name, value = next(iter(others.items()))
+        known = [own.name for own in signature(generate).parameters.values() if own.kind is own.KEYWORD_ONLY]
+        raise InputError(f"{name}={value!r}: this generate() takes {', '.join(known)}")
+
+
+def _whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def pick(

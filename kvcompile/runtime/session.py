@@ -23,7 +23,7 @@ from kvcompile.runtime.cache import SPAN_STEP, KVCache
 from kvcompile.runtime.chunked_prefill import in_passes
 from kvcompile.runtime.ids import check_ids, check_vocabulary
 from kvcompile.runtime.padding import check_prompt, pads_of
-from kvcompile.runtime.sampling import check_sampling, pick
+from kvcompile.runtime.sampling import check_names, check_sampling, pick
 from kvcompile.runtime.turns import Turns, alone
 from kvcompile.targets import folder as files
 from kvcompile.targets.cache_spec import cache_shape
@@ -136,19 +136,21 @@ class Session(ABC):
         prompt: str | Tensor,
         attention_mask: Tensor | None = None,
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | None = None,
         do_sample: bool = False,
         temperature: float = 1.0,
         top_k: int | None = None,
         eos_token_id: int | tuple[int, ...] | None = None,
         streamer: Callable[[str], Any] | None = None,
         generator: torch.Generator | None = None,
+        **others: Any,
     ) -> Any:
         """Generate after a text (returns the new text) or after token ids [B, S] (returns [B, S + new]).
 
         Starts from an empty cache.
 
         Args:
+            max_new_tokens: must be given.
             eos_token_id: where a row ends; it then goes on with it (with the first of several). None: as the manifest
                 says.
             streamer: called with each piece of the text as it comes; for a text only.
@@ -160,7 +162,8 @@ class Session(ABC):
         text = isinstance(prompt, str)
         if streamer is not None and not text:
             raise InputError("streamer: expected a prompt that is a text; pass one, or read the returned ids")
-        check_sampling(max_new_tokens, do_sample, temperature, top_k)
+        check_names(others, Session.generate)
+        max_new_tokens = check_sampling(max_new_tokens, do_sample, temperature, top_k)
         ids = self._encoded(prompt) if isinstance(prompt, str) else self._checked(prompt)
         ends = self.manifest.model.eos_token_ids if eos_token_id is None else eos_token_id
         ends = (ends,) if isinstance(ends, int) else tuple(ends)
