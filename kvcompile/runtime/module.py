@@ -323,6 +323,7 @@ class PlainCachedModel(CachedModel):
     @alone
     def generate(
         self,
+        /,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         *,

@@ -13,9 +13,7 @@ from torch import Tensor
 from kvcompile.errors import InputError
 
 
-def check_sampling(
-    max_new_tokens: object, do_sample: object, temperature: object, top_k: object
-) -> int:
+def check_sampling(max_new_tokens: object, do_sample: object, temperature: object, top_k: object) -> int:
     """Refuse what means nothing; the number of new tokens.
 
     Raises:

@@ -133,6 +133,7 @@ class Session(ABC):
     @alone
     def generate(
         self,
+        /,
         prompt: str | Tensor,
         attention_mask: Tensor | None = None,
         *,

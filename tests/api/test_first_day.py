@@ -139,10 +139,14 @@ def test_bad_calls(request: pytest.FixtureRequest, kind: str, what: str) -> None
 
 
 def test_a_plain_module_says_what_its_generate_takes(plain: Any) -> None:
-    with pytest.raises(InputError, match=r"num_beams=4: this generate\(\) takes max_new_tokens, do_sample, .*, past"):
+    with pytest.raises(
+        InputError, match=r"num_beams=4: this generate\(\) takes max_new_tokens, do_sample, .*, past"
+    ):
         plain.generate(IDS, max_new_tokens=2, num_beams=4)
     for wrong in (None, "5", 2.0, True):
-        with pytest.raises(InputError, match=f"max_new_tokens: expected a whole number of at least 1, got {wrong!r}"):
+        with pytest.raises(
+            InputError, match=f"max_new_tokens: expected a whole number of at least 1, got {wrong!r}"
+        ):
             plain.generate(IDS, max_new_tokens=wrong)
 
 
