@@ -14,8 +14,8 @@ plan (`constants.py`), over texts with the ids that the model treats apart (`ids
     lossless   the cached graph, forgetting and rounding nothing, against the original
     own sizes  the plan's own groups, pages and budgets at one site of each kind, against the oracle
 
-`thorough` adds longer passes and more of them, the budgets as they are in all layers, and (in `optimize`) the
-compiled program.
+`thorough` adds a text that comes token by token, longer passes and more of them, the budgets as they are in all
+layers, and (in `optimize`) the compiled program.
 
 An error is the RMS over a site's outputs (or the logits), relative to their RMS. Its budget is measured, not
 chosen: how far the same outputs move in the oracle when every q, k, v and attention result is disturbed by a few
@@ -50,6 +50,7 @@ from kvcompile.verify.shrink import SMALL_TOKENS, as_long, as_lossless, shrink
 log = logging.getLogger(__name__)
 _QUICK_CHUNKS = (9, 1, 1, 6, 1)  # over the edge of a small ring in a prompt, in single tokens, in a chunk
 _CHUNKS = (13, 1, 1, 7, 1, 1, 1, 9, 1)
+_ALONE = 13  # single tokens from an empty cache on, until every small budget is full
 
 
 def verify(model: nn.Module, front: Front, plan: Plan, mode: VerifyMode) -> tuple[Check, ...]:
@@ -73,6 +74,9 @@ def verify(model: nn.Module, front: Front, plan: Plan, mode: VerifyMode) -> tupl
     checks.append(_check_cache("cache, small budgets", subject, shrink(plan), chunks))
     checks += long_checks(subject, plan, mode, (pieces_, asked), checks[0].noise)
     if mode == "thorough":
+        # Prompts fill small budgets at once; what a step does while they are not full, only such a text tells.
+        alone = (1,) * _ALONE
+        checks.append(_check_cache("cache, token by token", subject, shrink(plan), alone))
         slots = [d.layout.slots(SMALL_TOKENS) for d in plan.decisions if d.layout.bounded]
         residuals = [d.layout.residual for d in plan.decisions]
         # One pass up to the edge of the largest ring, then over it in chunks and single tokens.

@@ -6,7 +6,7 @@ single steps give, and of a prompt none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -224,6 +224,28 @@ def test_verification_holds_the_reference_to_the_oracle(
     monkeypatch.setattr(InSlots, method, broken)
     with pytest.raises(VerificationError):
         kvcompile.optimize(make(NanoGPT), RECIPE)
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        lambda token, held: token[:, 0] == 0,
+        lambda token, held: (held == held.amax(-1, keepdim=True)) & (held < 0).any(-1, keepdim=True),
+    ],
+    ids=["the first token", "the newest until all are full"],
+)
+def test_steps_of_an_almost_empty_cache_are_held_to_the_oracle(
+    recalled: None, monkeypatch: pytest.MonkeyPatch, hidden: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Prompts fill the small budgets of the other checks before any token comes alone."""
+
+    def held(self: InSlots, x: AttendInputs, length: Tensor) -> Tensor:
+        found = held_in(x.notes[0], length)[:, 0]
+        return found.masked_fill(hidden(x.notes[0], found), -1)
+
+    monkeypatch.setattr(InSlots, "held", held)
+    with pytest.raises(VerificationError, match="token by token"):
+        kvcompile.optimize(make(NanoGPT), RECIPE | {"verify": "thorough"})
 
 
 def test_kernels_say_that_they_do_not_know_it() -> None:
