@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from kvcompile.recipe import Recipe
 from kvcompile.recipe.scales import ModelId
 from kvcompile.specs import RecurrentState
 from kvcompile.util.serial import traces
+from kvcompile.util.threads import threads_that_pay
 from kvcompile.util.tracing import uncollected
 
 log = logging.getLogger(__name__)
@@ -76,7 +78,7 @@ def understand(model: nn.Module) -> Front:
         ModelError: no decoder, no attention, or blocks that were not recognised (see its subclasses).
     """
     check_model(model)
-    with as_normal(model), uncollected():
+    with as_normal(model), uncollected(), threads_that_pay(device_of(model)):
         return _understood(model)
 
 
@@ -86,7 +88,6 @@ def _understood(model: nn.Module) -> Front:
     detection = detect(captured, made_for)
     canonical = canonicalize(captured, detection)
     moved = offset_positions(canonical)
-    tensors = [*model.parameters(), *model.buffers()]
     limit = detection.limit
     return Front(
         captured,
@@ -96,9 +97,15 @@ def _understood(model: nn.Module) -> Front:
         moved.past_length,
         moved.states,
         made_for if limit is None else min(made_for or limit.tokens, limit.tokens),
-        tensors[0].device if tensors else torch.device("cpu"),
+        device_of(model),
         identity(model),
     )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's first weight is."""
+    first = next(chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def identity(model: nn.Module) -> ModelId:

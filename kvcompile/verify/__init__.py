@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from kvcompile.pipeline import Front, absorbed, rewrite
 from kvcompile.plan import Plan
 from kvcompile.recipe.schema import VerifyMode
+from kvcompile.util.threads import threads_that_pay
 from kvcompile.verify.cached import Kept
 from kvcompile.verify.compare import Check, compare
 from kvcompile.verify.ids import vocabulary
@@ -62,7 +63,11 @@ def verify(model: nn.Module, front: Front, plan: Plan, mode: VerifyMode) -> tupl
     """
     if mode == "off":
         return ()
-    front = absorbed(front, plan)
+    with threads_that_pay(front.device):
+        return _verified(model, absorbed(front, plan), plan, mode)
+
+
+def _verified(model: nn.Module, front: Front, plan: Plan, mode: VerifyMode) -> tuple[Check, ...]:
     subject = Subject(model, front, vocabulary(front, model), front.max_tokens)
     subject, pieces_, asked = first_asked(subject, plan, mode)
     chunks: tuple[int, ...] = _QUICK_CHUNKS if mode == "quick" else _CHUNKS

@@ -1,0 +1,92 @@
+"""How many threads pay: the fewest that are as fast as more; and whoever called has his own again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import kvcompile
+from kvcompile import api, pipeline
+from kvcompile.util import threads
+from kvcompile.util.threads import threads_that_pay
+from tests.support.models import NanoGPT, make
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def eight() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(8)
+    yield
+    torch.set_num_threads(before)
+
+
+def sample(monkeypatch: pytest.MonkeyPatch, taken: dict[int, float]) -> list[int]:
+    """Samples take what `taken` says; the numbers of threads that were asked."""
+    asked: list[int] = []
+
+    def seconds(count: int, most: float) -> float:
+        asked.append(count)
+        return taken[count] if taken[count] <= most else float("inf")
+
+    monkeypatch.setattr(threads, "_seconds", seconds)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("taken", "chosen"),
+    [
+        ({1: 8.0, 2: 4.0, 4: 2.0, 8: 1.0}, 8),
+        ({1: 8.0, 2: 4.0, 4: 3.9, 8: 1.0}, 2),  # four save less than a tenth
+        ({1: 1.0, 2: 30.0, 4: 0.1, 8: 0.1}, 1),  # where two wait, four do
+    ],
+    ids=["all", "some", "one"],
+)
+def test_as_many_as_save_time(monkeypatch: pytest.MonkeyPatch, taken: dict[int, float], chosen: int) -> None:
+    sample(monkeypatch, taken)
+    with threads_that_pay(CPU):
+        assert torch.get_num_threads() == chosen
+    assert torch.get_num_threads() == 8
+
+
+def test_a_caller_has_his_threads_again_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample(monkeypatch, {1: 1.0, 2: 30.0})
+    with pytest.raises(RuntimeError, match="inside"), threads_that_pay(CPU):
+        raise RuntimeError("inside")
+    assert torch.get_num_threads() == 8
+
+
+def test_nothing_is_measured_where_nothing_is_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = sample(monkeypatch, {})
+    with threads_that_pay(torch.device("cuda")):
+        assert torch.get_num_threads() == 8
+    torch.set_num_threads(1)
+    with threads_that_pay(CPU):
+        assert torch.get_num_threads() == 1
+    assert not asked
+
+
+def test_a_sample_that_waits_is_given_up() -> None:
+    assert threads._seconds(1, 0.0) == float("inf")
+    assert 0 < threads._seconds(2, float("inf")) < float("inf")
+    assert 1 <= threads._measured(3) <= 3
+
+
+def test_what_is_compiled_is_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor writes their number into its code: only what looks at a model and proves it has fewer."""
+    sample(monkeypatch, {1: 1.0, 2: 30.0})
+    seen: dict[str, int] = {}
+    for module, name in ((pipeline, "detect"), (api, "_emit")):
+        function = getattr(module, name)
+
+        def noted(*args: Any, name: str = name, function: Any = function) -> Any:
+            seen[name] = torch.get_num_threads()
+            return function(*args)
+
+        monkeypatch.setattr(module, name, noted)
+    kvcompile.optimize(make(NanoGPT), max_tokens=64, compile={"mode": "none"}, verify="quick")
+    assert seen == {"detect": 1, "_emit": 8}
