@@ -21,7 +21,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from compile_time import machine, write
-from decode import Ours, Plain, read_bandwidth
+from decode import read_bandwidth
+from decode_variants import Ours, Plain
 
 VARIANTS = ("dynamic", "baseline")
 

@@ -42,7 +42,7 @@ from kvcompile.util.threads import threads_that_pay
 from kvcompile.verify.cached import Kept
 from kvcompile.verify.compare import Check, compare
 from kvcompile.verify.ids import vocabulary
-from kvcompile.verify.long import cache_check, first_asked, long_checks, program_chunks, rows_of
+from kvcompile.verify.long import Effort, cache_check, first_asked, long_checks, program_chunks, rows_of
 from kvcompile.verify.oracle import explained, oracles, rope_tables
 from kvcompile.verify.original import Subject
 from kvcompile.verify.runs import Run, chosen, fit, original_logits, pieces, probe
@@ -67,7 +67,7 @@ def verify(model: nn.Module, front: Front, plan: Plan, mode: VerifyMode) -> tupl
         return _verified(model, absorbed(front, plan), plan, mode)
 
 
-def _verified(model: nn.Module, front: Front, plan: Plan, mode: VerifyMode) -> tuple[Check, ...]:
+def _verified(model: nn.Module, front: Front, plan: Plan, mode: Effort) -> tuple[Check, ...]:
     subject = Subject(model, front, vocabulary(front, model), front.max_tokens)
     subject, pieces_, asked = first_asked(subject, plan, mode)
     chunks: tuple[int, ...] = _QUICK_CHUNKS if mode == "quick" else _CHUNKS

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "call.h"
+#include "workers.h"
 
 namespace {
 
@@ -64,20 +65,27 @@ void* workspace(int64_t bytes) {
   return own.data;
 }
 
+kv::Workers workers;
+
 struct Tasks {
   kv::Task task;
   void* context;
+  int64_t ended;  // when the caller had nothing left to do
 };
 
 void parallel(int64_t threads, kv::Task task, void* context) {
-  Tasks tasks{task, context};
+  const int64_t sharing = workers.of(threads), began = kv::nanoseconds();
+  Tasks tasks{task, context, began};
   torch_parallel_for(
-      0, threads, 1,
+      0, threads, (threads + sharing - 1) / sharing,
       [](int64_t begin, int64_t end, void* own) {
-        const auto* given = static_cast<Tasks*>(own);
+        auto* given = static_cast<Tasks*>(own);
         for (int64_t i = begin; i < end; ++i) given->task(i, given->context);
+        if (begin == 0) given->ended = kv::nanoseconds();
       },
       &tasks);
+  const int64_t ended = kv::nanoseconds();
+  if (sharing > 1) workers.met(ended - began, ended - tasks.ended);
 }
 
 std::vector<int64_t> dense(const std::vector<int64_t>& size) {
