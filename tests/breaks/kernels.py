@@ -34,6 +34,27 @@ KERNELS = (
         "tests/kernels/cpp/test_launches.py",
     ),
     broken(
+        "halves of an expression are rounded once, at its end",
+        "kernels/cpp/attend/operators.py",
+        "return text if op in _EXACT else rounded(text, dtype)",
+        "return text",
+        "tests/kernels/cpp/test_expression.py",
+    ),
+    broken(
+        "a weight that an expression reads is taken for another dtype",
+        "kernels/cpp/host/leaves.py",
+        "leaf.to(dtypes.get(number, leaf.dtype))",
+        "leaf",
+        "tests/kernels/cpp/test_expression.py",
+    ),
+    broken(
+        "integers of an expression wrap around at 32 bits",
+        "kernels/cpp/attend/operators.py",
+        "wide = not all(ranges.within(one, INT32) for one in (span, a.range, b.range))",
+        "wide = False",
+        "tests/kernels/cpp/test_expression.py",
+    ),
+    broken(
         "the longest loop is the main loop",
         "kernels/cpp/tools/machine_code.py",
         "(sum(each.product for each in body), -len(body))",
@@ -326,10 +347,10 @@ KERNELS = (
         "tests/kernels/cpp/test_attention.py",
     ),
     broken(
-        "tokens in several forms are all seen",
-        "kernels/ops/on_cpu.py",
-        "if len(forms) > 1 or ",
-        "if ",
+        "tokens in several forms are taken for each other",
+        "kernels/cpp/attend/prefill.py",
+        "(2, keys > values), (1, values > keys)",
+        "(1, keys > values), (2, values > keys)",
         "tests/kernels/cpp/test_attention.py",
     ),
     broken(
