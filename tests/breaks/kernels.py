@@ -34,6 +34,28 @@ KERNELS = (
         "tests/kernels/cpp/test_launches.py",
     ),
     broken(
+        "a kernel asks for memory for every slot of the longest sequence",
+        "kernels/cpp/templates/decode.cpp.jinja",
+        "sizeof(Partial) * pieces * TOGETHER +",
+        "sizeof(Partial) * pieces * TOGETHER + slots * 8 +",
+        "tests/kernels/cpp/test_steps.py",
+    ),
+    broken(
+        "a kernel allocates",
+        "kernels/cpp/templates/decode.cpp.jinja",
+        "  Work work{state, batch, piece};\n",
+        "  Work work{state, batch, piece};\n  work.left = new std::atomic<int32_t>[batch];\n",
+        "tests/kernels/cpp/test_steps.py",
+    ),
+    broken(
+        "the op makes a second result",
+        "kernels/cpp/include/launch.h",
+        "  At out = empty(size, dense(size), q);\n  std::vector<kv::Tensor> tensors{seen(out),   vectors",
+        "  At out = empty(size, dense(size), q);\n  out = empty(size, dense(size), q);\n"
+        "  std::vector<kv::Tensor> tensors{seen(out),   vectors",
+        "tests/kernels/cpp/test_steps.py",
+    ),
+    broken(
         "halves of an expression are rounded once, at its end",
         "kernels/cpp/attend/operators.py",
         "return text if op in _EXACT else rounded(text, dtype)",
