@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from kvcompile.expression import ScoreMod
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import (
     AllTokens,
@@ -58,17 +59,22 @@ def refusal(
         dims: channels of a key and of a value.
         dtype: the model's.
     """
-    if site.score.mod is not None:
-        return "what the model does to its scores is an expression, which C++ kernels do not compute"
+    if site.score.mod is not None and (problem := _unprinted(site.score.mod)):
+        return problem
     if max(dims) > LARGEST_DIM:
         return f"its keys or values have {max(dims)} channels, and kernels are for at most {LARGEST_DIM}"
     if heads[0] // heads[1] > LARGEST_GROUP:
         return (
             f"{heads[0] // heads[1]} query heads share a KV head, and kernels are for at most {LARGEST_GROUP}"
         )
-    if site.rotary is not None and site.layout.rotates_on_read and site.layout.keys.hadamard:
-        return "its keys are kept turned (rotate: hadamard) before RoPE, and kernels turn none back"
     return unsupported(site.layout, dtype)
+
+
+def _unprinted(mod: ScoreMod) -> str | None:
+    """Why the expression of a site's scores is not printed, or None; the printer is loaded where there is one."""
+    from kvcompile.kernels.cpp.attend import expression
+
+    return expression.refusal(mod)
 
 
 def unsupported(layout: CacheLayout, dtype: torch.dtype) -> str | None:

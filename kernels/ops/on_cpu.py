@@ -18,7 +18,6 @@ from kvcompile.kernels.cpp.host import prefill
 from kvcompile.kernels.cpp.host.attention import cached_attention_one
 from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.reference import attention as reference
-from kvcompile.kernels.reference import score_sums
 from kvcompile.kernels.reference.retention.hooks import Attends
 from kvcompile.kernels.reference.selections import SELECT
 from kvcompile.kernels.shared.rope import rotate, rotated_first
@@ -78,22 +77,19 @@ def attend_columns(
     bias: Tensor | None = None,
     leaves: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As the reference's, which has a bias by places in the cache and tokens in several forms to itself."""
+    """As the reference's."""
     site = SiteSpec.from_json(spec)
-    if len(forms) > 1 or (bias is not None and site.layout.retention.in_cache):
-        out, columns = score_sums.OP(
-            q,
-            k,
-            v,
-            tokens,
-            positions,
-            query_place,
-            key_place,
-            spec,
-            forms,
-            sinks=sinks,
-            bias=bias,
-            leaves=leaves,
-        )
-        return out, columns
-    return prefill.attend_columns(q, k, v, tokens, positions, site, sinks, bias)
+    return prefill.attend_columns(
+        q,
+        k,
+        v,
+        tokens,
+        positions,
+        query_place,
+        key_place,
+        site,
+        forms,
+        sinks=sinks,
+        bias=bias,
+        leaves=leaves,
+    )

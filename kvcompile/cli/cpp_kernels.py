@@ -74,8 +74,6 @@ def listed(found: list[Found], own: Isa) -> Table:
     shown = table("for", "role", "source", "instruction set", "options")
     for one in found:
         shown.add_row(one.when, one.role, one.text.name, own.name, one.options)
-    if all(one.role != "prefill" for one in found):
-        shown.add_row("a prompt", "attention", "none: it runs the reference", "", "")
     return shown
 
 

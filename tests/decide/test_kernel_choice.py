@@ -45,6 +45,8 @@ from tests.verify.test_verify import fronts
 SITE = SiteSpec(CacheLayout(), 0.125)
 # A mask that the model computes of its tokens.
 DYNAMIC = ScoreSpec(mod=ScoreMod((Instruction("leaf", "bool", (), 0),), ("pair",), mask=0))
+# What weighs probabilities once more.
+WEIGHED = ScoreSpec(mod=replace(DYNAMIC.mod, weight=0)) if DYNAMIC.mod else ScoreSpec()
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 EAGER = {"compile": {"mode": "none"}, "verify": "off"}
 
@@ -166,8 +168,10 @@ def test_cpp_is_an_order() -> None:
     assert chosen("cpp", CPU) == KernelChoice("cpp", "the recipe asks for C++")
     with pytest.raises(ValueError, match=r"cpp cannot run this layer: .* for CPUs, .* on cuda:0; use"):
         chosen("cpp", CUDA)
-    with pytest.raises(ValueError, match=r"kernels: cpp cannot run this layer: .* is an expression"):
-        chosen("cpp", CPU, replace(SITE, score=DYNAMIC))
+    with pytest.raises(
+        ValueError, match=r"kernels: cpp cannot run this layer: what the softmax gives is weighed"
+    ):
+        chosen("cpp", CPU, replace(SITE, score=WEIGHED))
 
 
 def test_what_cpp_kernels_cannot_do_has_a_reason() -> None:
@@ -180,7 +184,8 @@ def test_what_cpp_kernels_cannot_do_has_a_reason() -> None:
     assert reason() == reason(dims=(3, 5)) == ""
     assert "577 channels" in reason(dims=(577, 64)) and "577 channels" in reason(dims=(64, 577))
     assert "129 query heads" in reason(heads=(129, 1))
-    assert "before RoPE" in reason(replace(SITE, layout=turned, rotary=RotaryForm("half", 0, 64)))
+    assert reason(replace(SITE, layout=turned, rotary=RotaryForm("half", 0, 64))) == ""
+    assert reason(replace(SITE, score=DYNAMIC)) == "" and "once more" in reason(replace(SITE, score=WEIGHED))
     assert "torch.float64" in (cpp_supports.refusal(SITE, (8, 2), (64, 64), torch.float64) or "")
 
 

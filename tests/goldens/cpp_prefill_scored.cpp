@@ -17,7 +17,7 @@ constexpr int QO_HEADS = 9, KV_HEADS = 3, GROUP = QO_HEADS / KV_HEADS;
 constexpr int DIM = 64, V_DIM = 64;
 constexpr int DEPTH = even<T>(DIM), WIDTH = padded(V_DIM);
 constexpr float SM_SCALE = 0x1.0000000000000p-3f;
-enum { OUT, Q, K, V, PLACES, POSITIONS, SINKS, BIAS, ALLOWED, COLUMNS };
+enum { OUT, Q, K, V, PLACES, POSITIONS, SINKS, BIAS, ALLOWED, COLUMNS, QUERY_PLACES, KEY_PLACES };
 
 // Tokens whose queries meet a block of keys together, at most, and rows of queries: a group's stand one behind the other.
 constexpr int TOKENS = 128;

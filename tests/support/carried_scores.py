@@ -222,3 +222,14 @@ def wide() -> Carried:
     return carried(
         lambda s, q, k, h: s if (q * 2654435761 + k * 40503) % 1009 <= 600 or q == k else None, mask=seen
     )
+
+
+def by_distance(heads: int) -> list[Callable[[], Carried]]:
+    """Those that go by the distance of query and key alone."""
+    tables = [lambda: windows(heads), lambda: buckets(heads), lambda: buckets(heads, torch.bfloat16)]
+    return [dilated, behind, hinge, from_the_end, *tables]
+
+
+def anywhere(heads: int) -> list[Callable[[], Carried]]:
+    """All."""
+    return [*by_distance(heads), blocks, stacked, holes, capped, wide]

@@ -45,7 +45,7 @@ from kvcompile.layouts import (
 )
 from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 from tests.support import dictionary, reference_cache
-from tests.support.carried_scores import Carried
+from tests.support.carried_scores import Carried, anywhere, by_distance
 from tests.support.policy import scored_attention
 from tests.support.runner import Ran, run, shuffled
 
@@ -186,8 +186,11 @@ def cases(draw: st.DrawFn, scored: bool = False) -> Case:
     return case_of(lambda options: draw(st.sampled_from(options)), scored)
 
 
-def case_of(pick: Pick, scored: bool) -> Case:
-    """Any site that kernels are for; each choice is among what goes with those before it."""
+def case_of(pick: Pick, scored: bool, kernels: str = "triton") -> Case:
+    """Any site that kernels are for; each choice is among what goes with those before it.
+
+    kernels: "cpp": also what those for CPUs alone compute, and expressions of scores.
+    """
     retention = pick([r for r in RETENTIONS if isinstance(r, Scored) == scored])
     dim = pick((16, 4, 24, 32, 48, 64, 80, 96))
     dims = (dim, pick((dim, 16, 32, 40)))
@@ -200,7 +203,9 @@ def case_of(pick: Pick, scored: bool) -> Case:
         return [layout for layout in layouts if layout.check() is None]
 
     stored = [s for s in STORAGES if placed(s, model_dtype())]
-    keys = pick([s for s in stored if not s.check(dims[0]) and not (before and s.hadamard)])
+    keys = pick(
+        [s for s in stored if not s.check(dims[0]) and (kernels == "cpp" or not (before and s.hadamard))]
+    )
     rotary = None
     if before or pick((False, False, True)):
         turned = pick([d for d in (dim, dim // 2) if d % 2 == 0])
@@ -222,6 +227,10 @@ def case_of(pick: Pick, scored: bool) -> Case:
     if mask.window is None:  # what a selection needs of a model
         some = [replace(layout, selection=selection) for selection in SELECTIONS]
         layout = pick([own for own in some if own.check() is None])
+    carried = None
+    if kernels == "cpp" and not layout.selection.selects and pick((False, False, True)):
+        made = by_distance(group * heads) if retention.in_cache else anywhere(group * heads)
+        carried = pick(made)()
     return Case(
         layout,
         (group * heads, heads),
@@ -234,6 +243,7 @@ def case_of(pick: Pick, scored: bool) -> Case:
         pick(CHUNKS),
         pick(((0,), (3,)) if group > 4 else ((0, 3), (2, 0), (0, 12, 1))),
         pick(range(1000)),
+        carried,
     )
 
 

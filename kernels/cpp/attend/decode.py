@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvcompile.kernels.cpp.attend.expression import leaves_of
 from kvcompile.kernels.cpp.attend.side import side_text
 from kvcompile.kernels.cpp.attend.slots import slots_text
 from kvcompile.kernels.cpp.attend.values import MODELS
@@ -18,7 +19,7 @@ from kvcompile.kernels.cpp.symbolic import printed
 from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.storage.hadamard import block
 
-# The tensors of a call, in order; behind them come the parts of the cache.
+# The tensors of a call, in order; behind them come those that the site's expression reads, and the parts of the cache.
 TENSORS = ("OUT", "Q", "K", "V", "POSITIONS", "SINKS", "BIAS", "PAGE_TABLE", "COS", "SIN", "CHOSEN")
 
 
@@ -33,8 +34,9 @@ def generate(spec: CppSpec) -> str:
     site, layout = spec.site, spec.layout
     rotary, retention = site.rotary, layout.retention
     on_read = rotary is not None and layout.rotates_on_read
-    places = site.score.bias is not None or on_read
-    finishes = site.score.softcap is not None or site.score.bias is not None
+    score = site.score
+    places = score.bias is not None or score.mod is not None or on_read
+    finishes = score.softcap is not None or score.bias is not None or score.mod is not None
     out_turned = spec.head_dim if layout.in_keys and layout.keys.hadamard else 0
     if not layout.in_keys and layout.values.hadamard:
         out_turned = spec.v_head_dim
@@ -52,7 +54,7 @@ def generate(spec: CppSpec) -> str:
         model=MODELS[spec.torch_dtype],
         weighed=weighed(spec),
         sm_scale=real(float(np.float32(site.sm_scale))),
-        tensors=[*TENSORS, *parts_of(spec)],
+        tensors=[*TENSORS, *leaves_of(score.mod), *parts_of(spec)],
         units=spec.units,
         together=spec.together,
         planes=2 if spec.dtype == "bfloat16" else 3,
@@ -63,9 +65,11 @@ def generate(spec: CppSpec) -> str:
         scored=retention.by_score,
         address=printed(layout.address, {sy.pos: "token"}) if not retention.by_score else "",
         query_place=query_place,
-        hadamard_keys=block(spec.head_dim) if layout.keys.hadamard else 0,
+        hadamard_keys=block(spec.head_dim) if layout.keys.hadamard and not on_read else 0,
         hadamard_out=block(out_turned) if out_turned else 0,
-        sinks=site.score.sinks,
+        sinks=score.sinks,
+        empty_rows=score.mod is not None and score.mod.empty_rows,
+        expression=score.mod is not None,
         finishes=finishes,
         writes=site.share in ("none", "first"),
         slots=slots_text(spec, places, finishes, query_place.replace("state.query(at.batch)", "length - 1")),

@@ -5,7 +5,8 @@ Blocks of queries meet blocks of keys: products in registers, a softmax so far f
 kernel's: one kernel is for many layouts.
 
 With the option `columns` it also sums up what retention by scores needs (`kernels/reference/score_sums.py`): when the
-sum below each query's probabilities is known, blocks of keys meet the queries that count once more.
+sum below each query's probabilities is known, blocks of keys meet the queries that count once more. Where such a
+retention keeps the newest tokens in full, keys are there once for each form in which a query may read them.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvcompile.kernels.cpp.attend import expression
 from kvcompile.kernels.cpp.attend.bias import bias_text
 from kvcompile.kernels.cpp.attend.values import MODELS
 from kvcompile.kernels.cpp.render import real, rendered
 from kvcompile.kernels.cpp.spec import CppSpec
 from kvcompile.kernels.cpp.symbolic import printed
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.layouts import CacheLayout, Contiguous, Scored, SinkWindow, Slots
+from kvcompile.layouts import CacheLayout, Contiguous, InKeys, Scored, SinkWindow, Slots, Storage
 from kvcompile.layouts import symbols as sy
 
-TENSORS = ("OUT", "Q", "K", "V", "PLACES", "POSITIONS", "SINKS", "BIAS", "ALLOWED")  # and one more of some
+TENSORS = ("OUT", "Q", "K", "V", "PLACES", "POSITIONS", "SINKS", "BIAS", "ALLOWED")  # and more of some
 COLUMNS = "columns"
 _ROWS = 384  # of queries that meet a block of keys: packing it costs a few hundredths of their products
 _SUMS = 1 << 16  # floats of their sums, at most: these stay in a core's second cache
@@ -32,12 +34,37 @@ _SUMS = 1 << 16  # floats of their sums, at most: these stay in a core's second 
 def site_of(site: SiteSpec) -> SiteSpec:
     """What of a site the kernel depends on."""
     retention = site.layout.retention
+    keys, values = residuals(site.layout) if retention.by_score else (0, 0)
     layout = CacheLayout(
+        Storage(residual=keys),
+        Storage(residual=values),
         placement=Slots() if retention.by_score else Contiguous(),
         retention=retention,
         before_rope=site.layout.before_rope and retention.in_cache,
     )
     return replace(site, layout=layout, rotary=None, share="none", kernels="cpp")
+
+
+def residuals(layout: CacheLayout) -> tuple[int, int]:
+    """How many of the newest tokens are in full: of keys, and of values."""
+    values = layout.keys if isinstance(layout.values, InKeys) else layout.values
+    return layout.keys.residual, values.residual
+
+
+def forms_of(layout: CacheLayout) -> tuple[int, ...]:
+    """The forms in which keys are given to the role with `columns`: 2 where the key is in full, 1 where the value is.
+
+    As `kernels/reference/residual_views.py` has them, one behind the other.
+    """
+    keys, values = residuals(layout)
+    later = ((3, keys and values), (2, keys > values), (1, values > keys))
+    return (0, *(form for form, there in later if there))
+
+
+def places_matter(site: SiteSpec) -> bool:
+    """Whether the role with `columns` asks where queries and keys stand, besides which tokens they are."""
+    score, retention = site.score, site.layout.retention
+    return retention.by_score and retention.in_cache and (score.bias is not None or score.mod is not None)
 
 
 def generate(spec: CppSpec) -> str:
@@ -46,7 +73,7 @@ def generate(spec: CppSpec) -> str:
     score, group = site.score, spec.num_qo_heads // spec.num_kv_heads
     rows = min(_ROWS, _SUMS // spec.v_head_dim)
     seen = _visible(site)
-    columns = COLUMNS in spec.options
+    columns, mod, near = COLUMNS in spec.options, score.mod, _near(site)
     return rendered(
         "prefill.cpp.jinja",
         spec=spec,
@@ -54,8 +81,18 @@ def generate(spec: CppSpec) -> str:
         **(_sums(spec) if columns else {}),
         model=MODELS[spec.torch_dtype],
         sm_scale=real(float(np.float32(site.sm_scale))),
-        tensors=(*TENSORS, "COLUMNS" if columns else "NEAR"),
-        near=_near(site),
+        tensors=(
+            *TENSORS,
+            *(("COLUMNS", "QUERY_PLACES", "KEY_PLACES") if columns else ("NEAR",)),
+            *expression.leaves_of(mod),
+        ),
+        near=near,
+        placed=columns and places_matter(site),
+        forms=forms_of(site.layout) if columns else (0,),
+        full_from=[printed(side.quantized_tokens, {sy.length: "length"}) for side in _sides(site.layout)],
+        mod=None if mod is None else expression.printed(mod, near is not None),
+        leaves=() if mod is None else sorted(expression.read(mod)),
+        empty_rows=mod is not None and mod.empty_rows,
         tokens=max(1, rows // group),
         sees=" && ".join(sees for sees, _, _ in seen),
         all_seen=" && ".join(every for _, every, _ in seen),
@@ -64,6 +101,11 @@ def generate(spec: CppSpec) -> str:
         bias=None if score.bias is None else bias_text(score.bias, "of"),
         sinks=score.sinks,
     )
+
+
+def _sides(layout: CacheLayout) -> tuple[Storage, Storage]:
+    assert isinstance(layout.values, Storage)
+    return layout.keys, layout.values
 
 
 def _near(site: SiteSpec) -> SinkWindow | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvcompile.kernels.cpp.attend import expression
 from kvcompile.kernels.cpp.attend.bias import bias_text
 from kvcompile.kernels.cpp.render import real, rendered
 from kvcompile.kernels.cpp.spec import CppSpec
@@ -35,6 +36,8 @@ def slots_text(spec: CppSpec, places: bool, finishes: bool, query_place: str) ->
         finishes=finishes,
         softcap=None if score.softcap is None else real(score.softcap),
         bias=None if score.bias is None else bias_text(score.bias, "head"),
+        mod=None if score.mod is None else expression.printed(score.mod),
+        leaves=() if score.mod is None else sorted(expression.read(score.mod)),
         query_place=query_place,
     )
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from kvcompile.kernels.cpp.host import ops
+from kvcompile.kernels.cpp.host.leaves import leaves_of
 from kvcompile.kernels.cpp.spec import CppSpec
 from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.spec import SiteSpec
@@ -45,6 +46,7 @@ def cached_attention_one(x: AttendInputs, chosen: Tensor | None = None) -> Tenso
         None if x.bias is None else x.bias.float().contiguous(),
         x.page_table,
         chosen,
+        leaves_of(x.spec, x.leaves),
         v_dim,
         spec.to_json(),
     )

@@ -33,7 +33,7 @@ def launches(
     Args:
         heads: query heads and KV heads. dims: channels of a key and of a value.
     """
-    layout, retention = site.layout, site.layout.retention
+    layout = site.layout
     v_dim = layout.values.channels if isinstance(layout.values, InKeys) else dims[1]
     chosen = layout.selection.selects
     # A selection is the reference's, which has turned the queries that it looks with.
@@ -43,12 +43,10 @@ def launches(
         Launch("a token", "decode", one.to_json(), one.options),
         Launch("a token", "linear", linear_spec(dtype)),
     ]
-    # What the reference has to itself: `on_cpu.attend_columns`.
-    if not (retention.by_score and (layout.residual or (retention.in_cache and site.score.bias is not None))):
-        name = str(dtype).removeprefix("torch.")
-        options = (COLUMNS,) if retention.by_score else ()
-        prefill = CppSpec("prefill", site_of(site), heads[0], heads[1], dims[0], v_dim, name, options)
-        found.append(Launch("a prompt", "prefill", prefill.to_json(), prefill.options))
+    name = str(dtype).removeprefix("torch.")
+    options = (COLUMNS,) if site.layout.retention.by_score else ()
+    prefill = CppSpec("prefill", site_of(site), heads[0], heads[1], dims[0], v_dim, name, options)
+    found.append(Launch("a prompt", "prefill", prefill.to_json(), prefill.options))
     if lacks_products_of(dtype, own):
         found.append(Launch("a prompt", "linear", linear_spec(dtype, many=True)))
     return tuple(found)

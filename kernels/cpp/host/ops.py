@@ -21,17 +21,17 @@ from kvcompile.kernels.cpp.host.compiler import INCLUDE, SHARED, built
 _LIB = torch.library.Library("kvcompile", "FRAGMENT")
 _LIB.define(
     "cpp_attend(Tensor q, Tensor k, Tensor v, Tensor(a!)[] buffers, Tensor positions, Tensor[] rope, Tensor? sinks, "
-    "Tensor? bias, Tensor? page_table, Tensor? chosen, int v_dim, str spec) -> Tensor"
+    "Tensor? bias, Tensor? page_table, Tensor? chosen, Tensor[] leaves, int v_dim, str spec) -> Tensor"
 )
 _LIB.define(
-    "cpp_attend_many(Tensor q, Tensor k, Tensor v, Tensor places, Tensor positions, Tensor? sinks, Tensor? bias, "
-    "Tensor? allowed, Tensor? near, str spec) -> Tensor",
+    "cpp_attend_many(Tensor q, Tensor k, Tensor v, Tensor tokens, Tensor positions, Tensor? sinks, Tensor? bias, "
+    "Tensor? allowed, Tensor? near, Tensor[] leaves, str spec) -> Tensor",
     # Vectors keep their channels side by side, and sizes stay free.
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _LIB.define(
-    "cpp_attend_columns(Tensor q, Tensor k, Tensor v, Tensor places, Tensor positions, Tensor? sinks, Tensor? bias, "
-    "Tensor? allowed, Tensor(a!) columns, str spec) -> Tensor",
+    "cpp_attend_columns(Tensor q, Tensor k, Tensor v, Tensor tokens, Tensor positions, Tensor? sinks, Tensor? bias, "
+    "Tensor? query_places, Tensor? key_places, Tensor(a!) columns, Tensor[] leaves, str spec) -> Tensor",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _LIB.define(
@@ -56,6 +56,7 @@ def _fake(
     bias: Tensor | None,
     page_table: Tensor | None,
     chosen: Tensor | None,
+    leaves: list[Tensor],
     v_dim: int,
     spec: str,
 ) -> Tensor:

@@ -30,10 +30,10 @@ def _declared(name: str, *given: str) -> list[str]:
 # What AOTInductor writes above a graph's code, by op; as `include/packaged.cpp` has them.
 SHIMS: dict[OpOverload, list[str]] = {
     ops.cpp_attend: _declared(
-        "cpp_attend", _TENSOR, _TENSOR, _TENSOR, _TENSORS, _TENSOR, _TENSORS, *[_MAYBE] * 4, "int64_t"
+        "cpp_attend", *[_TENSOR] * 3, _TENSORS, _TENSOR, _TENSORS, *[_MAYBE] * 4, _TENSORS, "int64_t"
     ),
-    ops.cpp_attend_many: _declared("cpp_attend_many", *[_TENSOR] * 5, *[_MAYBE] * 4),
-    ops.cpp_attend_columns: _declared("cpp_attend_columns", *[_TENSOR] * 5, *[_MAYBE] * 3, _TENSOR),
+    ops.cpp_attend_many: _declared("cpp_attend_many", *[_TENSOR] * 5, *[_MAYBE] * 4, _TENSORS),
+    ops.cpp_attend_columns: _declared("cpp_attend_columns", *[_TENSOR] * 5, *[_MAYBE] * 4, _TENSOR, _TENSORS),
     ops.cpp_linear: _declared("cpp_linear", _TENSOR, _TENSOR, _MAYBE),
     ops.cpp_linears: _declared("cpp_linears", _TENSOR, _TENSORS, _TENSORS),
 }

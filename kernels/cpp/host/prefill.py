@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.cpp.attend.prefill import COLUMNS, site_of
+from kvcompile.kernels.cpp.attend.prefill import COLUMNS, forms_of, places_matter, site_of
 from kvcompile.kernels.cpp.host import ops
+from kvcompile.kernels.cpp.host.leaves import leaves_of
 from kvcompile.kernels.cpp.spec import CppSpec
 from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.spec import SiteSpec
@@ -43,6 +46,7 @@ def attend_many(
         None if x.bias is None else x.bias.float().contiguous(),
         allowed,
         near,
+        leaves_of(x.spec, x.leaves),
         _spec(x.spec, q, k, v).to_json(),
     )
     return out
@@ -54,24 +58,30 @@ def attend_columns(
     v: Tensor,
     tokens: Tensor,
     positions: Tensor,
+    query_places: Tensor,
+    key_places: Tensor,
     site: SiteSpec,
+    forms: Sequence[int],
+    *,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
-    allowed: Tensor | None = None,
+    leaves: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As the reference's `attend_columns`, of queries and keys that have been turned.
 
     Args:
-        tokens: positions of the keys, int64 [B, Hkv or 1, T]; a bias takes them to be there.
-        allowed: which of the keys each query may see, besides what positions say, bool [B, S, T]; None: all.
+        tokens: positions of the keys, int64 [B, Hkv or 1, T], once for each of `forms`.
+        query_places, key_places: int64 [B, S] and as `tokens`: where a bias takes queries and keys to be.
 
     Raises:
         KernelError: the kernel cannot be compiled.
     """
     ops.ready()
+    assert tuple(forms) == forms_of(site.layout), (forms, site.layout)
     q, k, v = (_dense(own.to(q.dtype)) for own in (q, k, v))
     spec = _spec(site, q, k, v, (COLUMNS,))
     columns = torch.empty(k.shape[0], spec.units, k.shape[2], device=q.device)
+    by_places = places_matter(site)
     out: Tensor = ops.cpp_attend_columns(
         q,
         k,
@@ -80,8 +90,10 @@ def attend_columns(
         positions,
         None if sinks is None else sinks.float().contiguous(),
         None if bias is None else bias.float().contiguous(),
-        allowed,
+        query_places if by_places else None,
+        key_places if by_places else None,
         columns,
+        leaves_of(site, leaves),
         spec.to_json(),
     )
     return out, columns

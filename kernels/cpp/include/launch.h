@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdlib>
+#include <initializer_list>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -113,37 +114,49 @@ void run(const std::string& spec, const std::vector<kv::Tensor>& tensors) {
 }
 
 At attend(At q, At k, At v, std::vector<At> buffers, At positions, std::vector<At> rope, std::optional<At> sinks,
-          std::optional<At> bias, std::optional<At> page_table, std::optional<At> chosen, int64_t v_dim,
-          std::string spec) {
+          std::optional<At> bias, std::optional<At> page_table, std::optional<At> chosen, std::vector<At> leaves,
+          int64_t v_dim, std::string spec) {
   const std::vector<int64_t> size{q.size(0), q.size(1), q.size(2), v_dim};
   At out = empty(size, dense(size), q);
   std::vector<kv::Tensor> tensors{seen(out),   vectors(q, "q"), vectors(k, "k"),  vectors(v, "v"), seen(positions),
                                   seen(sinks), seen(bias),      seen(page_table)};
   for (size_t i = 0; i < 2; ++i) tensors.push_back(i < rope.size() ? seen(rope[i]) : kv::Tensor{});
   tensors.push_back(seen(chosen));
+  for (const At& leaf : leaves) tensors.push_back(seen(leaf));
   for (const At& buffer : buffers) tensors.push_back(vectors(buffer, "the cache"));
   run(spec, tensors);
   return out;
 }
 
-// Heads of a token lie side by side in what is given back: so the next layer wants them.
-At attend_many(At q, At k, At v, At places, At positions, std::optional<At> sinks, std::optional<At> bias,
-               std::optional<At> allowed, std::optional<At> near, std::string spec) {
+// Many queries, by a kernel that takes what `more` has besides. Heads of a token lie side by side in what is given back:
+// so the next layer wants them.
+At attended(const At& q, const At& k, const At& v, std::initializer_list<kv::Tensor> more,
+            const std::vector<At>& leaves, const std::string& spec) {
   const std::vector<int64_t> size{q.size(0), q.size(1), q.size(2), v.size(3)};
   At out = empty(size, {size[1] * size[2] * size[3], size[3], size[1] * size[3], 1}, q);
-  run(spec, {seen(out), vectors(q, "q"), vectors(k, "k"), vectors(v, "v"), seen(places), seen(positions), seen(sinks),
-             seen(bias), seen(allowed), near ? vectors(*near, "q") : kv::Tensor{}});
+  std::vector<kv::Tensor> tensors{seen(out), vectors(q, "q"), vectors(k, "k"), vectors(v, "v")};
+  tensors.insert(tensors.end(), more);
+  for (const At& leaf : leaves) tensors.push_back(seen(leaf));
+  run(spec, tensors);
   return out;
 }
 
-// The same, and what queries give each key goes to `columns`.
-At attend_columns(At q, At k, At v, At places, At positions, std::optional<At> sinks, std::optional<At> bias,
-                  std::optional<At> allowed, At columns, std::string spec) {
-  const std::vector<int64_t> size{q.size(0), q.size(1), q.size(2), v.size(3)};
-  At out = empty(size, {size[1] * size[2] * size[3], size[3], size[1] * size[3], 1}, q);
-  run(spec, {seen(out), vectors(q, "q"), vectors(k, "k"), vectors(v, "v"), seen(places), seen(positions), seen(sinks),
-             seen(bias), seen(allowed), vectors(columns, "columns")});
-  return out;
+At attend_many(At q, At k, At v, At tokens, At positions, std::optional<At> sinks, std::optional<At> bias,
+               std::optional<At> allowed, std::optional<At> near, std::vector<At> leaves, std::string spec) {
+  return attended(q, k, v,
+                  {seen(tokens), seen(positions), seen(sinks), seen(bias), seen(allowed),
+                   near ? vectors(*near, "q") : kv::Tensor{}},
+                  leaves, spec);
+}
+
+// The same, and what queries give each key goes to `columns`. places: of queries and keys, where a bias takes them to be.
+At attend_columns(At q, At k, At v, At tokens, At positions, std::optional<At> sinks, std::optional<At> bias,
+                  std::optional<At> query_places, std::optional<At> key_places, At columns, std::vector<At> leaves,
+                  std::string spec) {
+  return attended(q, k, v,
+                  {seen(tokens), seen(positions), seen(sinks), seen(bias), kv::Tensor{}, vectors(columns, "columns"),
+                   seen(query_places), seen(key_places)},
+                  leaves, spec);
 }
 
 // x is dense, its last dimension the weights' second; results of several follow each other. biases: none, or of each.

@@ -63,32 +63,34 @@ AOTITorchError given_back(AtenTensorHandle* out, const Made& made) {
 extern "C" AOTITorchError aoti_torch_cpu_cpp_attend(
     AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const AtenTensorHandle* buffers, int64_t buffers_count,
     AtenTensorHandle positions, const AtenTensorHandle* rope, int64_t rope_count, AtenTensorHandle* sinks,
-    AtenTensorHandle* bias, AtenTensorHandle* page_table, AtenTensorHandle* chosen, int64_t v_dim, const char* spec,
-    AtenTensorHandle* out) {
+    AtenTensorHandle* bias, AtenTensorHandle* page_table, AtenTensorHandle* chosen, const AtenTensorHandle* leaves,
+    int64_t leaves_count, int64_t v_dim, const char* spec, AtenTensorHandle* out) {
   return given_back(out, [&] {
     return attend(borrowed(q), borrowed(k), borrowed(v), borrowed(buffers, buffers_count), borrowed(positions),
                   borrowed(rope, rope_count), borrowed(sinks), borrowed(bias), borrowed(page_table), borrowed(chosen),
-                  v_dim, spec);
+                  borrowed(leaves, leaves_count), v_dim, spec);
   });
 }
 
 extern "C" AOTITorchError aoti_torch_cpu_cpp_attend_many(
-    AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, AtenTensorHandle places, AtenTensorHandle positions,
-    AtenTensorHandle* sinks, AtenTensorHandle* bias, AtenTensorHandle* allowed, AtenTensorHandle* near, const char* spec,
-    AtenTensorHandle* out) {
+    AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, AtenTensorHandle tokens, AtenTensorHandle positions,
+    AtenTensorHandle* sinks, AtenTensorHandle* bias, AtenTensorHandle* allowed, AtenTensorHandle* near,
+    const AtenTensorHandle* leaves, int64_t leaves_count, const char* spec, AtenTensorHandle* out) {
   return given_back(out, [&] {
-    return attend_many(borrowed(q), borrowed(k), borrowed(v), borrowed(places), borrowed(positions), borrowed(sinks),
-                       borrowed(bias), borrowed(allowed), borrowed(near), spec);
+    return attend_many(borrowed(q), borrowed(k), borrowed(v), borrowed(tokens), borrowed(positions), borrowed(sinks),
+                       borrowed(bias), borrowed(allowed), borrowed(near), borrowed(leaves, leaves_count), spec);
   });
 }
 
 extern "C" AOTITorchError aoti_torch_cpu_cpp_attend_columns(
-    AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, AtenTensorHandle places, AtenTensorHandle positions,
-    AtenTensorHandle* sinks, AtenTensorHandle* bias, AtenTensorHandle* allowed, AtenTensorHandle columns,
-    const char* spec, AtenTensorHandle* out) {
+    AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, AtenTensorHandle tokens, AtenTensorHandle positions,
+    AtenTensorHandle* sinks, AtenTensorHandle* bias, AtenTensorHandle* query_places, AtenTensorHandle* key_places,
+    AtenTensorHandle columns, const AtenTensorHandle* leaves, int64_t leaves_count, const char* spec,
+    AtenTensorHandle* out) {
   return given_back(out, [&] {
-    return attend_columns(borrowed(q), borrowed(k), borrowed(v), borrowed(places), borrowed(positions),
-                          borrowed(sinks), borrowed(bias), borrowed(allowed), borrowed(columns), spec);
+    return attend_columns(borrowed(q), borrowed(k), borrowed(v), borrowed(tokens), borrowed(positions),
+                          borrowed(sinks), borrowed(bias), borrowed(query_places), borrowed(key_places),
+                          borrowed(columns), borrowed(leaves, leaves_count), spec);
   });
 }
 

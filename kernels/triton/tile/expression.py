@@ -4,7 +4,7 @@
 | values | in a kernel |
 |---|---|
 | truth values | int1 |
-| integers | 32 bits where `ranges.py` shows that they fit, else 64; narrower dtypes wrap around as PyTorch's do |
+| integers | 32 bits where `shared/ranges.py` shows that they fit, else 64; narrower dtypes wrap as PyTorch's do |
 | float32 | float32: divisions and roots round to nearest, and a product is rounded before something is added to it |
 | float16, bfloat16 | float32 that is rounded after every operator, which gives the same |
 
@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 import torch
 
 from kvcompile.expression import Instruction, ScoreMod
+from kvcompile.kernels.shared import ranges
+from kvcompile.kernels.shared.ranges import INT32, Range
 from kvcompile.kernels.triton.helpers import stored
 from kvcompile.kernels.triton.params import Param, ScalarParam, TensorParam
-from kvcompile.kernels.triton.tile import ranges
-from kvcompile.kernels.triton.tile.ranges import INT32, Range
 
 HALVES = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, *HALVES)

@@ -34,6 +34,7 @@ from kvcompile.layouts import (
     with_residual,
 )
 from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
+from tests.support import carried_scores
 from tests.support.triton_attention import H2O, Case, case_of, check, oracle, ran, real
 
 ALL, SINKS = ScoreSpec(4.0, BiasSpec("alibi"), True), ScoreSpec(sinks=True)
@@ -86,6 +87,27 @@ CASES = {
         score=ScoreSpec(bias=BiasSpec("table")),
         chunks=ONES,
     ),
+    "turned before RoPE": Case(
+        CacheLayout(with_hadamard(with_residual(uint(4, 8), 5)), with_hadamard(int8()), before_rope=True),
+        (2, 1),
+        (24, 16),
+        rotary=RotaryForm("half", 0, 16),
+        chunks=ONES,
+    ),
+    "turned latent before RoPE": Case(
+        CacheLayout(with_hadamard(int8()), InKeys(16), before_rope=True),
+        (4, 1),
+        (48, 16),
+        rotary=RotaryForm("half", 16, 32),
+        chunks=ONES,
+    ),
+    "expression": Case(
+        CacheLayout(int8(), int8(), Paged(8)),
+        (4, 2),
+        score=ALL,
+        carried=carried_scores.stacked(),
+        chunks=ONES,
+    ),
     "H2O": Case(
         CacheLayout(int8(), int8(), Slots(), replace(H2O, heavy=5)), (4, 2), score=SINKS, chunks=ONES
     ),
@@ -124,7 +146,7 @@ def test_sites_of_every_kind(name: str) -> None:
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 150))])
 def test_any_site(seed: int) -> None:
     chance = random.Random(seed)
-    check(case_of(lambda options: chance.choice(list(options)), seed % 3 == 0), "cpp")
+    check(case_of(lambda options: chance.choice(list(options)), seed % 3 == 0, "cpp"), "cpp")
 
 
 @pytest.mark.parametrize("isa", [isa.name for isa in available()])
@@ -283,15 +305,25 @@ PROMPTS = {
         chunks=LONG_PROMPT,
         pads=PADS,
     ),
-    # These two attend by the reference.
     "H2O residual prompt": Case(
-        CacheLayout(with_residual(int8(), 5), int8(), Slots(), H2O), (2, 1), chunks=(12, 1, 9), pads=(0, 3)
+        CacheLayout(with_residual(int8(), 40), with_residual(int8(), 25), Slots(), Scored(2, 60, 45)),
+        (4, 2),
+        chunks=LONG_PROMPT,
+        pads=PADS,
     ),
     "H2O in-cache prompt": Case(
-        CacheLayout(placement=Slots(), retention=replace(H2O, positions="in_cache")),
-        (2, 1),
-        score=ScoreSpec(bias=BiasSpec("relative")),
-        chunks=(12, 1, 9),
+        CacheLayout(
+            values=with_residual(int8(), 30),
+            placement=Slots(),
+            retention=Scored(2, 60, 33, positions="in_cache"),
+            before_rope=True,
+        ),
+        (4, 2),
+        rotary=RotaryForm("half", 0, 16),
+        score=ScoreSpec(bias=BiasSpec("alibi")),
+        carried=carried_scores.hinge(),
+        chunks=LONG_PROMPT,
+        pads=PADS,
     ),
     "SnapKV prompt": Case(
         CacheLayout(

@@ -12,6 +12,7 @@ import torch
 from kvcompile.kernels.cpp.host import ops, source
 from kvcompile.kernels.cpp.spec import CppSpec
 from tests.kernels.cpp.test_attention import CASES, PROMPTS, QUADS, WHOLE
+from tests.kernels.cpp.test_expression import CARRIED, PLAIN
 from tests.support.triton_attention import check
 
 # What is broken, by what, and the case that must tell.
@@ -87,6 +88,43 @@ BREAKS: dict[str, tuple[str, str, str]] = {
         "set1_quad(first)",
     ),
     "a row of a pair is the other": ("whole pairs", "rows.at(i + 1 < n ? i + 1 : i)", "rows.at(i)"),
+    "a mask is dropped": ("expression", " : -INFINITY;", " : 0.0f;"),
+    "an element beside the right one": (
+        "expression",
+        "std::min(std::max<int64_t>(place, 0), size - 1)",
+        "std::min(std::max<int64_t>(place, 0) + 1, size - 1)",
+    ),
+    "what counts from the end is cut off": (
+        "carried from the end",
+        "place < 0 ? place + size : place",
+        "place",
+    ),
+    "a query that sees nothing gives no number": (
+        "carried holes",
+        "if (all.total == 0.0f) all = {0.0f, 1.0f};",
+        "",
+    ),
+    "a prompt's query that sees nothing gives no number": (
+        "carried holes",
+        "if (total == 0.0f) top = 0.0f, total = 1.0f;",
+        "",
+    ),
+    "quotients round to 0": ("carried behind", "a / b - (a % b < 0)", "a / b"),
+    "integers have 32 bits": ("carried wide", "const int64_t e", "const int32_t e"),
+    "keys that are read stay turned": ("turned before RoPE", "hadamard<8>(decoded", "hadamard<1>(decoded"),
+    "queries are turned that meet such keys": (
+        "turned before RoPE",
+        "  q.ready();\n",
+        "  hadamard<8>(q.own, DIM);\n  q.ready();\n",
+    ),
+    "every form is read": ("H2O residual prompt", "form_of(query, key) == block.form[j] && ", ""),
+    "forms are left out": (
+        "H2O residual prompt",
+        "keys.most < keys_from(low) : keys",
+        "keys.most < keys_from(high) : keys",
+    ),
+    "keys stand where their tokens do": ("H2O in-cache prompt", "block.at[i]", "block.place[i]"),
+    "queries stand where their tokens do": ("H2O in-cache prompt", "asked.at[", "asked.position["),
     "shares are joined unscaled": (
         "two pieces",
         "const float share = std::exp(own.top - all.top);",
@@ -96,6 +134,7 @@ BREAKS: dict[str, tuple[str, str, str]] = {
 
 
 SITES = CASES | PROMPTS | {f"whole {name}": case for name, case in WHOLE.items()}
+SITES |= {f"carried {name}": replace(PLAIN, carried=made()) for name, made in CARRIED.items()}
 SITES["whole pairs"] = replace(WHOLE["in the model's"], dtype=torch.bfloat16)
 
 
@@ -119,7 +158,7 @@ def test_broken_on_purpose(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
         f'#include "{name}.h"\n': (source.INCLUDE / f"{name}.h")
         .read_text("utf-8")
         .replace("#pragma once\n", "")
-        for name in ("pairs", "quads", "address")
+        for name in ("pairs", "quads", "address", "expression")
     }
     if case.startswith("whole"):
         monkeypatch.setattr(source, "isa", lambda: QUADS)

@@ -27,6 +27,7 @@ from kvcompile.layouts import (
     with_residual,
 )
 from kvcompile.specs import BiasSpec, RotaryForm, ScoreSpec
+from tests.support import carried_scores
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 ROPE = RotaryForm("half", 0, 64)
@@ -41,6 +42,7 @@ SITES = {
         0.125,
         score=ScoreSpec(30.0, BiasSpec("alibi"), True),
     ),
+    "expression": SiteSpec(CacheLayout(), 0.125, score=ScoreSpec(mod=carried_scores.buckets(9).mod)),
 }
 
 
@@ -61,6 +63,17 @@ def test_text_of_prompts_that_score() -> None:
     site = SiteSpec(CacheLayout(placement=Slots(), retention=retention), 0.125)
     spec = CppSpec("prefill", site_of(site), 9, 3, 64, 64, "bfloat16", (COLUMNS,))
     compare(generate(spec), GOLDENS / "cpp_prefill_scored.cpp")
+
+
+def test_text_of_prompts_that_score_in_several_forms() -> None:
+    """With places in the cache, by which an expression goes, of which a query may see nothing."""
+    retention = Scored(4, 100, 56, positions="in_cache")
+    layout = CacheLayout(with_residual(int8(), 48), with_residual(int8(), 32), Slots(), retention, True)
+    site = SiteSpec(
+        layout, 0.125, score=ScoreSpec(mod=replace(carried_scores.windows(9).mod, empty_rows=True))
+    )
+    spec = CppSpec("prefill", site_of(site), 9, 3, 64, 64, "bfloat16", (COLUMNS,))
+    compare(generate(spec), GOLDENS / "cpp_prefill_forms.cpp")
 
 
 def compare(made: str, path: Path) -> None:

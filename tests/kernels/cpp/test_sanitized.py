@@ -15,7 +15,8 @@ import pytest
 
 from kvcompile.kernels.cpp.host.compiler import compiler
 from kvcompile.kernels.cpp.isa import VARIABLE, available
-from tests.kernels.cpp.test_attention import CASES, WHOLE
+from tests.kernels.cpp.test_attention import CASES, PROMPTS, WHOLE
+from tests.kernels.cpp.test_expression import CARRIED
 
 ROOT = Path(__file__).parents[3]
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g1")
@@ -24,7 +25,8 @@ PROGRAM = """
 import sys
 import torch
 from kvcompile.kernels.cpp.host import compiler, ops, source
-from tests.kernels.cpp.test_attention import CASES, SIZES, WHOLE
+from tests.kernels.cpp.test_attention import SIZES
+from tests.kernels.cpp.test_broken import SITES
 from tests.support.triton_attention import ran
 
 def built(name, text, flags):
@@ -36,7 +38,7 @@ def built(name, text, flags):
 sanitizers, names, broken = {sanitizers!r}, {names!r}, {broken!r}
 ops.built = source.built = built
 torch.set_num_threads(2)
-cases = CASES | {{f"whole {{name}}": case for name, case in WHOLE.items()}} | SIZES
+cases = SITES | SIZES
 for name in names:
     print(name, flush=True)
     ran(cases[name], "cpp")
@@ -96,5 +98,6 @@ def test_an_access_beyond_a_tensor_is_found(tmp_path: Path) -> None:
 def test_cases_of_every_kind(isa: str, tmp_path: Path) -> None:
     """Ragged, padded and wrapped sequences, one slot, odd groups, sizes from 4 to 576, codes as whole numbers."""
     names = [*CASES, *(f"whole {name}" for name in WHOLE), "least", "odd", "wide", "group", "empty"]
+    names += [*(f"carried {name}" for name in CARRIED), *(name for name in PROMPTS if name.startswith("H2O"))]
     done = sanitized(names, tmp_path, isa)
     assert done.returncode == 0 and done.stdout.endswith("done\n"), (done.stdout[-200:], done.stderr[-3000:])

@@ -11,12 +11,12 @@ import torch
 
 from kvcompile.expression import SCORE, Expr, H, K, Q, ScoreMod, integer
 from kvcompile.kernels.inputs import AttendInputs
+from kvcompile.kernels.shared import ranges
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.generate import generate
 from kvcompile.kernels.triton.host.attention import cached_attention
 from kvcompile.kernels.triton.host.launches import launches
 from kvcompile.kernels.triton.supports import refusal as site_refusal
-from kvcompile.kernels.triton.tile import ranges
 from kvcompile.kernels.triton.tile.expression import Printer, refusal
 from kvcompile.kernels.triton.tools.assemble import Request, assemble
 from kvcompile.kernels.triton.tools.synthetic_cache import sample
