@@ -4,8 +4,7 @@ Speed: all variants stand in one process with the same text in their caches and 
 figures are medians of the rounds, ratios are taken within each round. Between the turns a probe reads memory, so
 that the limit (bytes of weights and cache that a token must read, over the bandwidth) is of the same minutes.
 Memory: every variant runs alone in its own process; peak is that of the process less what it had before the
-prompt, with the model loaded and warm. kvcompile's contiguous caches have room for the model's longest text
-from the start (runtime.max_tokens), whatever the context; the others take what the context needs.
+prompt, with the model loaded and warm.
 
 The loop is the bare one (forward, argmax) on both sides, without what generate() adds. `static` is transformers'
 StaticCache sized for the context, its decode step under torch.compile and its prompt eager, as generate() does.
