@@ -12,53 +12,62 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
 log = logging.getLogger(__name__)
-_WIDTH, _TOKENS = 768, 32  # of the sample: a small model's linear layer, on a short text
-_LOOPS = 40  # of a run; a busy core is met within a few
+_WIDTH = 768  # of the sample: a small model's linear layer
+_SHORT = 32  # tokens of most texts that a model is looked at with
+_ROWS = 40 * _SHORT  # of a sample in all, in several loops; a busy core is met within a few
 _RUNS = 3
 _PAYS = 0.9  # of the time: what more threads must save
+_most: ContextVar[int | None] = ContextVar("most threads", default=None)  # of whoever is outside of all
 
 
 @contextmanager
-def threads_that_pay(device: torch.device) -> Iterator[None]:
-    """Let operators on CPUs run in as many of this thread's threads as make them faster just now."""
-    most = torch.get_num_threads()
+def threads_that_pay(device: torch.device, tokens: int = _SHORT) -> Iterator[None]:
+    """Let operators on CPUs, over texts of `tokens`, run in as many threads as make them faster just now.
+
+    What is inside of another is measured for itself, with the threads of whoever is outside of all.
+    """
+    before = torch.get_num_threads()
+    most = _most.get() or before
     if most == 1 or device.type != "cpu":
         yield
         return
+    outside = _most.set(most)
     try:
-        fewer = _measured(most)
+        fewer = _measured(most, tokens)
         torch.set_num_threads(fewer)
         if fewer < most:
             log.info(
-                "%d of %d threads: more make nothing faster just now, others have the cores", fewer, most
+                "%d of %d threads over %d tokens: more make nothing faster just now", fewer, most, tokens
             )
         yield
     finally:
-        torch.set_num_threads(most)
+        _most.reset(outside)
+        torch.set_num_threads(before)
 
 
-def _measured(most: int) -> int:
-    """The number of threads, at most `most`, with which a sample of small operators takes the least time."""
-    best, least = 1, min(_seconds(1, math.inf) for _ in range(_RUNS))
+def _measured(most: int, tokens: int) -> int:
+    """The number of threads, at most `most`, with which a sample of operators takes the least time."""
+    best, least = 1, min(_seconds(1, tokens, math.inf) for _ in range(_RUNS))
     counts = [1 << power for power in range(1, most.bit_length()) if 1 << power < most]
     for count in [*counts, most]:
-        taken = min(_seconds(count, least) for _ in range(_RUNS))
+        taken = min(_seconds(count, tokens, least) for _ in range(_RUNS))
         if taken > least * _PAYS:
             break
         best, least = count, taken
     return best
 
 
-def _seconds(threads: int, most: float) -> float:
+def _seconds(threads: int, tokens: int, most: float) -> float:
     """What the sample takes, or infinity once it takes more than `most`."""
     torch.set_num_threads(threads)
-    x, weight = torch.zeros(_TOKENS, _WIDTH), torch.zeros(_WIDTH, _WIDTH)
+    x, weight = torch.zeros(tokens, _WIDTH), torch.zeros(_WIDTH, _WIDTH)
     started = time.perf_counter()
-    for _ in range(_LOOPS):
+    for _ in range(max(4, _ROWS // tokens)):
         torch.nn.functional.silu(x @ weight)
         if time.perf_counter() - started > most:
             return math.inf

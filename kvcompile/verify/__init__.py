@@ -42,6 +42,7 @@ from kvcompile.util.threads import threads_that_pay
 from kvcompile.verify.cached import Kept
 from kvcompile.verify.compare import Check, compare
 from kvcompile.verify.ids import vocabulary
+from kvcompile.verify.lengths import MINIMUM
 from kvcompile.verify.long import Effort, cache_check, first_asked, long_checks, program_chunks, rows_of
 from kvcompile.verify.oracle import explained, oracles, rope_tables
 from kvcompile.verify.original import Subject
@@ -69,7 +70,8 @@ def verify(model: nn.Module, front: Front, plan: Plan, mode: VerifyMode) -> tupl
 
 def _verified(model: nn.Module, front: Front, plan: Plan, mode: Effort) -> tuple[Check, ...]:
     subject = Subject(model, front, vocabulary(front, model), front.max_tokens)
-    subject, pieces_, asked = first_asked(subject, plan, mode)
+    with threads_that_pay(front.device, MINIMUM):
+        subject, pieces_, asked = first_asked(subject, plan, mode)
     chunks: tuple[int, ...] = _QUICK_CHUNKS if mode == "quick" else _CHUNKS
     checks = []
     # A plan that forgets and rounds nothing is compared with the original itself, and its oracle is the lossless one.
@@ -77,7 +79,8 @@ def _verified(model: nn.Module, front: Front, plan: Plan, mode: Effort) -> tuple
         rows = 2 if mode == "thorough" else rows_of(subject)
         checks.append(_check_detection(subject, plan, sum(chunks), rows))
     checks.append(_check_cache("cache, small budgets", subject, shrink(plan), chunks))
-    checks += long_checks(subject, plan, mode, (pieces_, asked), checks[0].noise)
+    with threads_that_pay(front.device, MINIMUM):
+        checks += long_checks(subject, plan, mode, (pieces_, asked), checks[0].noise)
     if mode == "thorough":
         # Prompts fill small budgets at once; what a step does while they are not full, only such a text tells.
         alone = (1,) * _ALONE

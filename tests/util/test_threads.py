@@ -29,7 +29,7 @@ def sample(monkeypatch: pytest.MonkeyPatch, taken: dict[int, float]) -> list[int
     """Samples take what `taken` says; the numbers of threads that were asked."""
     asked: list[int] = []
 
-    def seconds(count: int, most: float) -> float:
+    def seconds(count: int, tokens: int, most: float) -> float:
         asked.append(count)
         return taken[count] if taken[count] <= most else float("inf")
 
@@ -71,9 +71,22 @@ def test_nothing_is_measured_where_nothing_is_to_choose(monkeypatch: pytest.Monk
 
 
 def test_a_sample_that_waits_is_given_up() -> None:
-    assert threads._seconds(1, 0.0) == float("inf")
-    assert 0 < threads._seconds(2, float("inf")) < float("inf")
-    assert 1 <= threads._measured(3) <= 3
+    assert threads._seconds(1, 32, 0.0) == float("inf")
+    assert 0 < threads._seconds(2, 400, float("inf")) < float("inf")
+    assert 1 <= threads._measured(3, 32) <= 3
+
+
+def test_what_is_inside_is_measured_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(count: int, tokens: int, most: float) -> float:
+        return 1 / count if tokens > 100 else float(count)
+
+    monkeypatch.setattr(threads, "_seconds", seconds)
+    with threads_that_pay(CPU):
+        assert torch.get_num_threads() == 1
+        with threads_that_pay(CPU, tokens=400):
+            assert torch.get_num_threads() == 8
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 8
 
 
 def test_what_is_compiled_is_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
