@@ -182,7 +182,7 @@ def _emit(model: nn.Module, front: Front, plan: Plan, recipe: Recipe, dump: Dump
 
         kind = HuggingFaceCachedModel
     fast = kind(model, program, plan, executor)
-    fast.analysis = analysis_of(front, plan)
+    fast.analysis = analysis_of(front, plan, recipe)
     fast.recipe = recipe
     return fast
 

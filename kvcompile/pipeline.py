@@ -20,6 +20,7 @@ from kvcompile.original.checks import check_model
 from kvcompile.original.inference_tensors import as_normal
 from kvcompile.passes.capture.capture import Captured, capture
 from kvcompile.passes.capture.opaque import describe, states_of
+from kvcompile.passes.capture.python_step import give_steps
 from kvcompile.passes.detect.detect import Detection, detect
 from kvcompile.passes.detect.rotation import NotRotary, Rotations
 from kvcompile.passes.records import AttentionSite, NoMatch, RopeSpec
@@ -27,7 +28,7 @@ from kvcompile.passes.rewrite.absorb import absorb
 from kvcompile.passes.rewrite.canonicalize import canonicalize
 from kvcompile.passes.rewrite.insert_cache import Rewritten, insert_cache
 from kvcompile.passes.rewrite.positions import offset_positions
-from kvcompile.plan import Decision, Plan
+from kvcompile.plan import INDUCTOR, Decision, Plan
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.scales import ModelId
 from kvcompile.specs import RecurrentState
@@ -84,6 +85,7 @@ def understand(model: nn.Module) -> Front:
 
 def _understood(model: nn.Module) -> Front:
     captured = capture(model)
+    give_steps(captured.opaques)
     made_for = _max_tokens(model, captured)
     detection = detect(captured, made_for)
     canonical = canonicalize(captured, detection)
@@ -122,7 +124,7 @@ def analyze(model: nn.Module, recipe: Recipe) -> Analysis:
         ModelError, PlanError: as `understand` and `make_plan`.
     """
     front = understand(base_of(model))
-    return analysis_of(front, plan_for(front, recipe))
+    return analysis_of(front, plan_for(front, recipe), recipe)
 
 
 def plan_for(front: Front, recipe: Recipe) -> Plan:
@@ -149,13 +151,14 @@ def known(front: Front) -> KnownModel:
     )
 
 
-def analysis_of(front: Front, plan: Plan) -> Analysis:
+def analysis_of(front: Front, plan: Plan, recipe: Recipe) -> Analysis:
     captured, detection = front.captured, front.detection
+    compiled = recipe.compile.mode != "none" and plan.backend == INDUCTOR
     return Analysis(
         plan,
         detection.misses,
         captured.route,
-        (*captured.reasons, *describe(captured.opaques)),
+        (*captured.reasons, *describe(captured.opaques, compiled)),
         captured.seconds,
         detection.seconds,
     )

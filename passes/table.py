@@ -55,6 +55,12 @@ PASSES = (
         "gives the logits of chosen tokens where the model gives the last's",
         "passes/capture/last_token.py",
     ),
+    Pass(
+        "python_step",
+        "traces a decode step of each module that runs as Python, to compile it",
+        "passes/capture/python_step.py",
+        optional=True,
+    ),
     Pass("detect", "finds the attention sites, or says what is in the way", "passes/detect/detect.py"),
     Pass("canonicalize", "makes each attention block one node", "passes/rewrite/canonicalize.py"),
     Pass("positions", "puts new tokens behind the cached ones", "passes/rewrite/positions.py"),

@@ -188,6 +188,10 @@ class OpaqueModule:
         self.forward = forward
         self.kept = tuple(range(len(inputs)))  # of the inputs that tracing found
         self.arguments, self.inputs, self.outputs = arguments, tuple(inputs), tuple(outputs)
+        # Its calls of one token as graphs, by whether they are of one sequence, or why there is none
+        # (passes/capture/python_step.py); and inputs over some tokens, by which others are compared with it.
+        self.steps: dict[bool, Any] = {}
+        self.example: Any = None
         self.key = f"{path}#{next(_NUMBER)}"
         self._modules = list(module.modules())
         _KNOWN[self.key] = self
@@ -252,6 +256,10 @@ class OpaqueModule:
             return self._next(part, own) if seen[row] else self._first(part, own)
 
         return self._by_row(inputs, pads, one)
+
+    def next_token(self, inputs: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
+        """As `step`, for one token of each of sequences that all have some and no padding."""
+        return self.run(inputs) if self.state is None else self._next(inputs, state)
 
     def sizes(self, inputs: Sequence[Tensor]) -> dict[str, Any]:
         """B, S and B * S of a call, from the shapes of its inputs."""

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from kvcompile.compile.cudagraph import StepGraphs
 from kvcompile.compile.inductor import Compiled, ShapeClass, Tracer, compile_region, describe
+from kvcompile.compile.python_step import Steps
 from kvcompile.compile.regions import Regions
 from kvcompile.util.progress import Progress
 
@@ -43,6 +44,9 @@ class Executor:
         self.regions = regions
         self.mode = mode
         self.compiler = compiler or partial(compile_region, mode=mode)
+        self.steps_apart = compiler is None  # Inductor's: also of modules that run as Python
+        # Why steps of such modules are not compiled, though they have graphs: by class of shapes, by path.
+        self.told: dict[ShapeClass, dict[str, str]] = {}
         self.compile_seconds: dict[str, float] = {}
         self._programs: dict[ShapeClass, list[Compiled]] = {}
         drops: dict[int, list[str]] = {}
@@ -77,6 +81,7 @@ class Executor:
             return
         started = time.perf_counter()
         tracer = Tracer(shapes)
+        steps = Steps(tracer, self.compiler, self.told.setdefault(shapes, {}))
         values: dict[str, Any] = {name: _fake(tracer, value) for name, value in inputs.items()}
         values |= {name: tracer.static(weight) for name, weight in self.regions.weights.items()}
         programs: list[Compiled] = []
@@ -91,8 +96,12 @@ class Executor:
                     progress(f"compile {shapes}", len(done), max(distinct, len(done) + 1))
                 outputs = tracer.run(module, args)
                 region_started = time.perf_counter()
-                eager = call.region in self.regions.eager
-                program = module if eager else self.compiler(module, args, tracer)
+                if call.region not in self.regions.eager:
+                    program = self.compiler(module, args, tracer)
+                elif shapes.tokens_is_one and self.steps_apart:
+                    program = steps.program(module, args)
+                else:
+                    program = module
                 done[key] = (program, outputs)
                 log.debug("region %d, %s: %.1f s", call.region, shapes, time.perf_counter() - region_started)
             program, outputs = done[key]

@@ -5,7 +5,7 @@ k-1 and attention k (that one included): the rest of a layer and the start of th
 the last are the same function of other weights, so each distinct one is compiled once and called many times.
 Nothing here knows of modules or names; equal structure is equal text.
 
-Calls of opaque modules are regions of their own, which are never compiled.
+Calls of opaque modules are regions of their own: they run as Python, but for steps (`compile/python_step.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RegionCall:
 class Regions:
     """The cut graph: distinct regions, the calls in order, and where the values come from and go.
 
-    eager: the regions that run as they are (opaque modules)
+    eager: the regions that call opaque modules
     """
 
     modules: tuple[GraphModule, ...]
@@ -147,6 +147,14 @@ def _attribute(module: GraphModule, path: str) -> Tensor:
     value = operator.attrgetter(path)(module)
     assert isinstance(value, Tensor), f"{path} is no tensor"
     return value.detach()
+
+
+def text_of(graph: Graph) -> str:
+    """The same of a whole graph, which has its weights among its placeholders."""
+    members = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    output = next(n for n in graph.nodes if n.op == "output")
+    return _text(members, inputs, list(output.args[0]), {})
 
 
 def _text(members: list[Node], inputs: list[Node], outputs: list[Node], weights: dict[Node, Tensor]) -> str:

@@ -25,6 +25,7 @@ from kvcompile.runtime.handle import CacheHandle
 from kvcompile.runtime.ids import check_ids, check_vocabulary, reads_at_once
 from kvcompile.runtime.padding import check_prompt, pads_of
 from kvcompile.runtime.program import Program
+from kvcompile.runtime.python_steps import tell_of_steps
 from kvcompile.runtime.report import Report
 from kvcompile.runtime.sampling import check_names, check_sampling, pick
 from kvcompile.runtime.turns import Turns, alone
@@ -117,7 +118,7 @@ class CachedModel(nn.Module):
 
     def watch_weights(self) -> None:
         """From now on, calls are refused once the original has other weights than this module computes with."""
-        self._weights = Weights(self.model, self.executor.regions.weights.values())
+        self._weights = Weights(self.model, self.program.reads(self.executor.regions.weights))
         self._adapters = Adapters(self.model)
 
     def weights_digest(self) -> str:
@@ -266,6 +267,7 @@ class CachedModel(nn.Module):
         with told(progress) as tell, TRACING:
             self.executor.prepare(shapes, examples, tell)
         self._prepared.add(shapes)
+        tell_of_steps(self, shapes)
 
     def _check_ids(self, input_ids: Any) -> None:
         check_ids(input_ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,3 +40,9 @@ class Program:
     opaques: tuple[OpaqueModule, ...] = ()
     ids: tuple[int, int] | None = None
     last: bool = False
+
+    def reads(self, weights: Mapping[str, Tensor]) -> list[Tensor]:
+        """The tensors that a call reads where they stand: `weights` of its graph, and those of modules in Python."""
+        own = [record.module for record in self.opaques]
+        python = [tensor for module in own for tensor in (*module.parameters(), *module.buffers())]
+        return [*weights.values(), *python]

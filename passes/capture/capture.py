@@ -19,7 +19,6 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -37,6 +36,7 @@ from kvcompile.kernels.ops.opaque import OpaqueModule, State, opaque
 from kvcompile.original.outputs import Outputs
 from kvcompile.passes.capture.as_eager import as_eager
 from kvcompile.passes.capture.changes import Place
+from kvcompile.passes.capture.first_line import first_line
 from kvcompile.passes.capture.guards import TOKENS, Threshold, sizes_to_try, threshold
 from kvcompile.passes.capture.harmless import check_changes, check_hidden_writes
 from kvcompile.passes.capture.inputs import CapturedInputs, example, wrap
@@ -45,13 +45,13 @@ from kvcompile.passes.capture.last_token import LastToken
 from kvcompile.passes.capture.opaque import CannotBeOpaque, Run, Tracing, innermost, observe, settle
 from kvcompile.passes.capture.own_positions import Alone
 from kvcompile.passes.capture.plain import Plain, plain
+from kvcompile.passes.capture.step_proof import Example
 from kvcompile.passes.capture.trace import BATCH, SEQ, WAYS, Traced, Way, trace
 from kvcompile.passes.capture.traced_once import Once
 from kvcompile.passes.graph import expr
 from kvcompile.passes.recurrent.replay import prove
 from kvcompile.passes.recurrent.state import StateRefused, attributes_restored, find_states
 from kvcompile.passes.table import disabled, graph_pass
-from kvcompile.util.own_code import KVCOMPILE, TORCH
 
 log = logging.getLogger(__name__)
 
@@ -150,10 +150,10 @@ def capture(model: nn.Module) -> Captured:
             except ModelError as error:
                 if not isinstance(error, CaptureError):  # no other way makes it another model
                     raise
-                reasons.append(f"{name}: {_first_line(error)}")
+                reasons.append(f"{name}: {first_line(error)}")
                 continue
             except Exception as error:  # export raises many kinds; each becomes one line of the report
-                reasons.append(f"{name}: {_first_line(error)}")
+                reasons.append(f"{name}: {first_line(error)}")
                 log.debug("capture route failed: %s", reasons[-1], exc_info=True)
                 continue
             log.info(
@@ -353,7 +353,7 @@ class _Route:
                 if not found:
                     raise
                 self.reasons.append(
-                    f"{name}: {_first_line(error)}: {', '.join(path for path, _ in found.values())} "
+                    f"{name}: {first_line(error)}: {', '.join(path for path, _ in found.values())} "
                     "will run as Python"
                 )
                 self.opaque |= found
@@ -361,6 +361,7 @@ class _Route:
         for record, number in tracing.made:
             try:
                 known = settle(record, observed[record.module], number)
+                record.example = Example.of(record, known[0])
                 if record.state is not None:
                     prove(record, *known)
             except (StateRefused, CannotBeOpaque, ValueError) as refused:
@@ -386,7 +387,7 @@ class _Route:
             self.state_problem, states = str(refused), {}
         except Exception as error:  # whatever the model raises; it matters only where tokens mix
             log.debug("no pass with the model's own cache", exc_info=True)
-            problem = f"the model does not run with a cache of its own: {_first_line(error)}"
+            problem = f"the model does not run with a cache of its own: {first_line(error)}"
             self.state_problem, states = problem, {}
         self.has_state = self.has_mixers = bool(states)
         return states
@@ -400,7 +401,7 @@ class _Route:
         found = innermost(error, self.model)
         if found is None or found[1] in known:
             return {}
-        reason = _first_line(error)
+        reason = first_line(error)
         like = [module for module in self.names if type(module) is type(found[1]) and module not in known]
         return {module: (self.names[module], reason) for module in like}
 
@@ -432,7 +433,7 @@ def _differs(captured: Captured, inputs: tuple[Tensor, ...], output: Any) -> str
         with torch.no_grad():
             found = captured.graph_module.forward(*inputs)[captured.logits_index]
     except Exception as error:  # whatever an operator raises for a shape that it cannot take
-        return _first_line(error)
+        return first_line(error)
     if captured.last is not None and captured.last.flat:
         found = found[:, 0]
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
@@ -451,7 +452,7 @@ def _declined(model: nn.Module, first: str, size: tuple[int, int]) -> str:
         try:
             model(**{first: ids})
         except Exception as error:  # a model raises anything
-            return _first_line(error)
+            return first_line(error)
     return ""
 
 
@@ -594,18 +595,3 @@ def _max_seq_len(program: ExportedProgram, graph_module: GraphModule) -> int | N
     if bound is None or not getattr(bound.upper, "is_Integer", False) or int(bound.upper) >= 2**31:
         return None
     return int(bound.upper)
-
-
-def _first_line(error: Exception) -> str:
-    """The first line of an error, and the innermost line of the model's own code it came through."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    detail = next((line.lstrip("- ") for line in lines[1:] if line.startswith("- ")), "")
-    if (
-        "onstraints violated" in text and detail
-    ):  # the first line of this one says nothing, the first item all
-        text = f"the example's sizes were specialised: {detail.split('. If')[0]}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((TORCH, *KVCOMPILE, "<"))]
-    where = f" ({own[-1].filename.rsplit('/', 1)[-1]}:{own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {text[:300]}{where}"

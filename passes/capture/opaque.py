@@ -299,17 +299,30 @@ def states_of(opaques: Sequence[OpaqueModule]) -> tuple[RecurrentState, ...]:
     )
 
 
-def describe(opaques: Sequence[OpaqueModule]) -> tuple[str, ...]:
-    """One line for all opaque modules of a kind."""
+def describe(opaques: Sequence[OpaqueModule], compiled: bool) -> tuple[str, ...]:
+    """One line for all opaque modules of a kind; compiled: whether anything is."""
     kinds: dict[tuple[str, str, str], int] = {}
     for record in opaques:
         path = ".".join("*" if part.isdigit() else part for part in record.path.split("."))
-        kind = (path, type(record.module).__name__, record.reason)
+        steps = f"; {_steps(record)}" if compiled and record.steps else ""
+        kind = (path, type(record.module).__name__, f"{record.reason}{steps}")
         kinds[kind] = kinds.get(kind, 0) + 1
     return tuple(
         f"{path} ({name}) runs as Python{f', {count} of them' if count > 1 else ''}: {reason}"
         for (path, name, reason), count in kinds.items()
     )
+
+
+def _steps(record: OpaqueModule) -> str:
+    """Which calls of one token are compiled, and why others are not."""
+    one, many = (record.steps[one_sequence] for one_sequence in (True, False))
+    if one == many or (isinstance(one, str) and isinstance(many, str)):
+        return f"its steps of one token stay in Python, too: {one}"
+    if isinstance(one, str):
+        return f"its steps of one token are compiled for several sequences, and stay in Python for one: {one}"
+    if isinstance(many, str):
+        return f"its steps of one token are compiled for one sequence, and stay in Python for several: {many}"
+    return "its steps of one token are compiled"
 
 
 def is_mixer(node: Node) -> bool:

@@ -73,7 +73,7 @@ def trace(
     given = example(inputs, *sizes, KEEP, device)
     shapes = tuple(dims[name] for name in names)
     # export prints its half-made graph where it fails
-    with uncollected(), redirect_stderr(io.StringIO()), _asked() as own, _unanswered() as refused:
+    with uncollected(), redirect_stderr(io.StringIO()), _asked() as own, unanswered() as refused:
         if way == "export":
             with _symbolic_math(), _one_of_each(once, wrapper) if once is not None else nullcontext():
                 program = torch.export.export(wrapper, given, dynamic_shapes=shapes, strict=False)
@@ -158,7 +158,7 @@ def _asked() -> Iterator[dict[int, str]]:
 
 
 @contextmanager
-def _unanswered() -> Iterator[list[str]]:
+def unanswered() -> Iterator[list[str]]:
     """The lines that ask for a value which tracing cannot know. The error that they get ends it, if none catches it."""
     found: list[str] = []
     original = ShapeEnv._make_data_dependent_error

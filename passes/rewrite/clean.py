@@ -42,7 +42,7 @@ def clean(graph_module: GraphModule) -> int:
     graph = graph_module.graph
     changed = 0
     for node in list(graph.nodes):
-        if node.op in ("call_function", "call_module") and _is_assert(node):
+        if node.op in ("call_function", "call_module") and is_assert(node):
             graph.erase_node(node) if not node.users else None
             changed += 1
     for node in list(graph.nodes):
@@ -107,7 +107,7 @@ def _is_pure(node: Node) -> bool:
     return not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in tags
 
 
-def _is_assert(node: Node) -> bool:
+def is_assert(node: Node) -> bool:
     return (str(node.target) if node.op == "call_module" else target_name(node)) in _ASSERTS
 
 

@@ -250,9 +250,10 @@ def test_state_does_not_grow_and_is_told() -> None:
     assert fast.cache.nbytes == 0
 
 
-def test_mixers_are_not_compiled_and_the_rest_is() -> None:
+def test_steps_of_mixers_are_compiled_and_the_rest_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are padded, or begin, run as Python in a step, too."""
     model = tiny_model("lfm2")
-    fast = kvcompile.optimize(model, max_tokens=96)
+    fast: Any = kvcompile.optimize(model, max_tokens=96)
     assert isinstance(fast.executor, Executor)
     regions = fast.executor.regions
     (eager,) = regions.eager
@@ -261,10 +262,25 @@ def test_mixers_are_not_compiled_and_the_rest_is() -> None:
     for number, module in enumerate(regions.modules):
         if number != eager:
             assert opaque.mixer not in {node.target for node in module.graph.nodes}
-    ids = tokens(1, 8)
+    ran: list[int] = []
+    call_with = opaque.OpaqueModule.call_with
+    monkeypatch.setattr(
+        opaque.OpaqueModule, "call_with", lambda self, leaves: [call_with(self, leaves), ran.append(1)][0]
+    )
+    ids = tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
     with torch.no_grad():
         wanted = model(ids, use_cache=False).logits
-    torch.testing.assert_close(in_chunks(fast, ids, (6, 2)), wanted, rtol=1e-3, atol=1e-4)
+        later = model(ids[1:, 4:], use_cache=False).logits
+    outs = [fast(ids[:, :2], mask[:, :2]).logits]
+    for at in range(2, 9):
+        ran.clear()
+        outs.append(fast(ids[:, at : at + 1], mask[:, at : at + 1]).logits)
+        assert bool(ran) == (at < 5), "the second row is padding until the fifth token, and begins there"
+    found = torch.cat(outs, dim=1)
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found[1, 4:], later[0], rtol=1e-3, atol=1e-4)
 
 
 def test_modules_are_let_go_with_the_optimized_model() -> None:
