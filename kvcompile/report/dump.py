@@ -67,6 +67,7 @@ class Dump:
         opaque = [f"{record.key}: {record}" for record in front.captured.opaques]
         if opaque:
             self._text("opaque.txt", "\n".join(("Modules that the graphs call as Python:", *opaque, "")))
+        self._steps(front)
         self._graph("1_captured", front.captured.graph_module)
         self._graph("2_canonical", front.canonical)
         self._text("plan.txt", f"{self.plan}\n")
@@ -80,10 +81,21 @@ class Dump:
         self._graph("3_cached", rewritten.graph_module)
         for index, module in enumerate(regions.modules):
             calls = sum(call.region == index for call in regions.calls)
-            how = ", not compiled: it calls a module as Python" if index in regions.eager else ""
+            how = ", it calls a module as Python" if index in regions.eager else ""
             self._graph(f"4_region_{index}", module, f", called {calls} times{how}")
         self._text("recipe.yaml", yaml.safe_dump(_plain(recipe), sort_keys=False))
         self._repro(model)
+
+    def _steps(self, front: Front) -> None:
+        """The graphs of steps of modules that run as Python, each once, with the paths of the modules."""
+        paths: dict[str, list[str]] = {}
+        for record in front.captured.opaques:
+            for one_sequence, step in record.steps.items():
+                text = step if isinstance(step, str) else _code(step.graph_module)
+                what = f"{record.path}, {'one sequence' if one_sequence else 'several'}"
+                paths.setdefault(text, []).append(what)
+        for number, (text, of) in enumerate(paths.items()):
+            self._text(f"python_step_{number}.py", "\n".join((*(f"# {what}" for what in of), text, "")))
 
     def _repro(self, model: nn.Module) -> None:
         """A script that optimizes the same architecture with the same recipe and generates a few tokens."""

@@ -8,6 +8,62 @@ DEPENDENCE = "tests/passes/dependence/test_dependence.py"
 
 GRAPHS = (
     broken(
+        "a step's state is not written back",
+        "passes/capture/python_step.py",
+        "for place, value in zip(given[inputs:], after, strict=True):",
+        "for place, value in ():",
+        "tests/passes/capture/test_python_step.py::test_graphs_give_what_python_gives",
+    ),
+    broken(
+        "what a step leaves behind is not looked for",
+        "passes/capture/python_step.py",
+        "if changed := before.changed():",
+        "if changed := before.changed()[:0]:",
+        "tests/passes/capture/test_python_step.py::test_what_stays_in_python_and_why",
+    ),
+    broken(
+        "hooks of parts are left out of a step",
+        "passes/capture/python_step.py",
+        "for hook in called:",
+        "for hook in ():",
+        "tests/passes/capture/test_python_step.py::test_hooks_of_parts_are_called_by_python",
+    ),
+    broken(
+        "a step may ask for values where it catches the error",
+        "passes/capture/python_step.py",
+        "    if refused:",
+        "    if False:",
+        "tests/passes/capture/test_python_step.py::test_what_stays_in_python_and_why",
+    ),
+    broken(
+        "a step may write into what it is given",
+        "passes/capture/python_step.py",
+        "if any(not torch.equal(a, b) for a, b in zip(given, inputs, strict=True)):",
+        "if False:",
+        "tests/passes/capture/test_python_step.py::test_what_stays_in_python_and_why",
+    ),
+    broken(
+        "any step gives what the Python gives",
+        "passes/capture/step_proof.py",
+        "if not error <= budget:",
+        "if False:",
+        "tests/passes/capture/test_python_step.py::test_a_graph_that_gives_something_else_is_noticed",
+    ),
+    broken(
+        "layers of one class have one step",
+        "passes/capture/equal_steps.py",
+        "return first is not None and first == _log(record, rows)",
+        "return True",
+        "tests/passes/capture/test_python_step.py::test_a_layer_that_runs_something_else_is_traced_by_itself",
+    ),
+    broken(
+        "an equal step has the first one's weights",
+        "passes/capture/equal_steps.py",
+        "return replace(known, weights=tuple(own[name].detach() for name in known.names))",
+        "return known",
+        "tests/passes/capture/test_python_step.py::test_equal_layers_are_traced_once_with_weights_of_their_own",
+    ),
+    broken(
         "layers share a cache by their keys alone",
         "passes/detect/detect.py",
         "if site.k is found.k and site.v is found.v",

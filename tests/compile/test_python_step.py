@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,6 +153,16 @@ def test_mode_none_compiles_nothing(modules: dict[str, Any]) -> None:
     assert compilations() == before and not fast.executor.programs
 
 
+def test_steps_are_dumped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCOMPILE_DUMP", str(tmp_path))
+    kvcompile.optimize(deep(), **LIMITS)
+    (folder,) = tmp_path.iterdir()
+    one, many = sorted(folder.glob("python_step_*.py"))
+    paths = ("mixer", "more.0", "more.1")
+    assert one.read_text().startswith("\n".join(f"# {path}, one sequence" for path in paths) + "\nclass")
+    assert many.read_text().startswith("\n".join(f"# {path}, several" for path in paths) + "\nclass")
+
+
 def test_a_module_with_python_in_it_is_not_saved(modules: dict[str, Any], tmp_path: Any) -> None:
     with pytest.raises(ExportError, match=r"runs Python cannot be saved \(mixer, more\.0, more\.1\)"):
         modules["compiled"].save(tmp_path / "module")
@@ -178,8 +189,9 @@ def test_half_precision_has_the_roundings_of_python() -> None:
     outs = []
     for mode in ("default", "none"):
         fast = kvcompile.optimize(deep(torch.bfloat16), compile={"mode": mode}, **LIMITS)
-        fast(ids[:, :4])
-        outs.append(torch.cat([fast(ids[:, at : at + 1]) for at in range(4, 20)], dim=1))
+        with torch.inference_mode():  # whatever mode the caller is in
+            fast(ids[:, :4])
+            outs.append(torch.cat([fast(ids[:, at : at + 1]) for at in range(4, 20)], dim=1))
         assert mode == "none" or programs(fast)
     budget.within(*outs, truth(torch.bfloat16, ids)[0][:, 4:], torch.bfloat16)
 
