@@ -47,6 +47,7 @@ class Executor:
         self.steps_apart = compiler is None  # Inductor's: also of modules that run as Python
         # Why steps of such modules are not compiled, though they have graphs: by class of shapes, by path.
         self.told: dict[ShapeClass, dict[str, str]] = {}
+        self.step_seconds: dict[str, float] = {}  # that these steps take of `compile_seconds`, by path
         self.compile_seconds: dict[str, float] = {}
         self._programs: dict[ShapeClass, list[Compiled]] = {}
         drops: dict[int, list[str]] = {}
@@ -81,7 +82,7 @@ class Executor:
             return
         started = time.perf_counter()
         tracer = Tracer(shapes)
-        steps = Steps(tracer, self.compiler, self.told.setdefault(shapes, {}))
+        steps = Steps(tracer, self.compiler, self.told.setdefault(shapes, {}), self.step_seconds)
         values: dict[str, Any] = {name: _fake(tracer, value) for name, value in inputs.items()}
         values |= {name: tracer.static(weight) for name, weight in self.regions.weights.items()}
         programs: list[Compiled] = []

@@ -83,9 +83,13 @@ class Steps:
         tracer: Tracer,
         compiler: Callable[[GraphModule, Sequence[Any], Tracer], Compiled],
         told: dict[str, str],
+        seconds: dict[str, float],
     ):
-        """told: gets why a module that has a graph is not compiled, by its path"""
-        self.tracer, self.compiler, self.told = tracer, compiler, told
+        """
+        told:    gets why a module that has a graph is not compiled, by its path
+        seconds: gets what compiling and comparing have taken, by the path of the first of equal modules
+        """
+        self.tracer, self.compiler, self.told, self.seconds = tracer, compiler, told, seconds
         self._known: dict[tuple[str, ...], Compiled | str] = {}
 
     def program(self, region: GraphModule, args: Sequence[Any]) -> Compiled:
@@ -119,5 +123,7 @@ class Steps:
         for rows in (1,) if isinstance(self.tracer.batch, int) else (2, 3):
             if problem := differs(call.record, call.record.example, run, rows):
                 return f"what Inductor made of its step does not give what it gives: {problem}"
-        log.debug("step of %s: %.1f s", call.record.path, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self.seconds[call.record.path] = self.seconds.get(call.record.path, 0.0) + seconds
+        log.debug("step of %s: %.1f s", call.record.path, seconds)
         return program

@@ -140,6 +140,10 @@ def _segments(nodes: list[Node], is_site: Callable[[Node], bool], apart: set[Nod
         late = min((segment[u] for u in node.users if u in segment), default=last)
         # What only the output uses goes as late as its inputs: the end of the chain.
         segment[node] = early[node] if is_site(node) or node in apart else max(early[node], late)
+    for node in nodes:
+        source = node.args[0] if node.target is operator.getitem else None
+        if isinstance(source, Node) and source in segment:
+            segment[node] = segment[source]  # no list leaves a region
     return segment
 
 

@@ -6,6 +6,13 @@ from tests.breaks.broken import broken
 
 PRODUCT = (
     broken(
+        "a list leaves a region",
+        "kvcompile/compile/regions.py",
+        "if isinstance(source, Node) and source in segment:",
+        "if False:",
+        "tests/compile/test_regions.py",
+    ),
+    broken(
         "a compiled step takes rows that begin",
         "kvcompile/compile/python_step.py",
         "if any(pads) or not all(seen):",
