@@ -68,15 +68,21 @@ def give_steps(records: Sequence[OpaqueModule]) -> None:
     known = Known()
     for record in records if not disabled(NAME) else ():
         for one_sequence in (True, False):
-            try:
-                with attributes_restored(record.module), torch.random.fork_rng(devices=[]), torch.no_grad():
-                    record.steps[one_sequence] = known.like(record, one_sequence) or step_graph(
-                        record, record.example, one_sequence
-                    )
-            except NoStep as why:
-                log.info("%s stays in Python: %s", record.path, why)
-                record.steps[one_sequence] = str(why)
+            with attributes_restored(record.module), torch.random.fork_rng(devices=[]), torch.no_grad():
+                record.steps[one_sequence] = _step_or_why(known, record, one_sequence)
         known.add(record)
+
+
+def _step_or_why(known: Known, record: OpaqueModule, one_sequence: bool) -> StepGraph | str:
+    try:
+        return known.like(record, one_sequence) or step_graph(record, record.example, one_sequence)
+    except NoStep as why:
+        found = str(why)
+    except Exception as error:  # a module raises anything where it is called in a way that its model does not
+        log.debug("%s: no step", record.path, exc_info=True)
+        found = f"a step of it raises {first_line(error)}"
+    log.info("%s stays in Python: %s", record.path, found)
+    return found
 
 
 @graph_pass("python_step")

@@ -249,7 +249,7 @@ def test_a_layer_that_runs_something_else_is_traced_by_itself() -> None:
     python_step.give_steps([first, second])
     (step, other) = (record.steps[True] for record in (first, second))
     assert isinstance(step, StepGraph) and not isinstance(other, StepGraph), other
-    assert "a step changes cache" in other
+    assert "a step changes cache" in other or "a step of it raises" in other
 
 
 def test_routers_stay_in_python_and_say_where() -> None:
