@@ -66,16 +66,15 @@ inline void weigh(float* scores, float* factor, int n) {
   }
 }
 
-// What the model does to the scores of a block: score (score + float32(0[where((4 > (q - k)), (q - k), min((4 + int64(((log((float32((q - k)) / 4)) / 1.60944) * 4))), 7)), h])).
-inline void modify(const State& state, Place at, const Block& block, int64_t length, int64_t head, float* scores) {
+// What the model does to the scores of a block and a group of heads: score (score + float32(0[where((4 > (q - k)), (q - k), min((4 + int64(((log((float32((q - k)) / 4)) / 1.60944) * 4))), 7)), h])).
+inline void modify(const State& state, Place at, const Block& block, int64_t length, float* scores) {
   const Tensor& leaf0 = state[LEAF0];
   const int64_t batch = at.batch, row = 0;
   const int64_t query = length - 1;
   const int32_t e2 = std::max<int64_t>(query, 0);
-  const int32_t e18 = head;
+  int64_t of_e17[BLOCK];
   for (int i = 0; i < block.count; ++i) {
     const int64_t key = block.place(state, at, i, length);
-    const float score = scores[i];
     const int32_t e3 = std::max<int64_t>(key, 0);
     const int32_t e4 = e2 - e3;
     const bool e5 = 4 > e4;
@@ -88,20 +87,30 @@ inline void modify(const State& state, Place at, const Block& block, int64_t len
     const int64_t e14 = wrapped_add(int64_t{4}, e13);
     const int64_t e16 = std::min<int64_t>(e14, int64_t{7});
     const int64_t e17 = e5 ? e4 : e16;
-    const float e19 = element<float>(leaf0, e17, e18);
-    const float e20 = static_cast<float>(e19);
-    const float e21 = score + e20;
-    scores[i] = e21;
+    of_e17[i] = e17;
+  }
+  for (int g = 0; g < GROUP; ++g) {
+    const int64_t head = at.head * GROUP + g;
+    float* own = scores + g * BLOCK;
+    const int32_t e18 = head;
+    for (int i = 0; i < block.count; ++i) {
+      const int64_t key = block.place(state, at, i, length);
+      const float score = own[i];
+      const int64_t e17 = of_e17[i];
+      const float e19 = element<float>(leaf0, e17, e18);
+      const float e20 = static_cast<float>(e19);
+      const float e21 = score + e20;
+      own[i] = e21;
+    }
   }
 }
 
-// Products become scores: scaled, capped, with their bias, and what the model does to them.
+// Products become scores: scaled, capped, with their bias.
 inline void finish(const State& state, Place at, const Block& block, int64_t length, int g, float* scores) {
   for (int i = 0; i < block.count; i += W) {
     Vec x = mul(load(scores + i), set1(SM_SCALE));
     store(scores + i, x);
   }
-  modify(state, at, block, length, at.head * GROUP + g, scores);
 }
 
 // How many slots of a sequence may hold a token that is seen.
@@ -314,6 +323,7 @@ void attend(const State& state, Place first, int64_t begin, int64_t end, Partial
     for (int h = 0; h < TOGETHER; ++h) {
       for (int g = 0; g < GROUP; ++g)
         finish(state, {first.batch, first.head + h}, blocks[h], length, g, scores[h] + g * BLOCK);
+      modify(state, {first.batch, first.head + h}, blocks[h], length, scores[h]);
       for (int g = 0; g < GROUP; ++g)
         softmax<V_DIM>(scores[h] + g * BLOCK, blocks[h].count, out[h].softmax[g], out[h].sum[g]);
     }

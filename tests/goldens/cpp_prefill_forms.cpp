@@ -24,6 +24,12 @@ enum { OUT, Q, K, V, PLACES, POSITIONS, SINKS, BIAS, ALLOWED, COLUMNS, QUERY_PLA
 constexpr int TOKENS = 128;
 constexpr int QUERIES = (TOKENS * GROUP + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
 
+// Of a block's keys, what all heads of a token need: of the token of this number among the new ones.
+struct OfKeys {
+  int64_t row;
+  int32_t e4[BLOCK];
+};
+
 // What a worker has to itself.
 struct Scratch {
   alignas(64) T q[QUERIES][DEPTH];
@@ -34,6 +40,7 @@ struct Scratch {
   alignas(64) float sum[QUERIES][WIDTH];
   SoFar so_far[QUERIES];
   uint64_t seen[TOKENS];  // of each token: which keys of the block
+  OfKeys of;
 };
 
 // A block of keys: their positions, -1 where there is none, and the least and the greatest of those there are.
@@ -128,8 +135,8 @@ struct Work {
   bool look(Scratch& own, const Keys& block, int64_t row, const Queries& asked) const;
   void find(Keys& block, int64_t row, int64_t head, int64_t start) const;
   void pack(Scratch& own, const Keys& block, int64_t row, int64_t head) const;
-  void finish(float* scores, const Keys& block, int64_t head, int64_t at, uint64_t seen, int64_t batch, int64_t row) const;
-  void modify(float* scores, const Keys& block, int64_t head, int64_t at, int64_t batch, int64_t row) const;
+  void finish(float* scores, const Keys& block, int64_t head, int64_t at, uint64_t seen, OfKeys& of, int64_t batch, int64_t row) const;
+  void modify(float* scores, const Keys& block, int64_t head, int64_t at, OfKeys& of, int64_t batch, int64_t row) const;
 };
 
 void Work::operator()() {
@@ -191,25 +198,33 @@ void Work::pack(Scratch& own, const Keys& block, int64_t row, int64_t head) cons
 }
 
 // What the model does to the scores of a query, of a token of this number among the new ones: mask (0[h] > (q - k)); queries that see nothing give 0.
-void Work::modify(float* scores, const Keys& block, int64_t head, int64_t at, int64_t batch, int64_t row) const {
+void Work::modify(float* scores, const Keys& block, int64_t head, int64_t at, OfKeys& of, int64_t batch, int64_t row) const {
   const Tensor& leaf0 = (*this)[LEAF0];
   const int64_t query = at;
+  const int32_t e2 = std::max<int64_t>(query, 0);
+  if (of.row != row) {
+    of.row = row;
+    for (int i = 0; i < block.count; ++i) {
+      const int64_t key = block.at[i];
+      const int32_t e3 = std::max<int64_t>(key, 0);
+      const int32_t e4 = e2 - e3;
+      of.e4[i] = e4;
+    }
+  }
   const int32_t e0 = head;
   const int64_t e1 = element<int64_t>(leaf0, e0);
-  const int32_t e2 = std::max<int64_t>(query, 0);
   for (int i = 0; i < block.count; ++i) {
     const int64_t key = block.at[i];
     const float score = scores[i];
-    const int32_t e3 = std::max<int64_t>(key, 0);
-    const int32_t e4 = e2 - e3;
+    const int32_t e4 = of.e4[i];
     const bool e5 = e1 > e4;
     scores[i] = e5 ? score : -INFINITY;
   }
 }
 
 // Products that are scaled become the scores of a query of `head` (of all) at place `at`: -inf where it sees no key.
-void Work::finish(float* scores, const Keys& block, int64_t head, int64_t at, uint64_t seen, int64_t batch, int64_t row) const {
-  if (seen) modify(scores, block, head, at, batch, row);
+void Work::finish(float* scores, const Keys& block, int64_t head, int64_t at, uint64_t seen, OfKeys& of, int64_t batch, int64_t row) const {
+  if (seen) modify(scores, block, head, at, of, batch, row);
   for (uint64_t hidden = ~seen; hidden; hidden &= hidden - 1) scores[__builtin_ctzll(hidden)] = -INFINITY;
 }
 
@@ -226,6 +241,7 @@ void Work::attend(Scratch& own, int64_t row, int64_t head, const Queries& asked)
   Keys block;
   for (int64_t start = 0; start < keys && asked.high >= 0; start += BLOCK) {
     find(block, row, head, start);
+    own.of.row = -1;
     if (!look(own, block, row, asked)) continue;
     pack(own, block, row, head);
     pack_rows<V_DIM, BLOCK, WIDTH, Model>(
@@ -240,7 +256,7 @@ void Work::attend(Scratch& own, int64_t row, int64_t head, const Queries& asked)
         float* scores = own.scores[m];
         const int r = r0 + m;
         const uint64_t seen = r < rows ? own.seen[r / GROUP] : 0;
-        finish(scores, block, head * GROUP + r % GROUP, r < rows ? asked.at[r / GROUP] : -1, seen, row, asked.first + r / GROUP);
+        finish(scores, block, head * GROUP + r % GROUP, r < rows ? asked.at[r / GROUP] : -1, seen, own.of, row, asked.first + r / GROUP);
         weigh<V_DIM>(scores, own.so_far[r], own.sum[r], own.p[m]);
       }
       matmul<BLOCK, WIDTH, WIDTH, true>(own.p[0], own.values, BLOCK, 1.0f, own.sum[r0]);
@@ -304,6 +320,7 @@ void Columns::sum(Scratch& own, int64_t row, int64_t unit, int64_t start) {
 void Columns::add(Scratch& own, int64_t row, int64_t head, const Keys& block, const Queries& asked, Vec* column) {
   const int rows = asked.count * GROUP;
   work.pack(own, block, row, head);
+  own.of.row = -1;
   for (int r0 = 0; r0 < rows; r0 += TILE_ROWS) {
     const int end = std::min(r0 + TILE_ROWS, rows);
     uint64_t any = 0;
@@ -319,7 +336,7 @@ void Columns::add(Scratch& own, int64_t row, int64_t head, const Keys& block, co
       if (!seen) continue;
       float* scores = own.scores[r - r0];
       const int64_t of = head * GROUP + r % GROUP;
-      work.finish(scores, block, of, asked.at[token], seen, row, asked.first + token);
+      work.finish(scores, block, of, asked.at[token], seen, own.of, row, asked.first + token);
       const Vec lse = set1(work.lse[(row * QO_HEADS + of) * work.queries + asked.first + token]);
       for (int i = 0; i < BLOCK / W; ++i) {
         const Vec p = exp(kv::sub(load(scores + i * W), lse));

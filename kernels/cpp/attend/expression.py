@@ -14,6 +14,7 @@ is a key that no query sees, and reads some element.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -89,23 +90,27 @@ def refusal(mod: ScoreMod) -> str | None:
 
 @dataclass(frozen=True)
 class Lines:
-    """The text of a mod.
+    """The text of a mod: what is computed once for a query, for each key, for each head, and for each score.
 
-    rows: lines that no key changes: they stand before the loop over keys
-    keys: lines of a key, over `key` (its position) and `score`
+    query:  lines over `batch`, `row` (of the new tokens) and `query` (its position)
+    keys:   of each key, over `key` (its position) too; they are the same for all heads
+    heads:  of each head, over `head`, that no key changes
+    scores: of each key and head, over `score`, too
+    kept:   of the values of keys those that scores need, with their types
     result: what the score becomes; told: the mod as people read it
     """
 
-    rows: tuple[str, ...]
+    query: tuple[str, ...]
     keys: tuple[str, ...]
+    heads: tuple[str, ...]
+    scores: tuple[str, ...]
+    kept: tuple[tuple[str, str], ...]
     result: str
     told: str
 
 
 def printed(mod: ScoreMod, query_by_key: bool = False) -> Lines:
-    """The lines of a mod, over `batch`, `row` (of the new tokens), `head` and `query` (its position).
-
-    query_by_key: where the query stands depends on the key.
+    """The lines of a mod. query_by_key: where the query stands depends on the key.
 
     Raises:
         Unprintable: kernels do not compute it.
@@ -116,7 +121,15 @@ def printed(mod: ScoreMod, query_by_key: bool = False) -> Lines:
         found = made.values[mod.score]
         score = found.text if found.type == "float" else f"static_cast<float>({found.text})"
     result = score if mod.mask is None else f"{made.values[mod.mask].text} ? {score} : -INFINITY"
-    return Lines(tuple(made.rows), tuple(made.keys), result, str(mod).removeprefix("carried: "))
+    lines = {tier: tuple(made.lines[tier]) for tier in ("query", "keys", "heads", "scores")}
+    return Lines(**lines, kept=made.kept(), result=result, told=str(mod).removeprefix("carried: "))
+
+
+def _tier(value: Value) -> str:
+    """Where a value is computed."""
+    if "score" in value.on or value.on >= {"k", "h"}:
+        return "scores"
+    return "keys" if "k" in value.on else "heads" if "h" in value.on else "query"
 
 
 @dataclass
@@ -126,8 +139,7 @@ class _Printer:
     mod: ScoreMod
     query_by_key: bool
     read: Mapping[int, torch.dtype]
-    rows: list[str] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
+    lines: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     values: dict[int, Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -153,7 +165,7 @@ class _Printer:
             case "k":
                 on, text, span = frozenset("k"), _KEY, ranges.POSITIONS
             case "h":
-                text, span = "head", ranges.HEADS
+                on, text, span = frozenset("h"), "head", ranges.HEADS
             case "leaf":
                 assert isinstance(i.value, int)
                 on |= frozenset(_ON[self.mod.leaves[i.value]])
@@ -169,9 +181,19 @@ class _Printer:
             case _:
                 text, span = operators.integer(i.op, args, dtype)
         made = Value(name, dtype, on, span)
-        line = f"const {made.type} {name} = {text};"
-        (self.keys if on & {"k", "score"} else self.rows).append(line)
+        self.lines[_tier(made)].append(f"const {made.type} {name} = {text};")
         return made
+
+    def kept(self) -> tuple[tuple[str, str], ...]:
+        """The values of keys that are needed where scores are."""
+        needed = {number for number in (self.mod.score, self.mod.mask) if number is not None}
+        for number, value in self.values.items():
+            if _tier(value) == "scores":
+                needed |= {*self.mod.instructions[number].args}
+        values = [self.values[number] for number in sorted(needed)]
+        return tuple(
+            (value.type, value.text) for value in values if value.number is None and _tier(value) == "keys"
+        )
 
     def _leaf(self, number: int, args: list[Value]) -> tuple[str, Range]:
         dtype = self.read[number]

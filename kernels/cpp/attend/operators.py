@@ -68,7 +68,7 @@ class Unprintable(Exception):
 class Value:
     """What stands in a kernel for an instruction: `text` is a name, or a number where `number` is one.
 
-    on: what of q, k and score it depends on; range: of integers
+    on: what of q, k, h and score it depends on; range: of integers
     """
 
     text: str

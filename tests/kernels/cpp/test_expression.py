@@ -191,10 +191,12 @@ _FUNCTION = """static void expression{number}(const Tensor* leaves, int64_t head
                                 const float* scores, float* out) {{
   const int64_t batch = 0, row = query;
   {leaves}
-  {rows}
+  {query}
+  {heads}
   for (int64_t key = 0; key < keys; ++key) {{
     const float score = scores[key];
     {keys}
+    {scores}
     out[key] = {result};
   }}
 }}
@@ -222,8 +224,10 @@ def computed(mods: list[ScoreMod], leaves: list[Tensor], given: Tensor, own: Isa
             _FUNCTION.format(
                 number=n,
                 leaves="\n  ".join(named),
-                rows="\n  ".join(lines.rows),
+                query="\n  ".join(lines.query),
+                heads="\n  ".join(lines.heads),
                 keys="\n    ".join(lines.keys),
+                scores="\n    ".join(lines.scores),
                 result=lines.result,
             )
         )
@@ -500,24 +504,32 @@ def test_every_operator_is_looked_at() -> None:
 # ---- what stands in a kernel
 
 
-def lines_of(e: Expr, **leaves: Tensor) -> tuple[str, str]:
+def lines_of(e: Expr, **leaves: Tensor) -> dict[str, str]:
     mod = carried(lambda s, q, k, h: s, op("add", SCORE, cast(e, FLOAT)), **leaves).mod
     made = printed(mod)
-    return "\n".join(made.rows), "\n".join(made.keys)
+    return {tier: "\n".join(getattr(made, tier)) for tier in ("query", "keys", "heads", "scores")}
 
 
-def test_what_no_key_changes_stands_before_the_loop() -> None:
-    rows, keys = lines_of(table("x", INT, H), x=torch.ones(4, dtype=INT))
-    assert "element<int64_t>(leaf0, e" in rows and "element" not in keys
-    rows, keys = lines_of(table("x", INT, D), x=torch.ones(4, dtype=INT))
-    assert "query" in rows and "element" in keys and "element" not in rows
+def test_nothing_is_computed_more_often_than_it_changes() -> None:
+    ones = torch.ones(4, dtype=INT)
+    found = {tier: text for tier, text in lines_of(table("x", INT, H), x=ones).items() if "element" in text}
+    assert list(found) == ["heads"]
+    found = {tier: text for tier, text in lines_of(table("x", INT, D), x=ones).items() if "element" in text}
+    assert list(found) == ["keys"]
+    both = lines_of(table("x", INT, D, op("mul", H, integer(2))), x=torch.ones(4, 8, dtype=INT))
+    assert [tier for tier, text in both.items() if "element" in text] == ["scores"]
+    assert "query" in both["query"] and "head" in both["heads"] and "key" in both["keys"]
+    assert len(printed(scores.buckets(4).mod).kept) == 1, "of a key, the bucket alone"
+    by_key = printed(scores.behind().mod, query_by_key=True)
+    assert not by_key.query and "query" in "".join(by_key.keys)
 
 
 def test_integers_have_64_bits_only_where_32_do_not_hold_them() -> None:
-    assert "const int64_t" not in "".join(lines_of(D))
-    assert "const int64_t e" in "".join(lines_of(op("mul", op("add", Q, K), integer(4))))
-    _, keys = lines_of(op("mul", op("add", table("x", INT, H), K), integer(3)), x=torch.ones(4, dtype=INT))
-    assert "wrapped_add(" in keys and "wrapped_mul(" in keys, "what a weight holds may be anything"
+    assert "const int64_t" not in "".join(lines_of(D).values())
+    assert "const int64_t e" in lines_of(op("mul", op("add", Q, K), integer(4)))["keys"]
+    any_of_them = op("mul", op("add", table("x", INT, H), K), integer(3))
+    text = lines_of(any_of_them, x=torch.ones(4, dtype=INT))["scores"]
+    assert "wrapped_add(" in text and "wrapped_mul(" in text, "what a weight holds may be anything"
 
 
 X = table("x", INT, H)
