@@ -249,8 +249,8 @@ def case_of(pick: Pick, scored: bool, kernels: str = "triton") -> Case:
 
 def ran(case: Case, kernels: str) -> Ran:
     """The op over the chunks. What generated kernels do not write is NaN: masked, it must not even be multiplied."""
-    # Where many tokens come at once, C++ kernels attend and the reference does the rest: it decodes what is in rings,
-    # and has some scores to itself (`kernels/ops/on_cpu.py`).
+    # Where many tokens come at once, C++ kernels attend and the reference does the rest: it decodes what is in rings
+    # (`kernels/ops/on_cpu.py`).
     alone = set(case.chunks) == {1}
     by_position = not (case.scored or case.layout.residual)
     generated = kernels == "triton" or (kernels == "cpp" and (alone or by_position))
