@@ -79,7 +79,7 @@ def understand(model: nn.Module) -> Front:
         ModelError: no decoder, no attention, or blocks that were not recognised (see its subclasses).
     """
     check_model(model)
-    with as_normal(model), uncollected(), threads_that_pay(device_of(model)):
+    with as_normal(model), uncollected(), threads_that_pay(model):
         return _understood(model)
 
 

@@ -13,32 +13,37 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from statistics import median
 
 import torch
+from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
-_WIDTH = 768  # of the sample: a small model's linear layer
-_SHORT = 32  # tokens of most texts that a model is looked at with
-_ROWS = 40 * _SHORT  # of a sample in all, in several loops; a busy core is met within a few
+SHORT = 32  # tokens of most texts that a model is looked at with
+_WIDEST = 8192  # channels of a sample's layer at most
+_SAMPLE = 0.02  # seconds of a sample, about; a busy core is met within a few loops
+_LOOPS = (4, 64)  # of a sample, at least and at most
 _RUNS = 3
 _PAYS = 0.9  # of the time: what more threads must save
 _most: ContextVar[int | None] = ContextVar("most threads", default=None)  # of whoever is outside of all
 
 
 @contextmanager
-def threads_that_pay(device: torch.device, tokens: int = _SHORT) -> Iterator[None]:
-    """Let operators on CPUs, over texts of `tokens`, run in as many threads as make them faster just now.
+def threads_that_pay(model: nn.Module, tokens: int = SHORT) -> Iterator[None]:
+    """Let a model on a CPU run over texts of `tokens` in as many threads as make it faster just now.
 
     What is inside of another is measured for itself, with the threads of whoever is outside of all.
     """
     before = torch.get_num_threads()
     most = _most.get() or before
-    if most == 1 or device.type != "cpu":
+    sample = None if most == 1 else Sample.of(model, tokens)
+    if sample is None:
         yield
         return
     outside = _most.set(most)
     try:
-        fewer = _measured(most, tokens)
+        fewer = _measured(sample, most)
         torch.set_num_threads(fewer)
         if fewer < most:
             log.info(
@@ -50,25 +55,43 @@ def threads_that_pay(device: torch.device, tokens: int = _SHORT) -> Iterator[Non
         torch.set_num_threads(before)
 
 
-def _measured(most: int, tokens: int) -> int:
-    """The number of threads, at most `most`, with which a sample of operators takes the least time."""
-    best, least = 1, min(_seconds(1, tokens, math.inf) for _ in range(_RUNS))
+@dataclass(frozen=True)
+class Sample:
+    """A layer of a model's usual size, and what a text of some tokens gives it."""
+
+    x: Tensor
+    weight: Tensor
+
+    @classmethod
+    def of(cls, model: nn.Module, tokens: int) -> Sample | None:
+        """None: the model has no weights on a CPU that its operators could be many for."""
+        weights = [w for w in model.parameters() if w.dim() == 2 and w.dtype.is_floating_point]
+        if not weights or weights[0].device.type != "cpu":
+            return None
+        width = min(math.isqrt(int(median(w.numel() for w in weights))), _WIDEST)
+        dtype = weights[len(weights) // 2].dtype
+        return cls(torch.zeros(tokens, width, dtype=dtype), torch.zeros(width, width, dtype=dtype))
+
+    def seconds(self, threads: int, loops: int, most: float = math.inf) -> float:
+        """What it takes, or infinity once it takes more than `most`."""
+        torch.set_num_threads(threads)
+        started = time.perf_counter()
+        for _ in range(loops):
+            torch.nn.functional.silu(self.x @ self.weight)
+            if time.perf_counter() - started > most:
+                return math.inf
+        return time.perf_counter() - started
+
+
+def _measured(sample: Sample, most: int) -> int:
+    """The number of threads, at most `most`, with which a sample takes the least time."""
+    sample.seconds(1, 2)  # whatever the first call makes
+    loops = min(max(_LOOPS[0], round(2 * _SAMPLE / sample.seconds(1, 2))), _LOOPS[1])
+    best, least = 1, min(sample.seconds(1, loops) for _ in range(_RUNS))
     counts = [1 << power for power in range(1, most.bit_length()) if 1 << power < most]
     for count in [*counts, most]:
-        taken = min(_seconds(count, tokens, least) for _ in range(_RUNS))
+        taken = min(sample.seconds(count, loops, least) for _ in range(_RUNS))
         if taken > least * _PAYS:
             break
         best, least = count, taken
     return best
-
-
-def _seconds(threads: int, tokens: int, most: float) -> float:
-    """What the sample takes, or infinity once it takes more than `most`."""
-    torch.set_num_threads(threads)
-    x, weight = torch.zeros(tokens, _WIDTH), torch.zeros(_WIDTH, _WIDTH)
-    started = time.perf_counter()
-    for _ in range(max(4, _ROWS // tokens)):
-        torch.nn.functional.silu(x @ weight)
-        if time.perf_counter() - started > most:
-            return math.inf
-    return time.perf_counter() - started

@@ -64,13 +64,13 @@ def verify(model: nn.Module, front: Front, plan: Plan, mode: VerifyMode) -> tupl
     """
     if mode == "off":
         return ()
-    with threads_that_pay(front.device):
+    with threads_that_pay(model):
         return _verified(model, absorbed(front, plan), plan, mode)
 
 
 def _verified(model: nn.Module, front: Front, plan: Plan, mode: Effort) -> tuple[Check, ...]:
     subject = Subject(model, front, vocabulary(front, model), front.max_tokens)
-    with threads_that_pay(front.device, MINIMUM):
+    with threads_that_pay(model, MINIMUM):
         subject, pieces_, asked = first_asked(subject, plan, mode)
     chunks: tuple[int, ...] = _QUICK_CHUNKS if mode == "quick" else _CHUNKS
     checks = []
@@ -79,7 +79,7 @@ def _verified(model: nn.Module, front: Front, plan: Plan, mode: Effort) -> tuple
         rows = 2 if mode == "thorough" else rows_of(subject)
         checks.append(_check_detection(subject, plan, sum(chunks), rows))
     checks.append(_check_cache("cache, small budgets", subject, shrink(plan), chunks))
-    with threads_that_pay(front.device, MINIMUM):
+    with threads_that_pay(model, MINIMUM):
         checks += long_checks(subject, plan, mode, (pieces_, asked), checks[0].noise)
     if mode == "thorough":
         # Prompts fill small budgets at once; what a step does while they are not full, only such a text tells.

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import kvcompile
 from kvcompile import api, pipeline
 from kvcompile.util import threads
-from kvcompile.util.threads import threads_that_pay
+from kvcompile.util.threads import Sample, threads_that_pay
 from tests.support.models import NanoGPT, make
 
-CPU = torch.device("cpu")
+MODEL = nn.Linear(64, 64)
 
 
 @pytest.fixture(autouse=True)
@@ -29,11 +30,11 @@ def sample(monkeypatch: pytest.MonkeyPatch, taken: dict[int, float]) -> list[int
     """Samples take what `taken` says; the numbers of threads that were asked."""
     asked: list[int] = []
 
-    def seconds(count: int, tokens: int, most: float) -> float:
+    def seconds(self: Sample, count: int, loops: int, most: float = float("inf")) -> float:
         asked.append(count)
         return taken[count] if taken[count] <= most else float("inf")
 
-    monkeypatch.setattr(threads, "_seconds", seconds)
+    monkeypatch.setattr(Sample, "seconds", seconds)
     return asked
 
 
@@ -48,42 +49,54 @@ def sample(monkeypatch: pytest.MonkeyPatch, taken: dict[int, float]) -> list[int
 )
 def test_as_many_as_save_time(monkeypatch: pytest.MonkeyPatch, taken: dict[int, float], chosen: int) -> None:
     sample(monkeypatch, taken)
-    with threads_that_pay(CPU):
+    with threads_that_pay(MODEL):
         assert torch.get_num_threads() == chosen
     assert torch.get_num_threads() == 8
 
 
 def test_a_caller_has_his_threads_again_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     sample(monkeypatch, {1: 1.0, 2: 30.0})
-    with pytest.raises(RuntimeError, match="inside"), threads_that_pay(CPU):
+    with pytest.raises(RuntimeError, match="inside"), threads_that_pay(MODEL):
         raise RuntimeError("inside")
     assert torch.get_num_threads() == 8
 
 
 def test_nothing_is_measured_where_nothing_is_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = sample(monkeypatch, {})
-    with threads_that_pay(torch.device("cuda")):
-        assert torch.get_num_threads() == 8
+    for nothing in (nn.Linear(4, 4, device="meta"), nn.ReLU()):
+        with threads_that_pay(nothing):
+            assert torch.get_num_threads() == 8
     torch.set_num_threads(1)
-    with threads_that_pay(CPU):
+    with threads_that_pay(MODEL):
         assert torch.get_num_threads() == 1
     assert not asked
 
 
 def test_a_sample_that_waits_is_given_up() -> None:
-    assert threads._seconds(1, 32, 0.0) == float("inf")
-    assert 0 < threads._seconds(2, 400, float("inf")) < float("inf")
-    assert 1 <= threads._measured(3, 32) <= 3
+    sample = Sample.of(MODEL, 32)
+    assert sample is not None
+    assert sample.seconds(1, 4, 0.0) == float("inf")
+    assert 0 < sample.seconds(2, 4) < float("inf")
+    assert 1 <= threads._measured(sample, 3) <= 3
+
+
+def test_the_sample_is_of_the_model() -> None:
+    """A layer of many weights pays threads that a small one does not."""
+    model = nn.Sequential(nn.Embedding(4096, 64), nn.Linear(64, 256, dtype=torch.bfloat16), nn.LayerNorm(64))
+    model.append(nn.Linear(256, 64, dtype=torch.bfloat16))
+    sample = Sample.of(model, 7)
+    assert sample is not None
+    assert sample.x.shape == (7, 128) and sample.weight.dtype == torch.bfloat16
 
 
 def test_what_is_inside_is_measured_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(count: int, tokens: int, most: float) -> float:
-        return 1 / count if tokens > 100 else float(count)
+    def seconds(self: Sample, count: int, loops: int, most: float = float("inf")) -> float:
+        return 1 / count if len(self.x) > 100 else float(count)
 
-    monkeypatch.setattr(threads, "_seconds", seconds)
-    with threads_that_pay(CPU):
+    monkeypatch.setattr(Sample, "seconds", seconds)
+    with threads_that_pay(MODEL):
         assert torch.get_num_threads() == 1
-        with threads_that_pay(CPU, tokens=400):
+        with threads_that_pay(MODEL, tokens=400):
             assert torch.get_num_threads() == 8
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 import torch
+from torch import nn
 
 from kvcompile.passes.capture.traced_once import NotOnce
 from kvcompile.targets.onnx import graph
@@ -43,6 +45,8 @@ def operators(folder: Path) -> list[Counter[str]]:
 # kind, changes, recipe, and how many regions are copied: of n layers, two less (of two kinds in turns, four).
 CASES: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "baseline": ("llama", {"layers": 3}, "baseline", 1),
+    # The same operators on weights of two sizes: of three regions between attention, the first and the last are equal.
+    "widths": ("llama", {"layers": 4}, "baseline", 1),
     "int8": ("llama", {"layers": 3}, "int8", 1),
     "pages": ("llama", {"layers": 4}, "paged_int8", 2),
     "rings": ("llama", {"layers": 4}, "streaming_int8", 2),
@@ -59,12 +63,26 @@ CASES: dict[str, tuple[str, dict[str, Any], str, int]] = {
 }
 
 
-@pytest.mark.parametrize("case", cases(CASES, ("baseline",)))
+def narrower(mlp: nn.Module) -> nn.Module:
+    """The same module with half of its intermediate channels."""
+    made = copy.deepcopy(mlp)
+    for name, layer in made.named_children():
+        if isinstance(layer, nn.Linear):
+            rows, columns = layer.weight.shape
+            cut = layer.weight[:, : columns // 2] if name == "down_proj" else layer.weight[: rows // 2]
+            layer.weight = nn.Parameter(cut.detach().clone())
+    return made
+
+
+@pytest.mark.parametrize("case", cases(CASES, ("widths",)))
 def test_the_graphs_are_the_same(
     case: str, copies: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, changes, recipe, count = CASES[case]
     model = tiny.__wrapped__(kind=kind, **changes)
+    if case == "widths":
+        for layer in model.model.layers[1::2]:
+            layer.mlp = narrower(layer.mlp)
     source = written(model, tmp_path / "once", "onnx", small(recipe))
     assert copies == [count, count]
     check_session(Session(tmp_path / "once", threads=1), source)
