@@ -197,7 +197,7 @@ PRODUCT = (
         "kvcompile/targets/region_calls.py",
         "if first.called.alike(called):",
         "if True:",
-        "tests/targets/onnx/test_copies.py",
+        "tests/targets/test_region_calls.py",
     ),
     broken(
         "the fuzzer finds nothing wrong",
