@@ -441,7 +441,7 @@ def test_the_products_own_verification_passes(form: str) -> None:
 def test_a_wrong_bias_is_seen_by_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Decoder(FORMS["buckets"][0]).eval()
     front = understand(model)
-    plan = plan_for(front, Recipe.load({}, max_tokens=LIMIT))
+    plan = plan_for(front, Recipe.load({"compile": {"kernels": "reference"}}, max_tokens=LIMIT))
     inner = attend_one.applied
     for module in (attend_one, attend_many):
         monkeypatch.setattr(module, "applied", lambda mod, q, k, *rest: inner(mod, q + 1, k, *rest))
