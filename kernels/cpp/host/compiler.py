@@ -17,6 +17,7 @@ from kvcompile.kernels.cpp.isa import Isa
 from kvcompile.util.cache_dir import code_folder, write_atomically
 
 INCLUDE = Path(__file__).parents[1] / "include"
+TEMPLATES = INCLUDE.parent / "templates"
 FOLDER = "cpp"
 SHARED = ("-shared", "-fPIC")
 OBJECT = ("-c", "-fPIC", "-fvisibility=hidden")  # of what is linked into another library
@@ -64,10 +65,34 @@ def flags_for(isa: Isa, form: Sequence[str] = SHARED) -> tuple[str, ...]:
     return (*form, *FLAGS, *isa.flags, f'-DKV_VECTORS="{isa.vectors}"', f"-I{INCLUDE}")
 
 
-@cache
+def _texts() -> dict[str, str]:
+    """What kernels are made of beside Python, as it lies on disk, by name."""
+    files = (*INCLUDE.iterdir(), *TEMPLATES.iterdir())
+    return {path.name: path.read_text("utf-8") for path in sorted(files) if path.is_file()}
+
+
+# Beside the Python that was imported then: the two must agree on what a call hands over.
+_IMPORTED = _texts()
+
+
 def headers() -> str:
     """The text of all that kernels include."""
-    return "".join(path.read_text("utf-8") for path in sorted(INCLUDE.glob("*.h")))
+    return "".join(text for name, text in _IMPORTED.items() if name.endswith(".h"))
+
+
+def _check_unchanged() -> None:
+    """Refuse to compile what this process does not know: it would be called wrongly, and stay in the cache.
+
+    Raises:
+        KernelError: files of kvcompile are others than when they were imported.
+    """
+    now = _texts()
+    changed = sorted(name for name in now.keys() | _IMPORTED.keys() if now.get(name) != _IMPORTED.get(name))
+    if changed:
+        raise KernelError(
+            f"{INCLUDE.parent}: kvcompile's own files have changed since this process imported them ({changed[0]}), "
+            "as an update does: start the process again"
+        )
 
 
 def built(name: str, text: str, flags: Sequence[str], suffix: str = ".so") -> Path:
@@ -78,7 +103,7 @@ def built(name: str, text: str, flags: Sequence[str], suffix: str = ".so") -> Pa
     The hash is of all that the library depends on. It appears whole or not at all, whoever else makes it.
 
     Raises:
-        KernelError: the folder cannot be used, or the compiler fails.
+        KernelError: the folder cannot be used, the compiler fails, or kvcompile's own files have changed.
     """
     parts = (text, headers(), *flags, compiler(), version())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:_HASH]
@@ -87,6 +112,7 @@ def built(name: str, text: str, flags: Sequence[str], suffix: str = ".so") -> Pa
     try:
         with _building(library):
             if not library.exists():
+                _check_unchanged()
                 write_atomically(source, text)
                 _compile(source, library, flags)
     except OSError as error:
@@ -120,6 +146,7 @@ def _compile(source: Path, library: Path, flags: Sequence[str]) -> None:
             raise KernelError(
                 f"{source}: the compiler fails ({compiler()}, exit status {done.returncode}): {' '.join(errors[:5])}"
             )
+        _check_unchanged()  # while it was compiled
         os.chmod(temporary, 0o700)
         os.replace(temporary, library)
     except subprocess.TimeoutExpired as error:

@@ -43,6 +43,22 @@ def test_a_kernel_is_compiled_once_and_found_again(folder: Path, monkeypatch: py
     assert source.kernel(SPEC).library == first.library
 
 
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_an_update_under_a_running_process_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Headers and templates of another version would be called as this one's are, and their library would stay."""
+    texts = dict(compiler._texts())
+    changed = texts | {"call.h": texts["call.h"] + "\n"}
+    seen = iter([texts, changed] if when == "meanwhile" else [changed])
+    monkeypatch.setattr(compiler, "_texts", lambda: next(seen))
+    with pytest.raises(
+        KernelError, match=r"have changed since this process imported them \(call\.h\).*start"
+    ):
+        source.kernel(SPEC)
+    assert not [path for path in folder.iterdir() if path.suffix == ".so"] and next(seen, None) is None
+
+
 def test_a_damaged_library_is_compiled_again(folder: Path) -> None:
     path = source.library_of(SPEC, isa.isa())
     path.write_bytes(b"half a libr")
