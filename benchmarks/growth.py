@@ -4,7 +4,7 @@
 
 A text is decoded token by token from an empty cache, once where its memory comes as it grows, once where all of it has
 been touched before; they take turns. The model is small, so that a step is short and its cache long beside it: whatever
-growth costs is a larger part of such a step than of a real model's. Memory is that of the process (Linux).
+growth costs is a larger part of such a step than of a real model's. Memory is that of the process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import gc
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from compile_time import machine, write
@@ -40,10 +39,9 @@ def small(limit: int) -> Any:
 
 def in_memory() -> int:
     """Bytes of this process that are in memory."""
-    pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
-    import resource
+    import psutil
 
-    return pages * resource.getpagesize()
+    return int(psutil.Process().memory_info().rss)
 
 
 def decoded(fast: Any, tokens: int, touched: bool) -> dict[str, Any]:

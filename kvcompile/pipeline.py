@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from kvcompile.errors import PlanError
 from kvcompile.original.adapters import base_of
 from kvcompile.original.checks import check_model
 from kvcompile.original.inference_tensors import as_normal
-from kvcompile.passes.capture.capture import Captured, capture
+from kvcompile.passes.capture.capture import Captured, capture, device_of
 from kvcompile.passes.capture.opaque import describe, states_of
 from kvcompile.passes.capture.python_step import give_steps
 from kvcompile.passes.detect.detect import Detection, detect
@@ -102,12 +101,6 @@ def _understood(model: nn.Module) -> Front:
         device_of(model),
         identity(model),
     )
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where a model's first weight is."""
-    first = next(chain(model.parameters(), model.buffers()), None)
-    return torch.device("cpu") if first is None else first.device
 
 
 def identity(model: nn.Module) -> ModelId:

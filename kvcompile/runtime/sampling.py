@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from inspect import signature
+from numbers import Integral, Real
 from typing import TypeGuard
 
 import torch
@@ -21,14 +22,13 @@ def check_sampling(max_new_tokens: object, do_sample: object, temperature: objec
     """
     if not _whole(max_new_tokens) or max_new_tokens < 1:
         raise InputError(f"max_new_tokens: expected a whole number of at least 1, got {max_new_tokens!r}")
-    number = isinstance(temperature, float) or _whole(temperature)
-    if do_sample and not (number and 0 < temperature < math.inf):  # type: ignore[operator]
+    if do_sample and not (isinstance(temperature, Real) and 0 < float(temperature) < math.inf):
         raise InputError(
             f"temperature: expected more than 0 and finite, got {temperature!r}; do_sample=False is greedy"
         )
     if top_k is not None and not (_whole(top_k) and top_k >= 1):
         raise InputError(f"top_k: expected a whole number of at least 1, got {top_k!r}")
-    return max_new_tokens
+    return int(max_new_tokens)
 
 
 def check_names(others: Mapping[str, object], generate: Callable[..., object]) -> None:
@@ -47,7 +47,7 @@ def check_names(others: Mapping[str, object], generate: Callable[..., object]) -
 
 
 def _whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)  # also NumPy's
 
 
 def pick(

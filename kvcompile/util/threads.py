@@ -25,6 +25,7 @@ _WIDEST = 8192  # channels of a sample's layer at most
 _SAMPLE = 0.02  # seconds of a sample, about; a busy core is met within a few loops
 _LOOPS = (4, 64)  # of a sample, at least and at most
 _RUNS = 3
+_PRODUCTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes that PyTorch multiplies
 _PAYS = 0.9  # of the time: what more threads must save
 _most: ContextVar[int | None] = ContextVar("most threads", default=None)  # of whoever is outside of all
 
@@ -70,6 +71,8 @@ class Sample:
             return None
         width = min(math.isqrt(int(median(w.numel() for w in weights))), _WIDEST)
         dtype = weights[len(weights) // 2].dtype
+        if dtype not in _PRODUCTS:  # what codes are decoded to
+            dtype = torch.float32
         return cls(torch.zeros(tokens, width, dtype=dtype), torch.zeros(width, width, dtype=dtype))
 
     def seconds(self, threads: int, loops: int, most: float = math.inf) -> float:

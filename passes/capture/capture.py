@@ -188,7 +188,7 @@ class _Route:
     def __init__(self, model: nn.Module, first: str, takes_use_cache: bool, reasons: list[str]):
         self.model, self.first, self.reasons = model, first, reasons
         self.names = {module: name for name, module in model.named_modules()}
-        self.device = _device(model)
+        self.device = device_of(model)
         self.opaque: dict[nn.Module, tuple[str, str]] = {}
         # Until a pass with a cache has shown that there is none. Some models only look at their config.
         self.has_state = takes_use_cache or any(hasattr(config, "use_cache") for config in _configs(model))
@@ -447,7 +447,7 @@ def _differs(captured: Captured, inputs: tuple[Tensor, ...], output: Any) -> str
 
 def _declined(model: nn.Module, first: str, size: tuple[int, int]) -> str:
     """What a model raises for token ids of this size, in a line; empty: nothing."""
-    (ids,) = example(CapturedInputs(False, False), *size, 1, _device(model))
+    (ids,) = example(CapturedInputs(False, False), *size, 1, device_of(model))
     with eval_mode(model), attributes_restored(model), torch.no_grad():
         try:
             model(**{first: ids})
@@ -508,7 +508,7 @@ class _Shown:
 
     def _same(self, names: frozenset[str], tokens: int) -> bool:
         inputs = CapturedInputs("position_ids" in names, "logits_to_keep" in names)
-        ids, *given = example(inputs, 1, tokens, tokens, _device(self.model))
+        ids, *given = example(inputs, 1, tokens, tokens, device_of(self.model))
         try:
             with eval_mode(self.model), torch.no_grad():
                 return self.alone.same_as(ids, dict(zip(inputs.names[1:], given, strict=True)))
@@ -517,7 +517,8 @@ class _Shown:
             return True
 
 
-def _device(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's first weight is."""
     return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
 
 

@@ -316,7 +316,7 @@ def describe(opaques: Sequence[OpaqueModule], compiled: bool) -> tuple[str, ...]
 def _steps(record: OpaqueModule) -> str:
     """Which calls of one token are compiled, and why others are not."""
     one, many = (record.steps[one_sequence] for one_sequence in (True, False))
-    if one == many or (isinstance(one, str) and isinstance(many, str)):
+    if isinstance(one, str) and isinstance(many, str):
         return f"its steps of one token stay in Python, too: {one}"
     if isinstance(one, str):
         return f"its steps of one token are compiled for several sequences, and stay in Python for one: {one}"

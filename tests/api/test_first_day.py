@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -148,6 +149,11 @@ def test_a_plain_module_says_what_its_generate_takes(plain: Any) -> None:
             InputError, match=f"max_new_tokens: expected a whole number of at least 1, got {wrong!r}"
         ):
             plain.generate(IDS, max_new_tokens=wrong)
+    wanted = plain.generate(IDS, max_new_tokens=2)
+    drawn = plain.generate(
+        IDS, max_new_tokens=np.int64(2), do_sample=True, temperature=np.float32(1e-6), top_k=np.int32(1)
+    )
+    assert torch.equal(drawn, wanted), "numbers of NumPy are numbers"
 
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy, lambda f: torch.save(f, io.BytesIO())])

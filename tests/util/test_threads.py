@@ -89,6 +89,13 @@ def test_the_sample_is_of_the_model() -> None:
     assert sample.x.shape == (7, 128) and sample.weight.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16, torch.float64])
+def test_weights_of_any_dtype_have_a_sample(dtype: torch.dtype) -> None:
+    """Weights kept in fp8 are decoded before anything is multiplied."""
+    sample = Sample.of(nn.ParameterList([nn.Parameter(torch.zeros(8, 8).to(dtype), requires_grad=False)]), 4)
+    assert sample is not None and 0 < sample.seconds(1, 2) < float("inf")
+
+
 def test_what_is_inside_is_measured_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(self: Sample, count: int, loops: int, most: float = float("inf")) -> float:
         return 1 / count if len(self.x) > 100 else float(count)
