@@ -5,9 +5,10 @@ is to tell whether it is right has tokens on both sides of each, and the tokens 
 
     constant 300:   ... 298 | 299 | 300 | 301 ...      positions 299 and 300 are passes of one token
 
-Every run has at least `MINIMUM` tokens. As many runs follow as the budget has: the first reaches the farthest
-constant within it, the next ones step singly over what those before crossed within a larger piece. Constants are
-told where no run reaches them, unless no text of the plan does.
+The first run has at least `MINIMUM` tokens. As many runs follow as the budget has: the first of them reaches the
+farthest constant within it, if the first run did not; the next ones step singly over what those before crossed within
+a larger piece, and end a few tokens after it. Constants are told where no run reaches them, unless no text of the plan
+does.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ def schedule(constants: Sequence[Constant], limit: int | None, chunk: int | None
         total = totals[min(len(runs), len(totals) - 1)]
         if len(runs) >= len(totals) and not any(edge < total for edge in left):
             break
+        if len(runs) >= len(totals):
+            total = _far_enough(total, left, budget.passes, len(runs))
         sizes, left = _cut(total, left, budget.passes, len(runs))
         runs.append(_within(sizes, chunk))
     return Schedule(tuple(dict.fromkeys(runs)), missed)
@@ -101,6 +104,12 @@ def _ordered(constants: Sequence[Constant]) -> list[Constant]:
 def _twice(constants: Sequence[Constant]) -> list[Constant]:
     """Twice of what repeats: the second page, group or block begins there."""
     return [replace(c, value=2 * c.value) for c in constants if c.value > 1]
+
+
+def _far_enough(total: int, edges: Sequence[int], passes: int, number: int) -> int:
+    """Tokens of a run of at most `total` that steps over as many of `edges` as one of `total` has passes for."""
+    _, left = _cut(total, edges, passes, number)
+    return min(total, max(set(edges) - set(left), default=total) + BEYOND)
 
 
 def _cut(total: int, edges: Sequence[int], passes: int, number: int) -> tuple[list[int], list[int]]:

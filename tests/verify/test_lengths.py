@@ -80,6 +80,11 @@ class TestSchedule:
         stepped = set().union(*map(alone, plan.runs))
         assert stepped >= {99, 100, 149, 150, 199, 200, 249, 250, 299, 300, 349, 350}
 
+    def test_later_runs_end_after_what_they_step_over(self) -> None:
+        plan = schedule(at(300, 70), None, None, Budget(passes=9, runs=2))
+        assert [sum(run) for run in plan.runs] == [MINIMUM, 79]
+        assert {299, 300} <= alone(plan.runs[0]) and {69, 70} <= alone(plan.runs[1])
+
     def test_what_repeats_is_crossed_twice(self) -> None:
         (run,) = schedule(at(64), None, None, Budget(passes=12)).runs
         assert {63, 64, 127, 128} <= alone(run)
@@ -100,7 +105,8 @@ class TestSchedule:
         assert 1 <= len(plan.runs) <= budget.runs
         for run in plan.runs:
             assert min(run) > 0 and (chunk is None or max(run) <= chunk)
-            assert sum(run) >= min(MINIMUM, limit or MINIMUM) and (limit is None or sum(run) <= limit)
+            assert limit is None or sum(run) <= limit
+        assert sum(plan.runs[0]) >= min(MINIMUM, limit or MINIMUM)
         if budget.runs > 1:  # what is neither crossed nor told, no text can meet
             for value in {v for v in values if v <= FARTHEST} - {c.value for c in plan.missed}:
                 assert value < longest or (limit is not None and value >= limit)
