@@ -63,6 +63,14 @@ class InputError(KVCompileError):
     """A call's input has the wrong dtype, shape, device or padding; nothing was written to the cache."""
 
 
+class ServeError(KVCompileError):
+    """The engine could not finish a request, though it was a good one: a step failed, or the engine was closed."""
+
+
+class BusyError(ServeError):
+    """The engine's queue is full; the same request may fit later."""
+
+
 class MethodError(KVCompileError, AttributeError):
     """A method of the original model that an optimized module does not have: `hasattr` says False."""
 

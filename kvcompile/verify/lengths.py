@@ -13,7 +13,7 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -84,9 +84,12 @@ def schedule(constants: Sequence[Constant], limit: int | None, chunk: int | None
         total = totals[min(len(runs), len(totals) - 1)]
         if len(runs) >= len(totals) and not any(edge < total for edge in left):
             break
-        if len(runs) >= len(totals):
-            total = _far_enough(total, left, budget.passes, len(runs))
-        sizes, left = _cut(total, left, budget.passes, len(runs))
+        if len(runs) < len(totals):
+            sizes, left = _cut(total, left, budget.passes, _bounds(total, len(runs)))
+        else:
+            sizes, left = _cut(total, left, budget.passes, set())
+            if len(sizes) > 1:  # nothing is new after what it steps over
+                sizes[-1] = min(sizes[-1], BEYOND)
         runs.append(_within(sizes, chunk))
     return Schedule(tuple(dict.fromkeys(runs)), missed)
 
@@ -106,29 +109,31 @@ def _twice(constants: Sequence[Constant]) -> list[Constant]:
     return [replace(c, value=2 * c.value) for c in constants if c.value > 1]
 
 
-def _far_enough(total: int, edges: Sequence[int], passes: int, number: int) -> int:
-    """Tokens of a run of at most `total` that steps over as many of `edges` as one of `total` has passes for."""
-    _, left = _cut(total, edges, passes, number)
-    return min(total, max(set(edges) - set(left), default=total) + BEYOND)
-
-
-def _cut(total: int, edges: Sequence[int], passes: int, number: int) -> tuple[list[int], list[int]]:
-    """Sizes that sum to `total`, with single tokens on both sides of the first of `edges`; and the edges that are left.
+def _bounds(total: int, number: int) -> set[int]:
+    """Where a run of `total` tokens is cut besides its edges.
 
     Two odd pieces come first; near the end, two tokens come alone and then a short piece: nothing else starts as late.
-    number: of the run; what is cut besides the edges differs from run to run.
+    number: of the run; these cuts differ from run to run.
     """
     parts = [int(total * part) + 2 * number | 1 for part in (_FIRST, _SECOND)]
     late = [total - _LAST - back for back in (2, 1, 0)]
-    bounds = {0, total} | {bound for bound in (*parts, *late) if 0 < bound < total}
+    return {bound for bound in (*parts, *late) if 0 < bound < total}
+
+
+def _cut(
+    total: int, edges: Sequence[int], passes: int, bounds: Collection[int]
+) -> tuple[list[int], list[int]]:
+    """Sizes that sum to `total`, cut at `bounds` and with single tokens on both sides of the first of `edges`; and the
+    edges that are left."""
+    cuts = {0, total, *bounds}
     left = []
     for edge in edges:
-        wanted = bounds | {edge - 1, edge, edge + 1}
+        wanted = cuts | {edge - 1, edge, edge + 1}
         if edge < total and len(wanted) - 1 <= passes:
-            bounds = wanted
+            cuts = wanted
         else:
             left.append(edge)
-    ordered = sorted(bounds)
+    ordered = sorted(cuts)
     return [after - before for before, after in pairwise(ordered)], left
 
 

@@ -1,0 +1,6 @@
+"""Serving: requests that come and go on an optimized module (docs/serving.md)."""
+
+from kvcompile.serve.request import Completion, Delta, Handle, Result, Usage
+from kvcompile.serve.sampling import Sampling
+
+__all__ = ["Completion", "Delta", "Handle", "Result", "Sampling", "Usage"]
