@@ -150,8 +150,13 @@ class CachedModel(nn.Module):
             raise InputError(f"warmup: expected a number of sequences of at least 1, got {batch!r}")
         self.cache.check_limits(batch, 1)
         for tokens in (2, 1):
-            self._prepare(self._shapes(batch, tokens, keep=1), progress)
+            self.prepare(batch, tokens, progress)
         return dict(self.executor.compile_seconds)
+
+    def prepare(self, batch: int, tokens: int, progress: Progress | None = None) -> None:
+        """Compile what a call of `batch` sequences and `tokens` new tokens needs; no more than whether each is one
+        matters."""
+        self._prepare(self._shapes(batch, tokens, keep=1), progress)
 
     @alone
     def save(self, folder: str | Path, *, weights: bool = True) -> None:
@@ -179,7 +184,7 @@ class CachedModel(nn.Module):
         """forward's flat outputs; `keep`: for how many last tokens (None: all)."""
         self._check_ids(input_ids)
         batch, tokens = input_ids.shape
-        self._check_call()
+        self.check_call()
         with self.turns.alone():
             self.cache.writers.go_on()
             self.cache.check_room(batch, tokens)
@@ -196,33 +201,71 @@ class CachedModel(nn.Module):
 
     def _step(self, input_ids: Tensor, pads: Tensor | None, kept: int) -> list[Tensor]:
         """One pass over all regions; returns the flat outputs of the last `kept` tokens."""
-        cache, program = self.cache, self.program
-        batch, tokens = input_ids.shape
-        steps = torch.arange(tokens, device=self.device)
+        cache, tokens = self.cache, input_ids.shape[1]
         first = cache.seq_lens if pads is None else cache.seq_lens - pads
-        positions = first[:, None] + steps
-        captured = self.executor.graphs is not None and tokens == 1
-        fixed = {**program.constants, **cache.inputs()}
-        inputs: dict[str, Any] = {"input_ids": input_ids, "positions": positions, "seq_lens": cache.seq_lens}
+        positions = first[:, None] + torch.arange(tokens, device=self.device)
+        rows = cache.rows(pads) if self.program.states or cache.pools else None
+        flat = self.run_pass(
+            input_ids,
+            positions,
+            cache.seq_lens,
+            cache.inputs(),
+            columns=cache.columns,
+            kept=kept,
+            padded=pads is not None,
+            rows=rows,
+            version=cache.version,
+        )
+        cache.advance(input_ids, positions[:, -1] + 1, rows)
+        return flat
+
+    def run_pass(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        seq_lens: Tensor,
+        buffers: dict[str, Tensor],
+        *,
+        columns: int,
+        kept: int,
+        padded: bool = False,
+        rows: list[list[int]] | None = None,
+        version: int | None = None,
+    ) -> list[Tensor]:
+        """All regions over tokens [B, S] that are appended to `buffers`; the flat outputs of the last `kept` tokens.
+
+        Nothing is checked, and nobody else may run meanwhile (`turns`).
+
+        Args:
+            positions: of the tokens, int64 [B, S], negative for padding.
+            seq_lens: tokens that each row has in the buffers, int64 [B].
+            buffers: as `KVCache.inputs` gives them.
+            columns: tokens that the longest row has in the buffers, padding included.
+            rows: as `KVCache.rows`; wanted where the program has states.
+            version: of where the buffers stand; a step over them may be captured. None: it is not.
+        """
+        program, tokens = self.program, input_ids.shape[1]
+        captured = self.executor.graphs is not None and tokens == 1 and version is not None
+        fixed = {**program.constants, **buffers}
+        inputs: dict[str, Any] = {"input_ids": input_ids, "positions": positions, "seq_lens": seq_lens}
         if program.takes_position_ids:
-            inputs["position_ids"] = positions if pads is None else positions.clamp(min=0)
+            inputs["position_ids"] = positions.clamp(min=0) if padded else positions
         if program.takes_past_length:
             # Filled there: a tensor made of a Python number would be copied, and a copy waits for the device.
-            inputs["past_length"] = torch.full((), cache.columns, dtype=torch.int64, device=self.device)
-        inputs["span"] = self._span(cache.columns + tokens, captured)
-        rows = cache.rows(pads) if program.states or cache.pools else None
+            inputs["past_length"] = torch.full((), columns, dtype=torch.int64, device=self.device)
+        inputs["span"] = self._span(columns + tokens, captured)
         if program.states and not captured:  # what is captured has no modules that run as Python
             inputs["rows"] = torch.tensor(rows)
         # A chunk in the middle of a prompt still computes one row of logits: the graph has no form without.
         if program.takes_logits_to_keep:
-            inputs["logits_to_keep"] = steps[tokens - max(kept, 1) :]
-        shapes = self._shapes(batch, tokens, max(kept, 1))
+            inputs["logits_to_keep"] = torch.arange(tokens - max(kept, 1), tokens, device=self.device)
+        shapes = self._shapes(len(input_ids), tokens, max(kept, 1))
         self._prepare(shapes, None)
         if captured:
-            outputs = self.executor.replay(shapes, inputs, fixed, cache.version)
+            assert version is not None
+            outputs = self.executor.replay(shapes, inputs, fixed, version)
         else:
             outputs = self.executor.run(shapes, inputs | fixed)
-        cache.advance(input_ids, positions[:, -1] + 1, rows)
         flat = list(outputs)
         if not program.takes_logits_to_keep and kept < tokens:
             flat = [value[:, tokens - max(kept, 1) :] for value in flat]
@@ -280,7 +323,7 @@ class CachedModel(nn.Module):
         if input_ids.shape[1] > 1 or reads_at_once(self.device):
             check_vocabulary(input_ids, self.program.ids)
 
-    def _check_call(self) -> None:
+    def check_call(self) -> None:
         """Refuse a call that would compute something else than the original does now."""
         if torch.is_autocast_enabled(self.device.type):
             raise InputError(

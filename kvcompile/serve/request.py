@@ -135,7 +135,7 @@ class Handle:
         place = 0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: len(self._deltas) > place or self.done)
+                self._changed.wait_for(lambda known=place: len(self._deltas) > known or self.done)
                 new = self._deltas[place:]
             if not new:
                 if self._error is not None:

@@ -1,0 +1,251 @@
+"""The tensors of an engine's cache: pools of pages, and a row for every text that runs.
+
+What is not in pages (tables, rings of tokens in full, notes, recurrent state, contiguous slots) has a row per text.
+Texts that take a step together stand in rows next to each other, so a pass sees a slice of the buffers from the first
+of them to the last: no row is idle, and nothing is gathered or scattered. A text is moved where that needs it, which is
+once or twice in its life.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcompile.errors import LimitError
+from kvcompile.kernels.ops.page_copy import page_copy
+from kvcompile.layouts.pages import SPARE_PAGES
+from kvcompile.layouts.storage import is_fp8
+from kvcompile.runtime.cache_spec import CacheShape
+from kvcompile.runtime.growing import Growing, make_growing
+from kvcompile.serve.schedule import Copy, Tables
+
+_VERSIONS = itertools.count(1)
+
+
+class Rows:
+    """Buffers for `rows` texts and pools of the given sizes, allocated once."""
+
+    def __init__(self, shape: CacheShape, device: torch.device, rows: int, pages: Sequence[int]):
+        """
+        Args:
+            pages: of each pool of `shape`, without page 0.
+
+        Raises:
+            LimitError: the device has no memory for them.
+        """
+        self.shape, self.device = shape, device
+        self.version = -next(_VERSIONS)  # no `KVCache` has a negative one
+        self.buffers: dict[str, Tensor] = {}
+        self._growing: dict[str, Growing] = {}
+        self._tables = [pool.group.name for pool in shape.pools]
+        self._pooled = [pool.buffers for pool in shape.pools]
+        sizes = {name: count for pool, count in zip(shape.pools, pages, strict=True) for name in pool.buffers}
+        try:
+            for name, of in shape.buffers.items():
+                if of.spec.paged:
+                    whole = (sizes[name] + SPARE_PAGES, *of.spec.shape)
+                    self.buffers[name] = self._zeros(name, whole, of.spec.dtype, grows=device.type == "cpu")
+                else:
+                    whole = (rows, *of.spec.shape)
+                    self.buffers[name] = of.spec.written(self._zeros(name, whole, of.spec.dtype, of.in_order))
+            for pool in shape.pools:
+                self.buffers[pool.group.name] = torch.zeros(
+                    rows, pool.group.pages_per_sequence, dtype=torch.int32, device=device
+                )
+        except RuntimeError as error:  # what torch raises where an allocator has no more
+            self.buffers = {}
+            raise LimitError(
+                f"no memory for the engine's cache: {str(error).splitlines()[0]}; give it less (memory=..), or fewer "
+                "sequences"
+            ) from error
+        self._own = [
+            name for name, of in shape.buffers.items() if not of.spec.paged
+        ]  # what has a row per text
+        self._at: list[int | None] = [None] * rows  # which text is in a row
+        self._row: dict[int, int] = {}
+        self._tokens = [0] * rows
+        self._written: list[list[list[int]]] = [[[] for _ in shape.pools] for _ in range(rows)]
+        as_bytes = {name for name, of in shape.buffers.items() if of.as_bytes}
+        self._inputs = {
+            name: buffer.view(torch.uint8) if name in as_bytes else buffer
+            for name, buffer in self.buffers.items()
+        }
+
+    def _zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, grows: bool) -> Tensor:
+        if grows and self.shape.buffers[name].spec.fill is None:
+            made = make_growing(shape, dtype, self.device)
+            if made is not None:
+                buffer, self._growing[name] = made
+                return buffer
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the buffers have addresses for; on a CPU they take memory as they are written."""
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    # ---- texts and their rows
+
+    def arrange(self, texts: Sequence[int]) -> list[int]:
+        """Let these texts stand in the first rows; returns which stands where."""
+        for text in texts:
+            if text not in self._row:
+                self._enter(text)
+        wanted = set(texts)
+        for row in range(len(texts)):
+            here = self._at[row]
+            if here in wanted:
+                continue
+            other = next(self._row[t] for t in texts if self._row[t] >= len(texts))
+            self._exchange(row, other)
+        return [text for text in self._at[: len(texts)] if text is not None]
+
+    def place(self, text: int) -> int:
+        """The row of a text, which gets one if it has none."""
+        if text not in self._row:
+            self._enter(text)
+        return self._row[text]
+
+    def _enter(self, text: int) -> None:
+        row = self._at.index(None)
+        self._at[row], self._row[text] = text, row
+        self._tokens[row] = 0
+
+    def note(self, text: int, tokens: int) -> None:
+        """So many tokens of a text are in its row."""
+        self._tokens[self._row[text]] = tokens
+
+    def _used(self, name: str, part: Tensor, tokens: int) -> Tensor:
+        """Of a row [H, slots, ..], or of several, what holds something of a text: the rest takes no memory."""
+        if not self.shape.buffers[name].in_order:
+            return part
+        slots = part.shape[1]
+        return part[:, : -(-tokens * slots // self.shape.span)]
+
+    def drop(self, text: int) -> None:
+        """A text has no row any more; nothing happens where it has none."""
+        row = self._row.pop(text, None)
+        if row is None:
+            return
+        self._at[row] = None
+        for name, written in zip(self._tables, self._written[row], strict=True):
+            self.buffers[name][row, : len(written)] = 0
+            written.clear()
+
+    def _exchange(self, one: int, other: int) -> None:
+        """Texts of two rows, of which one may be nobody's, change places."""
+        tokens = max(self._tokens[one], self._tokens[other])
+        for name in self._own:
+            parts = [self._used(name, self.buffers[name][row], tokens) for row in (one, other)]
+            _exchange(*parts)
+        for name in self._tables:
+            _exchange(self.buffers[name][one], self.buffers[name][other])
+        lists: tuple[list[Any], ...] = (self._at, self._written, self._tokens)
+        for held in lists:
+            held[one], held[other] = held[other], held[one]
+        for row in (one, other):
+            text = self._at[row]
+            if text is not None:
+                self._row[text] = row
+
+    # ---- pages
+
+    def write_tables(self, text: int, tables: Sequence[Sequence[int]]) -> None:
+        """Let a text's tables say which pages it has."""
+        row = self._row[text]
+        for name, written, table in zip(self._tables, self._written[row], tables, strict=True):
+            if written == table:
+                continue
+            same = 0
+            while same < min(len(written), len(table)) and written[same] == table[same]:
+                same += 1
+            own = self.buffers[name]
+            if same < len(table):
+                numbers = torch.tensor(table[same:], dtype=torch.int32)
+                if self.device.type == "cuda":  # from pinned memory no copy waits for the device
+                    numbers = numbers.pin_memory()
+                own[row, same : len(table)].copy_(numbers, non_blocking=True)
+            if len(table) < len(written):
+                own[row, len(table) : len(written)] = 0
+            written[:] = table
+
+    def copy_pages(self, copies: Sequence[Copy]) -> None:
+        """Copy pages, one after the other."""
+        for copy in copies:
+            pool = self.shape.pools[copy.group]
+            run = page_copy("triton" if pool.triton else "reference")
+            source = torch.tensor([copy.source], device=self.device)
+            target = torch.tensor([copy.target], device=self.device)
+            for name in pool.buffers:
+                run(self.buffers[name], source, target)
+
+    def fork(self, source: int, target: int) -> None:
+        """A text gets a row that holds what another's holds; its tables are written before it runs."""
+        a, b = self._row[source], self.place(target)
+        self._tokens[b] = self._tokens[a]
+        for name in self._own:
+            parts = [self._used(name, self.buffers[name][row], self._tokens[a]) for row in (a, b)]
+            parts[1].copy_(parts[0])
+
+    # ---- a pass
+
+    def hold(self, slots: int) -> None:
+        """Let the first `slots` of contiguous layers have memory.
+
+        Raises:
+            LimitError: the device has no more.
+        """
+        for name, memory in self._growing.items():
+            buffer = self.buffers[name]
+            if not self.shape.buffers[name].spec.paged:
+                memory.hold(-(-slots * buffer.shape[2] // max(self.shape.span, 1)), 0)
+
+    def inputs(self, first: int, end: int) -> dict[str, Tensor]:
+        """The buffers as a pass over rows [first, end) takes them."""
+        pooled = {name for names in self._pooled for name in names}
+        return {
+            name: buffer if name in pooled else buffer[first:end] for name, buffer in self._inputs.items()
+        }
+
+    # ---- what goes to the host and comes back
+
+    def state(self, text: int, tables: Tables) -> dict[str, Tensor]:
+        """What a text has in its row and on its pages, on the CPU."""
+        row = self._row[text]
+        tokens = self._tokens[row]
+        found = {name: _on_host(self._used(name, self.buffers[name][row], tokens)) for name in self._own}
+        for names, table in zip(self._pooled, tables, strict=True):
+            pages = torch.tensor(table, dtype=torch.int64, device=self.device)
+            for name in names:
+                found[name] = _bits(self.buffers[name])[pages].cpu()
+        return found
+
+    def restore(self, text: int, tokens: int, tables: Tables, state: dict[str, Tensor]) -> None:
+        """Hold again what `state` gave of a text of so many tokens, on these pages."""
+        row = self.place(text)
+        self._tokens[row] = tokens
+        for name in self._own:
+            self._used(name, self.buffers[name][row], tokens).copy_(state[name])
+        for names, table in zip(self._pooled, tables, strict=True):
+            pages = torch.tensor(table, dtype=torch.int64, device=self.device)
+            for name in names:
+                _bits(self.buffers[name])[pages] = state[name].to(self.device)
+
+
+def _bits(buffer: Tensor) -> Tensor:
+    """The same memory in a dtype that torch can index: it gathers no fp8."""
+    return buffer.view(torch.uint8) if is_fp8(buffer.dtype) else buffer
+
+
+def _on_host(part: Tensor) -> Tensor:
+    return part.cpu() if part.device.type != "cpu" else part.clone()
+
+
+def _exchange(one: Tensor, other: Tensor) -> None:
+    kept = one.clone()
+    one.copy_(other)
+    other.copy_(kept)
