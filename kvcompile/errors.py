@@ -5,7 +5,7 @@ A message says what was expected, what came, where, and what to do. Catch `KVCom
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class KVCompileError(Exception):
@@ -65,6 +65,18 @@ class InputError(KVCompileError):
 
 class ServeError(KVCompileError):
     """The engine could not finish a request, though it was a good one: a step failed, or the engine was closed."""
+
+
+class LogitsError(ServeError):
+    """A step gave logits of which no token can be chosen; `rows` are those of the step, and why.
+
+    The other rows are good, and can be picked without these.
+    """
+
+    def __init__(self, rows: Mapping[int, str]):
+        self.rows = dict(rows)
+        told = "; ".join(f"row {row}: {why}" for row, why in self.rows.items())
+        super().__init__(f"logits of which no token can be chosen: {told}")
 
 
 class BusyError(ServeError):
