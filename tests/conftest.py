@@ -78,6 +78,7 @@ ANEW = [
     "passes/score_mod/test_scores",
     "passes/detect/test_shared_kv",
     "passes/recurrent/test_state",
+    "serve/test_numerics",
     "runtime/test_threads",
     "passes/capture/test_traced_once",
 ]

@@ -157,8 +157,8 @@ class Engine:
         self._inbox: list[Callable[[], None]] = []
         self._changed = threading.Condition()
         self._closing = self._closed = False
-        self._thread = threading.Thread(target=self._run, name="kvcompile engine", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        self._start()
 
     # ---- what callers do
 
@@ -283,7 +283,7 @@ class Engine:
             self._changed.wait_for(lambda: not self._requests or self._closed, drain)
             self._closed = True
             self._changed.notify_all()
-        if threading.current_thread() is not self._thread:
+        if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def __enter__(self) -> Engine:
@@ -318,24 +318,33 @@ class Engine:
 
     # ---- the engine's thread
 
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="kvcompile engine", daemon=True)
+        self._thread.start()
+
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._inbox or self._closed or self._scheduler.texts)
                 if self._closed:
                     break
-                notes, self._inbox = self._inbox, []
-            try:
-                for note in notes:
-                    note()
-                self._step()
-            except BaseException as error:  # a defect of ours: nobody may wait for ever
-                log.exception("the engine's step failed")
-                self._fail(list(self._texts), error)
+            self._turn()
         with self._changed:
             for request in list(self._requests.values()):
                 self._over(request)
                 request.handle.fail(ServeError("the engine was closed before this request had ended"))
+
+    def _turn(self) -> None:
+        """What came since the last step, and a step."""
+        with self._changed:
+            notes, self._inbox = self._inbox, []
+        try:
+            for note in notes:
+                note()
+            self._step()
+        except BaseException as error:  # a defect of ours: nobody may wait for ever
+            log.exception("the engine's step failed")
+            self._fail(list(self._texts), error)
 
     def _enter(self, request: LiveRequest) -> None:
         with self._changed:
@@ -483,6 +492,7 @@ class Engine:
         with self._changed:
             if self._texts.pop(live.text.id, None) is not None:
                 self._scheduler.end(live.text.id)
+                self._rows.drop(live.text.id)
                 self._on_host.pop(live.text.id, None)
 
     def _finished(self, request: LiveRequest) -> None:

@@ -176,7 +176,6 @@ class Scheduler:
         self.pages = tuple(Pages(group) for group in groups)
         self.texts: dict[int, Text] = {}
         self._on_host: dict[int, int] = {}  # bytes of each text that is there
-        self._dropped: list[int] = []  # texts that ended since the last plan
         self.preemptions = self.recomputed = self.swapped = 0
 
     # ---- what comes and goes
@@ -204,10 +203,8 @@ class Scheduler:
         self.texts[text.id] = text
 
     def end(self, id: int) -> None:
-        """A text has ended: its pages are given back, and those with a key may be found again."""
+        """A text has ended, and has no row any more: its pages are given back, those with a key may be found again."""
         text = self.texts.pop(id)
-        if text.state is State.RUNNING:
-            self._dropped.append(id)
         self._give_back(text)
         self._on_host.pop(id, None)
         text.state = State.ENDED
@@ -229,8 +226,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """What the next step does; pages are taken as if it were done."""
-        moves: list[Move] = [Drop(id) for id in self._dropped]
-        self._dropped = []
+        moves: list[Move] = []
         decodes: list[int] = []
         chunks: list[Chunk] = []
         running, spent = self.running, 0

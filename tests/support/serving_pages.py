@@ -1,0 +1,18 @@
+"""What must hold of a scheduler's pages at any time."""
+
+from __future__ import annotations
+
+from kvcompile.serve.schedule import Scheduler, State
+
+
+def check(scheduler: Scheduler) -> None:
+    for number, pages in enumerate(scheduler.pages):
+        pages.check()
+        tables = [t.tables[number] for t in scheduler.texts.values()]
+        for page in range(1, pages.group.pages + 1):
+            assert pages.references(page) == sum(page in table for table in tables)
+    assert len(scheduler.running) <= scheduler.rules.rows
+    on_host = sum(t.state is State.SWAPPED for t in scheduler.texts.values())
+    assert (
+        on_host == len(scheduler._on_host) and sum(scheduler._on_host.values()) <= scheduler.rules.host_bytes
+    )
