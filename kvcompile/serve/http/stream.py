@@ -1,4 +1,4 @@
-"""Server-sent events: one `data:` line a chunk, `[DONE]` at the end; what fails once the stream has begun is an event."""
+"""Server-sent events: a `data:` line a chunk, and `[DONE]`; what fails once a stream has begun is an event, too."""
 
 from __future__ import annotations
 

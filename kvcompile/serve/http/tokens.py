@@ -67,9 +67,7 @@ def piece_bytes(piece: str | None) -> bytes | None:
 
 @lru_cache(1)
 def _letters() -> dict[str, int]:
-    """GPT-2's letter of each byte: printable Latin-1 is itself, the others follow from U+0100 on, in order."""
-    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {
-        chr(0x100 + place): byte for place, byte in enumerate(others)
-    }
+    """The byte of each letter of GPT-2's alphabet."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
