@@ -117,7 +117,6 @@ def serve(
     from kvcompile.serve.http import LOOPBACK, Limits, Options, bind, create_app, url
     from kvcompile.serve.http import serve as serve_http
 
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     hosts = (*LOOPBACK, *(allow_host or ())) if allow_host or host in LOOPBACK else None
     options = Options(
         name=served_model_name or model,
@@ -141,6 +140,9 @@ def serve(
         prefix_cache=prefix_cache,
         host_memory=0 if host_memory is None else parse_bytes(host_memory),
     )) as engine:  # fmt: skip
+        logging.basicConfig(
+            format="%(levelname)s %(name)s: %(message)s"
+        )  # not before: models' libraries tell much
         _tell(options, url(bound), engine.stats(), host)
         view: AbstractContextManager[Any] = nullcontext()
         if top:
