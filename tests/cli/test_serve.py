@@ -161,7 +161,8 @@ def fails(*options: str, env: dict[str, str] | None = None) -> str:
     return result.output
 
 
-def test_what_is_refused_before_a_model_loads(made: Made) -> None:
+def test_what_is_refused_before_a_model_loads(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "serve", lambda *_: None)  # what is not refused ends at once
     assert "the API key is empty" in fails(env={"KVCOMPILE_API_KEY": ""})
     assert "the API key is empty" in fails("--api-key", "")
     assert "expected a size such as" in fails("--port", "0", "--max-body", "many")

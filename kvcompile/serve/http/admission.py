@@ -10,7 +10,7 @@ from typing import Protocol
 from pydantic import ValidationError
 
 from kvcompile.errors import KVCompileError
-from kvcompile.serve.http.errors import Problem, at_submit, closed, of_validation
+from kvcompile.serve.http.errors import Problem, at_submit, of_validation
 from kvcompile.serve.http.prompts import Prompt
 from kvcompile.serve.http.schemas.generation import NAMES, Generation
 from kvcompile.serve.http.service import Service
@@ -56,17 +56,12 @@ async def admitted(job: Admissible, id: str) -> AsyncIterator[tuple[list[Prompt]
             handles.append(handle)
         return found
 
-    if service.stopping:
-        raise closed()
     # Tokenizers and grammars take their time: other requests' streams go on meanwhile.
     work = asyncio.get_running_loop().run_in_executor(service.threads, submit)
     try:
         yield await asyncio.shield(work), handles
     finally:
-        if work.done():
-            _cancel(handles)
-        else:  # left while it was submitting
-            work.add_done_callback(lambda _: _cancel(handles))
+        work.add_done_callback(lambda _: _cancel(handles))  # also where this is left while it is submitting
 
 
 def _cancel(handles: Sequence[Handle]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from pydantic_core import to_json
@@ -19,6 +19,7 @@ from kvcompile.serve.http.service import Service
 
 logger = logging.getLogger(__name__)
 
+_LAST_SECONDS = 2.0  # for the event that tells an error
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -51,7 +52,9 @@ class EventStream(Response):
                 logger.exception("a stream failed")
                 error = Problem(500, "internal error")
             note_outcome(scope, error.status)
-            await self._write(send, b"data: " + to_json(error.body()) + b"\n\n", more=False)
+            with suppress(TimeoutError):  # of a client that does not read; the connection is closed then
+                async with asyncio.timeout(_LAST_SECONDS):
+                    await self._write(send, b"data: " + to_json(error.body()) + b"\n\n", more=False)
 
     async def _run(self, send: Send) -> None:
         seconds = self._service.limits.ping_seconds

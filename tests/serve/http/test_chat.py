@@ -101,15 +101,19 @@ def test_the_client_s_own_helper_for_streams(client: openai.OpenAI, engine: Fake
 
 def test_logprobs(client: openai.OpenAI, engine: FakeEngine) -> None:
     answer = client.chat.completions.create(
-        model="fake", messages=TALK, logprobs=True, top_logprobs=2, max_tokens=2
+        model="fake", messages=TALK, logprobs=True, top_logprobs=3, max_tokens=2
     )
-    assert engine.seen[-1][1].logprobs == 2
+    assert engine.seen[-1][1].logprobs == 3
     found = answer.choices[0].logprobs
     assert found is not None and found.content is not None
     assert [one.token.strip() for one in found.content] == said(engine).split()
     for one in found.content:
         assert one.logprob == -0.5 and bytes(one.bytes or []).decode() == one.token
-        assert [(top.token, top.logprob) for top in one.top_logprobs] == [(" w3", -1.0), (" w4", -2.0)]
+        assert [(top.token, top.logprob) for top in one.top_logprobs] == [
+            (" w3", -1.0),
+            (" w4", -2.0),
+            (" w5", -9999.0),  # JSON has no infinity
+        ]
 
 
 def test_a_schema(client: openai.OpenAI, engine: FakeEngine) -> None:

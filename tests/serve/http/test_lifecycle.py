@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import httpx2
 import openai
 import pytest
 
-from kvcompile.serve.http import Limits, Options
+from kvcompile.serve.http import Limits, Options, stream
+from kvcompile.serve.http.service import Service
 from tests.serve.http.fake_engine import FakeEngine, tiny_tokenizer
 from tests.serve.http.running_server import Running
 
@@ -144,6 +146,36 @@ def test_a_stream_that_waits_says_so(serving: Callable[..., Running]) -> None:
         list(stream)
 
 
+def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is up, too, and nobody waits for it to read that."""
+    monkeypatch.setattr(stream, "_LAST_SECONDS", 0.1)
+    left = []
+
+    async def chunks() -> AsyncGenerator[dict[str, Any], None]:
+        try:
+            while True:
+                yield {}
+        finally:
+            left.append(True)
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()  # as uvicorn, whose buffer is full
+
+    async def main() -> None:
+        engine = FakeEngine(tiny_tokenizer())
+        service = Service(engine, Options(limits=Limits(seconds=0.1)))
+        scope: Any = {"state": {}}
+        await asyncio.wait_for(stream.EventStream(service, chunks())(scope, receive, send), 10)
+        assert scope["state"]["outcome"] == "timed_out" and left
+        engine.close()
+
+    asyncio.run(main())
+
+
 def test_what_runs_may_end_and_nothing_new_begins(serving: Callable[..., Running]) -> None:
     engine = FakeEngine(tiny_tokenizer())
     server = serving(engine)
@@ -155,7 +187,8 @@ def test_what_runs_may_end_and_nothing_new_begins(serving: Callable[..., Running
         server.client().completions.create(**TEXT)
     assert caught.value.status_code == 503 and caught.value.code == "closed"
     assert httpx2.get(f"{server.root}/health").status_code == 503
-    assert server.thread.is_alive()
+    time.sleep(0.5)  # longer than the server needs to look what runs
+    assert server.thread.is_alive() and not engine.cancelled
     engine.hold(False)
     got += stream
     assert len(got) == 5 and got[-1].choices[0].finish_reason == "length"
