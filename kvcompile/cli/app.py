@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvcompile.cli import calibrate, export, generate, inspect, kernels, quality, recipes, tune
+from kvcompile.cli import calibrate, export, generate, inspect, kernels, quality, recipes, serve, tune
 
 app = typer.Typer(
     name="kvcompile",
@@ -21,6 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate.generate)
+app.command()(serve.serve)
 app.command()(inspect.explain)
 app.command()(inspect.estimate)
 app.command()(inspect.passes)
