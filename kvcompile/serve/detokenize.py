@@ -47,6 +47,30 @@ def detokenizer(tokenizer: Any | None, prompt: Sequence[int]) -> Detokenizer:
     return Bytes(vocabulary, prompt) if vocabulary.byte_level else Windows(vocabulary, prompt)
 
 
+def spellings(tokenizer: Any, count: int) -> list[bytes]:
+    """What each id below `count` adds in the middle of a text; nothing where it depends on what stands beside it."""
+    vocabulary = _vocabulary(tokenizer)
+    tokens = [vocabulary.token(token) for token in range(count)]
+    if vocabulary.byte_level:
+        return [b"" if spelling is None else _bytes(spelling) for spelling in tokens]
+    beside = next((token for token in range(count) if tokens[token] and vocabulary.clean(token)), None)
+    return [
+        b"" if spelling is None or beside is None else _between(vocabulary, token, spelling, beside)
+        for token, spelling in enumerate(tokens)
+    ]
+
+
+def _between(vocabulary: Vocabulary, token: int, spelling: str, beside: int) -> bytes:
+    """The text of a token between two others, if it has one of its own there."""
+    if _BYTE.match(spelling) and vocabulary.decode([token]) != spelling:
+        return bytes([int(spelling[3:5], 16)])
+    before, pair, after = (vocabulary.decode(t) for t in ([beside], [beside, token], [beside, token, beside]))
+    twice = vocabulary.decode([beside, beside])
+    if not (pair.startswith(before) and twice.startswith(before) and _UNFINISHED not in pair):
+        return b""
+    return pair[len(before) :].encode() if after == pair + twice[len(before) :] else b""
+
+
 class NoText:
     """Without a tokenizer there is no text."""
 
@@ -68,17 +92,17 @@ class Vocabulary:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
         self.byte_level = _decoder(tokenizer) == "ByteLevel"
+        self._size = max(tokenizer.get_vocab().values(), default=-1) + 1
         self._known: dict[int, str | None] = {}
         self._clean: dict[int, bool] = {}
 
     def token(self, token: int) -> str | None:
         """The token as the vocabulary spells it; None: decoding leaves it out."""
         if token not in self._known:
-            try:
-                spelling = self.tokenizer.convert_ids_to_tokens(token)
-            except (IndexError, KeyError, OverflowError):
-                spelling = None
-            self._known[token] = None if token in self.special else spelling
+            nothing = (
+                token >= self._size or token in self.special
+            )  # a model may have more ids than its tokenizer
+            self._known[token] = None if nothing else self.tokenizer.convert_ids_to_tokens(token)
         return self._known[token]
 
     def clean(self, token: int) -> bool:

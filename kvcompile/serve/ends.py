@@ -27,7 +27,7 @@ class Ends:
     """One text from its first token to its last.
 
     Args:
-        eos_ids:   tokens that end a text, unless `ignore_eos`
+        eos_ids:   tokens that end a text, unless `ignore_eos` (with a structure, always)
         tokenizer: None: texts are empty, and stop strings never come
         prompt:    what the text follows
         room:      tokens that fit before a limit of the cache; None: any number
@@ -42,7 +42,8 @@ class Ends:
         room: int | None = None,
     ):
         ends = frozenset(sampling.stop_token_ids)
-        self._ends = ends if sampling.ignore_eos else ends | eos_ids
+        goes_on = sampling.ignore_eos and sampling.structure is None  # nothing follows a grammar's end
+        self._ends = ends if goes_on else ends | eos_ids
         self._left = sampling.max_tokens if room is None else min(sampling.max_tokens, room)
         self._detokenizer = detokenizer(tokenizer, prompt)
         self._stops = Stops(sampling.stop)

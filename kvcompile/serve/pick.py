@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcompile.errors import LogitsError
+from kvcompile.errors import LogitsError, ServeError
 from kvcompile.serve.choose import Row, choose, likeliest, log_total
 from kvcompile.serve.penalties import Penalties
 from kvcompile.serve.request import TokenLogprob
@@ -129,7 +129,11 @@ def pick(logits: Tensor, pickers: Sequence[Picker]) -> Picked:
             continue
         picker, best = pickers[i], tops[i]
         if not picker.plain:
-            row = picker.changed(raw)
+            try:
+                row = picker.changed(raw)
+            except ServeError as error:
+                wrong[i] = str(error)
+                continue
             top = best if row is raw else float(row.max())
             if not math.isfinite(top):
                 wrong[i] = f"their largest is {top} after masks and penalties"

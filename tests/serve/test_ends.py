@@ -4,97 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders
-from tokenizers.models import BPE, Unigram, WordPiece
-from transformers import ByT5Tokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from kvcompile.serve.ends import Ends, Piece
 from kvcompile.serve.sampling import Sampling
 from kvcompile.serve.stops import Stops
-from tests.serve.tokenizers import smollm2
+from tests.serve.tokenizers import NAMES, smollm2, tokenizer
 
 LONG = Sampling(max_tokens=10_000)
-
-
-class InPython(PreTrainedTokenizer):
-    """A slow tokenizer: words with ▁, bytes by fallback, as SentencePiece models are."""
-
-    words = ("<unk>", "<s>", "▁", "▁a", "b", "▁é", "�", "c▁")
-    pieces = (*words, *(f"<0x{byte:02X}>" for byte in range(256)))
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.pieces)
-
-    def get_vocab(self) -> dict[str, int]:
-        return {piece: place for place, piece in enumerate(self.pieces)}
-
-    def _convert_token_to_id(self, token: str) -> int:
-        return self.get_vocab().get(token, 0)
-
-    def _convert_id_to_token(self, index: int) -> str:
-        return self.pieces[index]
-
-    def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
-        return list(text)
-
-    def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        return decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-        ).decode(tokens)
-
-
-def fast(model: Any, decoder: Any, **more: Any) -> Any:
-    made = Tokenizer(model)
-    made.decoder = decoder
-    return PreTrainedTokenizerFast(tokenizer_object=made, **more)
-
-
-@lru_cache
-def tokenizer(name: str) -> Any:
-    special = {"unk_token": "<unk>", "bos_token": "<s>"}
-    pieces = InPython.pieces
-    vocabulary = {piece: place for place, piece in enumerate(pieces)}
-    if name == "smollm2":
-        return smollm2()
-    if name == "python":
-        return InPython(**special)
-    if name == "byt5":
-        return ByT5Tokenizer()
-    if name == "fallback":
-        steps = [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-        return fast(BPE(vocabulary, [], unk_token="<unk>"), decoders.Sequence(steps), **special)
-    if name == "metaspace":
-        return fast(Unigram([(piece, -1.0) for piece in pieces[:8]], 0), decoders.Metaspace(), **special)
-    if name == "wordpiece":
-        words = ["<unk>", "<s>", "a", "##b", ".", "n't", "##é", "don"]
-        model = WordPiece({word: place for place, word in enumerate(words)}, unk_token="<unk>")
-        return fast(model, decoders.WordPiece(), **special)
-    if name == "suffix":
-        words = ["<unk>", "<s>", "a</w>", "b", "é</w>", "c"]
-        model = BPE({word: place for place, word in enumerate(words)}, [], unk_token="<unk>")
-        return fast(model, decoders.BPEDecoder(), **special)
-    assert name == "bytes"  # every byte, and tokens that were added by hand
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    letters = {letter: place for place, letter in enumerate(bytes_to_unicode().values())}
-    made = fast(BPE(letters, []), decoders.ByteLevel(), bos_token="<s>")
-    made.add_tokens([AddedToken("<think é>"), AddedToken("x y")])
-    return made
-
-
-NAMES = ["smollm2", "bytes", "fallback", "python", "byt5", "metaspace", "wordpiece", "suffix"]
 
 
 def decode(name: str, tokens: Sequence[int]) -> str:
