@@ -16,14 +16,11 @@ else that is needed to go on from n is in pages, too.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvcompile.layouts.layout import CacheLayout
 from kvcompile.layouts.placement import Paged
-
-if TYPE_CHECKING:
-    from kvcompile.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -44,18 +41,23 @@ class Sharing:
         return self.until != 0
 
 
-def sharing(plan: Plan) -> Sharing:
-    """What the layers of a plan allow together."""
-    found, recomputes = Sharing(), plan.chunk_invariant and not plan.whole_prompts
-    if plan.states:
+def sharing(layouts: Iterable[CacheLayout], states: bool, masked: bool) -> Sharing:
+    """What the layers of a cache allow together.
+
+    states: whether there is recurrent state
+    masked: whether some layer keeps what its mask reads of every token
+    """
+    each = list(layouts)
+    found = Sharing()
+    if states:
         found = Sharing(0, "the model carries a state from token to token, which is in no page")
-    for decision in plan.decisions:
-        if decision.mask_rows:
-            own = Sharing(0, f"layer {decision.layer} keeps what its mask reads of every token, in no page")
-        else:
-            own = of_layout(decision.layout)
+    elif masked:
+        found = Sharing(0, "a layer keeps what its mask reads of every token, in no page")
+    for layout in each:
+        own = of_layout(layout)
         if own.until is not None and (found.until is None or own.until < found.until):
             found = own
+    recomputes = all(layout.chunk_invariant and not layout.retention.whole_prompts for layout in each)
     return Sharing(found.until, found.reason, recomputes)
 
 

@@ -1,4 +1,4 @@
-"""Serving: requests that come and go on an optimized module (docs/serving.md)."""
+"""Serving: requests that come and go on an optimized module (docs/serving_http.md)."""
 
 from kvcompile.serve.request import Completion, Delta, Handle, Result, Usage
 from kvcompile.serve.sampling import Sampling

@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +25,14 @@ from kvcompile.runtime.module import CachedModel
 from kvcompile.serve.capacity import capacity
 from kvcompile.serve.ends import Ends
 from kvcompile.serve.live import LiveRequest, LiveText
-from kvcompile.serve.pick import Picked, Picker, pick
+from kvcompile.serve.pick import Matcher, Picked, Picker, pick
 from kvcompile.serve.prefix import root
 from kvcompile.serve.request import Handle, Result
 from kvcompile.serve.rows import Rows
 from kvcompile.serve.sampling import Sampling
 from kvcompile.serve.schedule import Chunk, Copy, Drop, In, Move, Out, Rules, Scheduler, State, StepPlan, Text
 from kvcompile.serve.stats import Speed, Stats
+from kvcompile.serve.structure import matcher
 from kvcompile.util.console import parse_bytes
 
 log = logging.getLogger(__name__)
@@ -108,7 +110,8 @@ class Engine:
         chunk = (
             limits.prefill_chunk if prefill_tokens is None else _positive("prefill_tokens", prefill_tokens)
         )
-        shared = sharing(plan)
+        masked = any(decision.mask_rows for decision in plan.decisions)
+        shared = sharing((decision.layout for decision in plan.decisions), bool(plan.states), masked)
         if prefix_cache == "on" and not shared.shares:
             raise PlanError(f"prefix_cache: on, and texts share nothing of this plan: {shared.reason}")
         self._until = shared.until if prefix_cache != "off" else 0
@@ -206,7 +209,7 @@ class Engine:
         numbers = [first, *(next(self._numbers) for _ in range(sampling.n - 1))]
         for index, number in enumerate(numbers):
             text = Text(number, (first, index), list(ids), most, start, leader=first if index else None)
-            picker = Picker(sampling, ids, index, self.module.device)
+            picker = Picker(sampling, ids, index, self.module.device, self._matcher(sampling))
             ends = Ends(sampling, self._eos, self.tokenizer, ids, room)
             request.texts.append(LiveText(request, index, text, picker, ends))
         with self._changed:
@@ -293,14 +296,15 @@ class Engine:
         self.close()
 
     def _ids(self, prompt: Prompt) -> tuple[int, ...]:
-        if isinstance(prompt, str):
+        given: Any = prompt
+        if isinstance(given, str):
             if self.tokenizer is None:
                 raise InputError("prompt: a text, and the engine has no tokenizer: give it one, or token ids")
-            prompt = self.tokenizer(prompt)["input_ids"]
+            given = self.tokenizer(given)["input_ids"]
         try:
-            ids = tuple(prompt.tolist() if isinstance(prompt, Tensor) else prompt)
+            ids: tuple[Any, ...] = tuple(given.tolist() if isinstance(given, Tensor) else given)
         except TypeError:
-            raise InputError(f"prompt: expected a text or token ids, got {type(prompt).__name__}") from None
+            raise InputError(f"prompt: expected a text or token ids, got {type(given).__name__}") from None
         if not ids:
             raise InputError("prompt: expected at least one token, got none")
         least, most = self._vocabulary
@@ -310,6 +314,12 @@ class Engine:
             if not least <= token <= most:
                 raise InputError(f"prompt: expected ids from {least} to {most}, got {token}")
         return ids
+
+    def _matcher(self, sampling: Sampling) -> Matcher | None:
+        """What the request's structure allows at the beginning; None: it has none."""
+        if sampling.structure is None:
+            return None
+        return matcher(sampling.structure, self.tokenizer, self.vocabulary, self._eos)
 
     def _tell(self, note: Callable[[], None]) -> None:
         with self._changed:
@@ -379,9 +389,9 @@ class Engine:
             return
         for batch in [[id] for id in plan.decodes] if self._apart else [plan.decodes]:
             if batch:
-                self._guarded(batch, lambda batch=batch: self._decode(batch))
+                self._guarded(batch, partial(self._decode, batch))
         for chunk in plan.chunks:
-            self._guarded([chunk.text], lambda chunk=chunk: self._prefill(chunk))
+            self._guarded([chunk.text], partial(self._prefill, chunk))
 
     def _guarded(self, texts: Sequence[int], run: Callable[[], None]) -> None:
         """A pass that fails takes the requests in it along, and no others."""
@@ -468,9 +478,7 @@ class Engine:
             if len(lives) == 1:
                 raise
             for row, live in enumerate(lives):
-                self._guarded(
-                    [live.text.id], lambda row=row, live=live: self._choose([live], logits[row : row + 1])
-                )
+                self._guarded([live.text.id], partial(self._choose, [live], logits[row : row + 1]))
             return
         self._take(lives, picked)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -134,9 +135,7 @@ class Handle:
     def __iter__(self) -> Iterator[Delta]:
         place = 0
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda known=place: len(self._deltas) > known or self.done)
-                new = self._deltas[place:]
+            new = self._after(place)
             if not new:
                 if self._error is not None:
                     raise self._error
@@ -144,11 +143,18 @@ class Handle:
             place += len(new)
             yield from new
 
+    def _after(self, place: int) -> list[Delta]:
+        """Wait for deltas from `place` on; none where there will be no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._deltas) > place or self.done)
+            return self._deltas[place:]
+
     async def __aiter__(self) -> AsyncIterator[Delta]:
         loop, woken, place = asyncio.get_running_loop(), asyncio.Event(), 0
 
         def wake() -> None:
-            loop.call_soon_threadsafe(woken.set)
+            with suppress(RuntimeError):  # the reader's loop is closed: nobody reads any more
+                loop.call_soon_threadsafe(woken.set)
 
         with self._changed:
             self._listeners.append(wake)

@@ -1,4 +1,4 @@
-"""What an engine computes is what the module computes of each text alone, whatever runs beside it: logits, text by text.
+"""What an engine computes is what the module computes of each text alone, whatever runs beside it.
 
 Batches of other sizes round otherwise. So the budget is measured: by how much a text's own logits differ when the
 module has it in a batch, eightfold, as verification allows.

@@ -111,7 +111,6 @@ def test_a_client_that_leaves_gives_its_pages_back(real: Engine, served: Running
     assert served.until(lambda: real.stats().cancelled == 1)
 
 
-@pytest.mark.xfail(reason="the engine does not follow structures yet", strict=True)
 def test_a_structure_is_followed_or_refused(served: Running) -> None:
     body = {"model": "tiny", "prompt": "w3", "max_tokens": 4, "guided_regex": "(w7 ?)+"}
     answer = served.post("/completions", json=body)
