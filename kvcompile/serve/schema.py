@@ -1,4 +1,4 @@
-"""JSON schemas and regular expressions as xgrammar keeps them: what it would leave out without a word is refused.
+"""JSON schemas as xgrammar keeps them: what it would leave out without a word is refused.
 
 A text that was asked to follow a schema must do so, but xgrammar (0.2) ignores some keywords (`not`, `uniqueItems`,
 `contains`), keywords beside others (`anyOf` beside `type`), and characters that JSON must escape in patterns. A
@@ -11,12 +11,11 @@ strings of some length hold no escapes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from kvcompile.errors import InputError
+from kvcompile.serve.regexes import MOST_TEXT, SPELLED, misread, parts_of
 
-MOST_TEXT = 65_536
 MOST_NESTED = 32
 
 _OF_TYPE = {
@@ -56,21 +55,6 @@ def schema_of(text: str) -> str:
     if reader.problems:
         raise InputError("structure: " + "; ".join(reader.problems))
     return json.dumps(narrower)
-
-
-def regex_of(text: str) -> str:
-    """The regular expression that xgrammar is given: `.` is no newline, as elsewhere.
-
-    Raises:
-        InputError: it holds what would be ignored or read in another way.
-    """
-    if len(text) > MOST_TEXT:
-        raise InputError(f"structure: a regex of {len(text):,} characters; at most {MOST_TEXT:,}")
-    parts = list(_parts(text))
-    problem = _anchored(text, parts)
-    if problem:
-        raise InputError(f"structure: regex {text!r}: {problem}")
-    return "".join("[^\\n]" if part == "." and not inside else part for _, part, inside, _ in parts)
 
 
 class _Reader:
@@ -167,12 +151,12 @@ class _Reader:
             self._pattern(pattern, where)
 
     def _pattern(self, text: Any, where: str) -> None:
-        parts = list(_parts(str(text)))
-        problem = _anchored(str(text), parts)
+        parts = list(parts_of(str(text)))
+        problem = misread(str(text), parts)
         for _, part, inside, negated in parts:
             if inside and negated:  # a class of others never has what JSON escapes
                 continue
-            if part == '"' or part < " " or part in ("\\\\", '\\"') or part[:2] in _SPELLED:
+            if part == '"' or part < " " or part in ("\\\\", '\\"') or part[:2] in SPELLED:
                 problem = problem or f"{part!r}, which JSON escapes, cannot be kept by xgrammar"
         if problem:
             self._problem(where, f"pattern {text!r}: {problem}")
@@ -204,39 +188,6 @@ class _Reader:
                 target = target.get(key) if isinstance(target, dict) else None
             schema = target
         return schema
-
-
-_SPELLED = ("\\n", "\\r", "\\t", "\\f", "\\v", "\\x", "\\u")
-_KNOWN = "dDwWsSnrtfvxu"
-
-
-def _parts(regex: str) -> Iterator[tuple[int, str, bool, bool]]:
-    """(place, character with its backslash, whether it is in a class, whether that class is of others)."""
-    place, inside, negated, first = 0, False, False, 0
-    while place < len(regex):
-        part = regex[place : place + 2] if regex[place] == "\\" else regex[place]
-        if not inside and part == "[":
-            inside, negated, first = True, regex[place + 1 : place + 2] == "^", place + 1
-            first += negated
-            yield place, part, False, False
-        elif inside and part == "]" and place > first:
-            inside = False
-            yield place, part, False, False
-        else:
-            yield place, part, inside, negated
-        place += len(part)
-
-
-def _anchored(regex: str, parts: list[tuple[int, str, bool, bool]]) -> str | None:
-    """What would be ignored in it, or read in another way."""
-    for place, part, inside, _ in parts:
-        if part[0] == "\\" and (part[1:] == "" or (part[1].isalnum() and part[1] not in _KNOWN)):
-            return f"{part} is not known"
-        if not inside and part == "^" and place > 0:
-            return "^ must be at its beginning"
-        if not inside and part == "$" and place + 1 < len(regex):
-            return "$ must be at its end"
-    return None
 
 
 def _types(schema: Any) -> list[str]:

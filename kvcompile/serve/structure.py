@@ -7,6 +7,7 @@ once for a tokenizer, where a request is submitted, and the latest are kept.
 
 from __future__ import annotations
 
+import json
 import re
 from functools import lru_cache
 from typing import Any
@@ -16,9 +17,10 @@ import torch
 
 from kvcompile.errors import InputError, ServeError
 from kvcompile.serve.choose import Row
-from kvcompile.serve.detokenize import spellings
+from kvcompile.serve.regexes import MOST_TEXT, regex_of
 from kvcompile.serve.sampling import Structure
-from kvcompile.serve.schema import MOST_TEXT, regex_of, schema_of
+from kvcompile.serve.schema import schema_of
+from kvcompile.serve.vocabulary import spellings
 
 INSTALL = "pip install 'kvcompile[structure]'"
 _ANY_OBJECT = '{"type": "object"}'
@@ -64,13 +66,13 @@ class GrammarMatcher:
         self._vocabulary = vocabulary
 
     def mask(self, row: Row) -> None:
-        """Set what is not allowed in a row [V] to -inf; V may be larger than the vocabulary."""
+        """Set what is not allowed in a row [V] to -inf; V may be another size than the vocabulary."""
         row[self._vocabulary :] = -np.inf
         if self._state.is_terminated():
             raise ServeError("the text has followed its grammar to the end")
         if self._state.fill_next_token_bitmask(self._allowed):
             logits = torch.from_numpy(row)
-            _xgrammar().apply_token_bitmask_inplace(logits, self._allowed[0], vocab_size=self._vocabulary)
+            _xgrammar().apply_token_bitmask_inplace(logits, self._allowed[0], vocab_size=min(len(row), self._vocabulary))
 
     def took(self, token: int) -> None:
         """Go on by a token."""
@@ -111,7 +113,6 @@ def _compiled(structure: Structure, tokenizer: Any, vocabulary: int, eos_ids: fr
 
 def _readable_patterns(schema: str) -> None:
     """Read patterns by themselves: within a schema, xgrammar drops what it cannot keep (a lookahead)."""
-    import json
 
     def patterns(value: Any) -> list[str]:
         if isinstance(value, list):
@@ -128,14 +129,14 @@ def _readable_patterns(schema: str) -> None:
 
 
 @lru_cache(4)
-def _compiler(tokenizer: Any, vocabulary: int, eos_ids: frozenset[int], json: bool) -> Any:
+def _compiler(tokenizer: Any, vocabulary: int, eos_ids: frozenset[int], as_json: bool) -> Any:
     """For texts of any kind, or for JSON: there no token has control characters but the ends of lines.
 
     JSON allows them nowhere (a tab between parts is not missed), but in strings of some length xgrammar does.
     """
     xgrammar = _xgrammar()
     texts = spellings(tokenizer, vocabulary)
-    if json:
+    if as_json:
         texts = [b"" if _CONTROL.search(text) else text for text in texts]
     info = xgrammar.TokenizerInfo(
         texts, xgrammar.VocabType.RAW, vocab_size=vocabulary, stop_token_ids=sorted(eos_ids)

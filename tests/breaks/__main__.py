@@ -24,9 +24,10 @@ from tests.breaks.graphs import GRAPHS
 from tests.breaks.http import HTTP
 from tests.breaks.kernels import KERNELS
 from tests.breaks.product import PRODUCT
+from tests.breaks.texts import TEXTS
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL = (*KERNELS, *GRAPHS, *PRODUCT, *HTTP)
+ALL = (*KERNELS, *GRAPHS, *PRODUCT, *HTTP, *TEXTS)
 # An editable install finds these beside `kvcompile`; a copy has them inside, where Python looks first.
 INSIDE = ("passes", "kernels", "recipes")
 NO_TESTS = (4, 5)  # exit codes of pytest: a wrong path, nothing collected

@@ -458,10 +458,11 @@ def test_a_regex_means_what_it_means_in_python(regex: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["smollm2", "bytes", "fallback", "python", "metaspace", "wordpiece", "suffix", "byt5"]
+    "name",
+    ["smollm2", "bytes", "fallback", "python", "python bytes", "metaspace", "wordpiece", "suffix", "byt5"],
 )
 def test_spellings_are_what_tokens_add_to_a_text(name: str) -> None:
-    from kvcompile.serve.detokenize import spellings
+    from kvcompile.serve.vocabulary import spellings
 
     made, size, _ = kind(name)
     texts = spellings(made, size)

@@ -12,7 +12,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import kvcompile.models as models
 
-NAMES = ["smollm2", "bytes", "fallback", "python", "byt5", "metaspace", "wordpiece", "suffix"]
+NAMES = ["smollm2", "bytes", "fallback", "python", "python bytes", "byt5", "metaspace", "wordpiece", "suffix"]
 
 
 @lru_cache
@@ -51,6 +51,19 @@ class InPython(PreTrainedTokenizer):
         ).decode(tokens)
 
 
+class BytesInPython(InPython):
+    """A slow tokenizer of bytes; half a character is U+FFFD."""
+
+    pieces = ("<unk>", "<s>", *bytes_to_unicode().values())
+
+    def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
+        return [bytes_to_unicode()[byte] for byte in text.encode()]
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+        return b"".join(bytes([of[t]]) if t in of else t.encode() for t in tokens).decode(errors="replace")
+
+
 def fast(model: Any, decoder: Any, **more: Any) -> Any:
     made = Tokenizer(model)
     made.decoder = decoder
@@ -66,6 +79,8 @@ def tokenizer(name: str) -> Any:
         return smollm2()
     if name == "python":
         return InPython(**special)
+    if name == "python bytes":
+        return BytesInPython(**special)
     if name == "byt5":
         return ByT5Tokenizer()
     if name == "fallback":
