@@ -72,7 +72,9 @@ class GrammarMatcher:
             raise ServeError("the text has followed its grammar to the end")
         if self._state.fill_next_token_bitmask(self._allowed):
             logits = torch.from_numpy(row)
-            _xgrammar().apply_token_bitmask_inplace(logits, self._allowed[0], vocab_size=min(len(row), self._vocabulary))
+            _xgrammar().apply_token_bitmask_inplace(
+                logits, self._allowed[0], vocab_size=min(len(row), self._vocabulary)
+            )
 
     def took(self, token: int) -> None:
         """Go on by a token."""
