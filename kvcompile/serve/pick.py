@@ -159,6 +159,11 @@ def _on_host(logits: Tensor, closer: list[int]) -> tuple[list[int], list[float],
             rows[np.arange(len(rows)), places].tolist(),
             [np.ascontiguousarray(rows[i]) for i in closer],
         )
+    return _from_device(logits, closer)
+
+
+def _from_device(logits: Tensor, closer: list[int]) -> tuple[list[int], list[float], Sequence[Row]]:
+    """As `_on_host`: only the largest entries are copied, and rows that are looked at more closely."""
     largest = logits.argmax(-1, keepdim=True)
     tops = logits.gather(-1, largest).double()
     found = torch.cat([largest.double(), tops], -1).cpu()  # one transfer; ids are exact

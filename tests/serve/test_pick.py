@@ -21,6 +21,7 @@ from transformers import (
 
 from kvcompile.errors import LogitsError
 from kvcompile.serve import choose
+from kvcompile.serve import pick as picking
 from kvcompile.serve.pick import Picker, pick
 from kvcompile.serve.sampling import Sampling
 
@@ -276,6 +277,20 @@ def test_logits_of_any_dtype(dtype: torch.dtype) -> None:
     logits = torch.randn(4, 300).to(dtype)
     pickers = [Picker(Sampling(temperature=float(i), seed=i, logprobs=2), [], i) for i in range(4)]
     assert pick(logits, pickers) == pick(logits.float(), pickers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_devices_give_what_hosts_do(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(6, 3001, generator=torch.Generator().manual_seed(1)).to(dtype)
+    samplings = [Sampling(), Sampling(temperature=1.0, seed=1), Sampling(logprobs=3), Sampling(), Sampling()]
+    pickers = [Picker(s, [1], i) for i, s in enumerate([*samplings, Sampling(presence_penalty=1.0)])]
+    expected = pick(logits, pickers)
+    monkeypatch.setattr(picking, "_on_host", picking._from_device)
+    assert pick(logits, pickers) == expected
+    assert pick(logits[3:5], pickers[3:5]).tokens == expected.tokens[3:5]
+    logits[4, 7] = float("nan")
+    with pytest.raises(LogitsError, match="row 4: their largest is nan"):
+        pick(logits, pickers)
 
 
 # ---- penalties
