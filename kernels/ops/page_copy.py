@@ -24,9 +24,13 @@ def page_copy(kernels: Kernels) -> PageCopy:
 
 
 def _reference(pool: Tensor, sources: Tensor, targets: Tensor) -> None:
-    # torch gathers no fp8
-    flat = pool.view(torch.uint8) if is_fp8(pool.dtype) else pool
+    flat = indexable(pool)
     flat[targets] = flat[sources]
+
+
+def indexable(pool: Tensor) -> Tensor:
+    """The same memory in a dtype that torch can index: it gathers no fp8."""
+    return pool.view(torch.uint8) if is_fp8(pool.dtype) else pool
 
 
 def _generated(pool: Tensor, sources: Tensor, targets: Tensor) -> None:

@@ -8,10 +8,10 @@ else that is needed to go on from n is in pages, too.
 | every token, in pages | any | shares pages | computed again |
 | sinks and a window, in pages | up to its slots: then they are written again | shares pages | computed again |
 | tokens in full beside, groups over tokens | none: some are in no page | copies those | computed again |
-| tokens chosen by scores | none: every later query changes them | copies | kept elsewhere |
-| summaries of pages | none: they are in no page | copies them, shares pages | computed again, if in the same pieces |
-| recurrent state, rows that a mask keeps | none: in no page | copies | computed again |
-| not in pages | none | copies | computed again |
+| tokens chosen by scores | none: every later query changes them | copies | never |
+| summaries of pages | none: they are in no page | copies | never |
+| recurrent state, rows that a mask keeps | none: in no page | copies those | computed again |
+| not in pages | none | copies | never lacks pages |
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class KVCache:
 
     def _rows_for(self, slots: int, buffer: Tensor) -> int:
         """Rows of a head that so many slots take: fewer where one is shared by a group of tokens."""
-        return -(-slots * buffer.shape[2] // self.shape.span)
+        return self.shape.rows_for(slots, buffer.shape[2])
 
     def _used(self, name: str, buffer: Tensor) -> Tensor:
         """What holds something of the text: of a layer whose slots stand in the order of tokens, the first ones."""
@@ -106,13 +106,7 @@ class KVCache:
 
     def inputs(self) -> dict[str, Tensor]:
         """The buffers as the graph takes them."""
-        as_bytes = {name for name, of in self.shape.buffers.items() if of.as_bytes}
-        if not as_bytes:
-            return self.buffers
-        return {
-            name: buffer.view(torch.uint8) if name in as_bytes else buffer
-            for name, buffer in self.buffers.items()
-        }
+        return self.shape.as_kernels_take(self.buffers)
 
     def shapes(self) -> dict[str, tuple[tuple[int | str, ...], torch.dtype]]:
         """Shape and dtype of each of `inputs`: the first size is "batch", or the name of a pool's number of pages."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from kvcompile.kernels.triton.available import fp8_form
 from kvcompile.layouts import BufferSpec, PageGroup
@@ -51,6 +52,17 @@ class CacheShape:
     span: int
     state: tuple[str, ...] = ()
     back: StepsBack = StepsBack(0, "nothing is known of its layouts")
+
+    def rows_for(self, slots: int, own: int) -> int:
+        """Rows of a head that so many slots take, in a contiguous buffer of `own` rows: tokens of a group share one."""
+        return -(-slots * own // self.span)
+
+    def as_kernels_take(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The buffers as the graph takes them: some as bytes."""
+        as_bytes = {name for name, of in self.buffers.items() if of.as_bytes}
+        if not as_bytes:
+            return buffers
+        return {name: b.view(torch.uint8) if name in as_bytes else b for name, b in buffers.items()}
 
     @staticmethod
     def of(

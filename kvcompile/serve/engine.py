@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kvcompile.errors import BusyError, InputError, KVCompileError, LimitError, PlanError, ServeError
@@ -25,18 +24,18 @@ from kvcompile.runtime.module import CachedModel
 from kvcompile.serve.capacity import capacity
 from kvcompile.serve.ends import Ends
 from kvcompile.serve.live import LiveRequest, LiveText
+from kvcompile.serve.passes import Passes
 from kvcompile.serve.pick import Matcher, Picked, Picker, pick
 from kvcompile.serve.prefix import root
-from kvcompile.serve.request import Handle, Result
-from kvcompile.serve.rows import Rows
+from kvcompile.serve.prompts import Prompt, bounds_of, ends_of, ids_of
+from kvcompile.serve.request import Handle, Result, TokenLogprob
 from kvcompile.serve.sampling import Sampling
-from kvcompile.serve.schedule import Chunk, Copy, Drop, In, Move, Out, Rules, Scheduler, State, StepPlan, Text
+from kvcompile.serve.schedule import Chunk, In, Out, Rules, Scheduler, State, StepPlan, Text
 from kvcompile.serve.stats import Speed, Stats
 from kvcompile.serve.structure import matcher
 from kvcompile.util.console import parse_bytes
 
 log = logging.getLogger(__name__)
-Prompt = str | Sequence[int]
 
 
 class Engine:
@@ -95,18 +94,18 @@ class Engine:
             )
         if prefix_cache not in ("auto", "on", "off"):
             raise InputError(f"prefix_cache: expected auto, on or off, got {prefix_cache!r}")
+        if not 0 <= watermark < 1:
+            raise InputError(f"watermark: expected a share from 0 to below 1, got {watermark!r}")
         self.module = model
         self.tokenizer = tokenizer
         self.name = name or type(model.model).__name__
-        plan, program, device = model.plan, model.program, model.device
-        self._program = program
+        plan = model.plan
         limits = plan.limits
         self.max_tokens = limits.max_tokens
         self._max_queue = _positive("max_queue", max_queue)
-        shape = model.cache.shape
         wanted = limits.max_batch if max_sequences is None else _positive("max_sequences", max_sequences)
         bytes_given = None if memory is None else parse_bytes(memory)
-        room = capacity(plan, shape, device, wanted, bytes_given)
+        room = capacity(plan, model.cache.shape, model.device, wanted, bytes_given)
         chunk = (
             limits.prefill_chunk if prefill_tokens is None else _positive("prefill_tokens", prefill_tokens)
         )
@@ -114,15 +113,16 @@ class Engine:
         shared = sharing((decision.layout for decision in plan.decisions), bool(plan.states), masked)
         if prefix_cache == "on" and not shared.shares:
             raise PlanError(f"prefix_cache: on, and texts share nothing of this plan: {shared.reason}")
-        self._until = shared.until if prefix_cache != "off" else 0
-        self._prefix_cache = "on" if self._until != 0 else f"off: {shared.reason or 'asked for'}"
+        until = 0 if prefix_cache == "off" else shared.until
+        why = "asked for" if prefix_cache == "off" else shared.reason
+        self._prefix_cache = f"off: {why}" if until == 0 else "on"
         self._scheduler = Scheduler(
             room.groups,
             Rules(
                 rows=room.rows,
                 chunk=chunk,
                 whole=plan.whole_prompts,
-                until=self._until,
+                until=until,
                 aligned=chunk if deterministic else 1,
                 recomputes=shared.recomputes,
                 watermark=watermark,
@@ -131,33 +131,20 @@ class Engine:
                 host_bytes=0 if not host_memory else parse_bytes(host_memory),
             ),
         )
-        self._rows = Rows(shape, device, room.rows, [group.pages for group in room.groups])
+        self._passes = Passes(model, room)
         self._bytes = room.bytes
         self._secret = secrets.token_bytes(32)
-        self._apart = (
-            program.takes_past_length or not program.ragged
-        )  # texts of other lengths in other passes
-        self._eos = _eos_ids(model.model, tokenizer)
-        self._vocabulary = program.ids or (0, _vocabulary(model.model) - 1)
+        self._eos = ends_of(model.model, tokenizer)
+        self._bounds = bounds_of(model.program, model.model)
         self._texts: dict[int, LiveText] = {}
         self._requests: dict[str, LiveRequest] = {}
-        self._on_host: dict[int, dict[str, Tensor]] = {}
         self._numbers = itertools.count(1)
-        self._counts: dict[str, int] = dict.fromkeys(
-            (
-                "requests",
-                "finished",
-                "failed",
-                "cancelled",
-                "prompt_tokens",
-                "completion_tokens",
-                "cached_tokens",
-            ),
-            0,
-        )
+        requests = ("requests", "finished", "failed", "cancelled")
+        tokens = ("prompt_tokens", "completion_tokens", "cached_tokens")
+        self._counts: dict[str, int] = dict.fromkeys((*requests, *tokens), 0)
         self._steps = 0
         self._speed = Speed()
-        self._inbox: list[Callable[[], None]] = []
+        self._inbox: list[tuple[list[int], Callable[[], None]]] = []  # which texts, and what of them
         self._changed = threading.Condition()
         self._closing = self._closed = False
         self._thread: threading.Thread | None = None
@@ -168,12 +155,7 @@ class Engine:
     @property
     def vocabulary(self) -> int:
         """Ids are below this."""
-        return self._vocabulary[1] + 1
-
-    @property
-    def prefix_cache(self) -> str:
-        """ "on", or "off: why"."""
-        return self._prefix_cache
+        return self._bounds[1] + 1
 
     def submit(
         self, prompt: Prompt, sampling: Sampling | None = None, *, salt: str = "", id: str | None = None
@@ -193,7 +175,7 @@ class Engine:
             ServeError: the engine is closed.
         """
         sampling = sampling or Sampling()
-        ids = self._ids(prompt)
+        ids = ids_of(prompt, self.tokenizer, self._bounds)
         room = None if self.max_tokens is None else self.max_tokens - len(ids) + 1
         if room is not None and room < 1:
             raise LimitError(
@@ -202,7 +184,7 @@ class Engine:
         most = len(ids) + min(sampling.max_tokens, room or sampling.max_tokens) - 1
         self._scheduler.check(len(ids), most)
         name = id if id is not None else f"request-{next(self._numbers)}"
-        handle = Handle(name, lambda: self._tell(lambda: self._cancel(name)))
+        handle = Handle(name, lambda: self._tell(request, self._cancel))
         request = LiveRequest(handle, ids, sampling)
         start = root(self._secret, self.module.plan.digest(), self.module.plan.scales or "", salt)
         first = next(self._numbers)
@@ -221,8 +203,7 @@ class Engine:
                 raise BusyError(f"{self._max_queue} requests are waiting: try again later")
             self._requests[name] = request
             self._counts["requests"] += 1
-            self._inbox.append(lambda: self._enter(request))
-            self._changed.notify_all()
+            self._tell(request, self._enter)
         return handle
 
     def generate(
@@ -295,35 +276,16 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
-        given: Any = prompt
-        if isinstance(given, str):
-            if self.tokenizer is None:
-                raise InputError("prompt: a text, and the engine has no tokenizer: give it one, or token ids")
-            given = self.tokenizer(given)["input_ids"]
-        try:
-            ids: tuple[Any, ...] = tuple(given.tolist() if isinstance(given, Tensor) else given)
-        except TypeError:
-            raise InputError(f"prompt: expected a text or token ids, got {type(given).__name__}") from None
-        if not ids:
-            raise InputError("prompt: expected at least one token, got none")
-        least, most = self._vocabulary
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise InputError(f"prompt: expected token ids, got {token!r}")
-            if not least <= token <= most:
-                raise InputError(f"prompt: expected ids from {least} to {most}, got {token}")
-        return ids
-
     def _matcher(self, sampling: Sampling) -> Matcher | None:
         """What the request's structure allows at the beginning; None: it has none."""
         if sampling.structure is None:
             return None
         return matcher(sampling.structure, self.tokenizer, self.vocabulary, self._eos)
 
-    def _tell(self, note: Callable[[], None]) -> None:
+    def _tell(self, request: LiveRequest, note: Callable[[LiveRequest], None]) -> None:
+        """Leave a note about a request for the next step."""
         with self._changed:
-            self._inbox.append(note)
+            self._inbox.append(([live.text.id for live in request.texts], partial(note, request)))
             self._changed.notify_all()
 
     # ---- the engine's thread
@@ -333,26 +295,29 @@ class Engine:
         self._thread.start()
 
     def _run(self) -> None:
-        while True:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._inbox or self._closed or self._scheduler.texts)
+                    if self._closed:
+                        break
+                self._turn()
+        finally:  # also after a defect of ours: nobody may wait for ever
             with self._changed:
-                self._changed.wait_for(lambda: self._inbox or self._closed or self._scheduler.texts)
-                if self._closed:
-                    break
-            self._turn()
-        with self._changed:
-            for request in list(self._requests.values()):
-                self._over(request)
-                request.handle.fail(ServeError("the engine was closed before this request had ended"))
+                self._closing = self._closed = True
+                for request in list(self._requests.values()):
+                    self._over(request)
+                    request.handle.fail(ServeError("the engine was closed before this request had ended"))
 
     def _turn(self) -> None:
         """What came since the last step, and a step."""
         with self._changed:
             notes, self._inbox = self._inbox, []
+        for texts, note in notes:
+            self._guarded(texts, note)
         try:
-            for note in notes:
-                note()
             self._step()
-        except BaseException as error:  # a defect of ours: nobody may wait for ever
+        except Exception as error:  # a defect of ours
             log.exception("the engine's step failed")
             self._fail(list(self._texts), error)
 
@@ -362,12 +327,9 @@ class Engine:
                 self._texts[live.text.id] = live
                 self._scheduler.add(live.text)
 
-    def _cancel(self, name: str) -> None:
-        request = self._requests.get(name)
-        if request is None:
-            return
+    def _cancel(self, request: LiveRequest) -> None:
         for live in request.texts:
-            if live.finish is None:
+            if live.finish is None and live.text.id in self._texts:
                 live.stop()
                 self._leave(live)
         self._finished(request)
@@ -383,15 +345,15 @@ class Engine:
             request = self._texts[id].request
             request.began = request.began or now
         try:
-            self._move(plan.moves)
+            self._passes.move(plan.moves, {id: live.text.computed for id, live in self._texts.items()})
         except Exception as error:
             self._fail([*plan.texts, *_moved(plan)], error)
             return
-        for batch in [[id] for id in plan.decodes] if self._apart else [plan.decodes]:
-            if batch:
-                self._guarded(batch, partial(self._decode, batch))
+        for batch in self._passes.batches(plan.decodes):
+            self._guarded(batch, partial(self._decode, batch))
         for chunk in plan.chunks:
-            self._guarded([chunk.text], partial(self._prefill, chunk))
+            if chunk.text in self._texts:  # a text of the same request may have failed in this step
+                self._guarded([chunk.text], partial(self._prefill, chunk))
 
     def _guarded(self, texts: Sequence[int], run: Callable[[], None]) -> None:
         """A pass that fails takes the requests in it along, and no others."""
@@ -400,75 +362,25 @@ class Engine:
         except Exception as error:
             self._fail(texts, error)
 
-    def _move(self, moves: Sequence[Move]) -> None:
-        for move in moves:
-            match move:
-                case Copy():
-                    self._rows.copy_pages([move])
-                case Drop(text):
-                    self._rows.drop(text)
-                case Out(text, tables):
-                    self._on_host[text] = self._rows.state(text, tables)
-                case In(text, tables):
-                    self._rows.restore(text, self._texts[text].text.computed, tables, self._on_host.pop(text))
-
     def _decode(self, batch: Sequence[int]) -> None:
-        """The next token of every text of a batch, which stand in the first rows then."""
-        if len(batch) == 1:
-            order = list(batch)
-            first = self._rows.place(order[0])
-        else:
-            order, first = self._rows.arrange(batch), 0
-        texts = [self._texts[id].text for id in order]
-        logits = self._pass(order, first, [text.tokens[text.computed :] for text in texts])
-        for text in texts:
-            self._computed(text, len(text.tokens))
-        self._choose([self._texts[id] for id in order], logits)
+        """The next token of every text of a batch."""
+        order, logits = self._passes.run([self._texts[id].text for id in batch])
+        for text in order:
+            self._scheduler.computed(text.id, len(text.tokens))
+        self._choose([self._texts[text.id] for text in order], logits)
 
     def _prefill(self, chunk: Chunk) -> None:
-        """A piece of a prompt, and the first token after it."""
+        """A piece of a prompt, and after the last one the first token of every text of this prompt."""
         live = self._texts[chunk.text]
-        first = self._rows.place(chunk.text)
-        logits = self._pass([chunk.text], first, [live.text.tokens[chunk.start : chunk.end]])
-        self._computed(live.text, chunk.end)
+        _, logits = self._passes.run([live.text], chunk.end)
+        self._scheduler.computed(chunk.text, chunk.end)
         if not chunk.last:
             return
         lives = [live]
         for fork in self._scheduler.fork(chunk.text):
-            self._rows.copy_pages(fork.copies)
-            self._rows.fork(fork.source, fork.target)
+            self._passes.fork(fork)
             lives.append(self._texts[fork.target])
         self._choose(lives, logits.expand(len(lives), -1))
-
-    def _pass(self, order: Sequence[int], first: int, tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Run tokens of texts in rows from `first` on; the logits [B, V] after the last of each."""
-        rows, device = self._rows, self.module.device
-        seen = [self._texts[id].text.computed for id in order]
-        for id in order:
-            rows.write_tables(id, self._texts[id].text.tables)
-        ids = torch.tensor(tokens, dtype=torch.int64)
-        lens = torch.tensor(seen, dtype=torch.int64)
-        positions = lens[:, None] + torch.arange(ids.shape[1])
-        end = first + len(order)
-        with self.module.turns.alone():
-            self.module.check_call()
-            columns = max(seen)
-            rows.hold(columns + ids.shape[1])
-            flat = self.module.run_pass(
-                ids.to(device),
-                positions.to(device),
-                lens.to(device),
-                rows.inputs(first, end),
-                columns=columns,
-                kept=1,
-                rows=[[0] * len(seen), seen],
-                version=rows.version if first == 0 else None,
-            )
-            return flat[self._program.logits][:, -1].float()
-
-    def _computed(self, text: Text, end: int) -> None:
-        self._scheduler.computed(text.id, end)
-        self._rows.note(text.id, end)
 
     def _choose(self, lives: Sequence[LiveText], logits: Tensor) -> None:
         """The next token of each text from logits [B, V]."""
@@ -483,16 +395,20 @@ class Engine:
         self._take(lives, picked)
 
     def _take(self, lives: Sequence[LiveText], picked: Picked) -> None:
-        now = time.monotonic()
         for live, token, logprob in zip(lives, picked.tokens, picked.logprobs, strict=True):
-            request = live.request
-            request.first = request.first or now
-            self._scheduler.chosen(live.text.id, token)
-            live.take(token, logprob)
-            if live.finish is not None:
-                self._leave(live)
-                self._finished(request)
+            self._guarded([live.text.id], partial(self._took, live, token, logprob))
         self._speed.note(len(lives))
+
+    def _took(self, live: LiveText, token: int, logprob: TokenLogprob | None) -> None:
+        if live.text.id not in self._texts:  # another text of its request has failed meanwhile
+            return
+        request = live.request
+        request.first = request.first or time.monotonic()
+        self._scheduler.chosen(live.text.id, token)
+        live.take(token, logprob)
+        if live.finish is not None:
+            self._leave(live)
+            self._finished(request)
 
     # ---- ends
 
@@ -500,11 +416,10 @@ class Engine:
         with self._changed:
             if self._texts.pop(live.text.id, None) is not None:
                 self._scheduler.end(live.text.id)
-                self._rows.drop(live.text.id)
-                self._on_host.pop(live.text.id, None)
+                self._passes.leave(live.text.id)
 
     def _finished(self, request: LiveRequest) -> None:
-        if not request.done or request.handle.id not in self._requests:
+        if not request.done or self._requests.get(request.handle.id) is not request:
             return
         result = request.result()
         usage = result.usage
@@ -545,21 +460,3 @@ def _positive(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputError(f"{name}: expected a whole number of at least 1, got {value!r}")
     return value
-
-
-def _eos_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
-    """Ids that end a text, as the model's generation config, its config and the tokenizer say."""
-    found: set[int] = set()
-    for owner in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
-        ids = getattr(owner, "eos_token_id", None)
-        if isinstance(ids, (int, list, tuple)):
-            found |= {ids} if isinstance(ids, int) else set(ids)
-    return frozenset(found)
-
-
-def _vocabulary(model: nn.Module) -> int:
-    size = getattr(getattr(model, "config", None), "vocab_size", None)
-    if not isinstance(size, int):
-        sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-        size = max(sizes, default=1 << 31)
-    return size

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from kvcompile.errors import LimitError
-from kvcompile.kernels.ops.page_copy import page_copy
+from kvcompile.kernels.ops.page_copy import indexable, page_copy
 from kvcompile.layouts.pages import SPARE_PAGES
-from kvcompile.layouts.storage import is_fp8
 from kvcompile.runtime.cache_spec import CacheShape
 from kvcompile.runtime.growing import Growing, make_growing
 from kvcompile.serve.schedule import Copy, Tables
@@ -43,6 +42,7 @@ class Rows:
         self._growing: dict[str, Growing] = {}
         self._tables = [pool.group.name for pool in shape.pools]
         self._pooled = [pool.buffers for pool in shape.pools]
+        self._in_pools = {name for names in self._pooled for name in names}
         sizes = {name: count for pool, count in zip(shape.pools, pages, strict=True) for name in pool.buffers}
         try:
             for name, of in shape.buffers.items():
@@ -62,31 +62,22 @@ class Rows:
                 f"no memory for the engine's cache: {str(error).splitlines()[0]}; give it less (memory=..), or fewer "
                 "sequences"
             ) from error
-        self._own = [
-            name for name, of in shape.buffers.items() if not of.spec.paged
-        ]  # what has a row per text
+        # What has a row per text.
+        self._own = [name for name, of in shape.buffers.items() if not of.spec.paged]
         self._at: list[int | None] = [None] * rows  # which text is in a row
         self._row: dict[int, int] = {}
         self._tokens = [0] * rows
         self._written: list[list[list[int]]] = [[[] for _ in shape.pools] for _ in range(rows)]
-        as_bytes = {name for name, of in shape.buffers.items() if of.as_bytes}
-        self._inputs = {
-            name: buffer.view(torch.uint8) if name in as_bytes else buffer
-            for name, buffer in self.buffers.items()
-        }
+        self._inputs = shape.as_kernels_take(self.buffers)
 
     def _zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, grows: bool) -> Tensor:
         if grows and self.shape.buffers[name].spec.fill is None:
             made = make_growing(shape, dtype, self.device)
             if made is not None:
-                buffer, self._growing[name] = made
-                return buffer
+                if not self.shape.buffers[name].spec.paged:  # a CPU's pool takes memory as it is written
+                    self._growing[name] = made[1]
+                return made[0]
         return torch.zeros(shape, dtype=dtype, device=self.device)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the buffers have addresses for; on a CPU they take memory as they are written."""
-        return sum(buffer.nbytes for buffer in self.buffers.values())
 
     # ---- texts and their rows
 
@@ -123,8 +114,7 @@ class Rows:
         """Of a row [H, slots, ..], or of several, what holds something of a text: the rest takes no memory."""
         if not self.shape.buffers[name].in_order:
             return part
-        slots = part.shape[1]
-        return part[:, : -(-tokens * slots // self.shape.span)]
+        return part[:, : self.shape.rows_for(tokens, part.shape[1])]
 
     def drop(self, text: int) -> None:
         """A text has no row any more; nothing happens where it has none."""
@@ -200,16 +190,12 @@ class Rows:
             LimitError: the device has no more.
         """
         for name, memory in self._growing.items():
-            buffer = self.buffers[name]
-            if not self.shape.buffers[name].spec.paged:
-                memory.hold(-(-slots * buffer.shape[2] // max(self.shape.span, 1)), 0)
+            memory.hold(self.shape.rows_for(slots, self.buffers[name].shape[2]), 0)
 
     def inputs(self, first: int, end: int) -> dict[str, Tensor]:
         """The buffers as a pass over rows [first, end) takes them."""
-        pooled = {name for names in self._pooled for name in names}
-        return {
-            name: buffer if name in pooled else buffer[first:end] for name, buffer in self._inputs.items()
-        }
+        whole, inputs = self._in_pools, self._inputs
+        return {name: buffer if name in whole else buffer[first:end] for name, buffer in inputs.items()}
 
     # ---- what goes to the host and comes back
 
@@ -221,7 +207,7 @@ class Rows:
         for names, table in zip(self._pooled, tables, strict=True):
             pages = torch.tensor(table, dtype=torch.int64, device=self.device)
             for name in names:
-                found[name] = _bits(self.buffers[name])[pages].cpu()
+                found[name] = indexable(self.buffers[name])[pages].cpu()
         return found
 
     def restore(self, text: int, tokens: int, tables: Tables, state: dict[str, Tensor]) -> None:
@@ -233,12 +219,7 @@ class Rows:
         for names, table in zip(self._pooled, tables, strict=True):
             pages = torch.tensor(table, dtype=torch.int64, device=self.device)
             for name in names:
-                _bits(self.buffers[name])[pages] = state[name].to(self.device)
-
-
-def _bits(buffer: Tensor) -> Tensor:
-    """The same memory in a dtype that torch can index: it gathers no fp8."""
-    return buffer.view(torch.uint8) if is_fp8(buffer.dtype) else buffer
+                indexable(self.buffers[name])[pages] = state[name].to(self.device)
 
 
 def _on_host(part: Tensor) -> Tensor:

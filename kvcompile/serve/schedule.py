@@ -32,7 +32,6 @@ class State(StrEnum):
     WAITING = "waiting"  # has nothing in the cache
     RUNNING = "running"  # has a row and pages
     SWAPPED = "swapped"  # waits, and what it had in the cache is on the host
-    ENDED = "ended"
 
 
 @dataclass
@@ -62,6 +61,7 @@ class Text:
     prompt: int = 0  # tokens of its prompt
     cached: int | None = None  # tokens that the prefix cache had when it first came in
     preemptions: int = 0
+    lost: int = 0  # tokens that it had in the cache when it last gave up its pages to be computed again
     recomputed: int = 0
     swapped: int = 0  # bytes
 
@@ -168,6 +168,16 @@ class Rules:
     host_bytes: int = 0
 
 
+@dataclass
+class _Step:
+    """A plan on its way; spent: tokens of its chunks."""
+
+    moves: list[Move] = field(default_factory=list)
+    decodes: list[int] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    spent: int = 0
+
+
 class Scheduler:
     """All texts of an engine, and the pages of every group."""
 
@@ -207,7 +217,6 @@ class Scheduler:
         text = self.texts.pop(id)
         self._give_back(text)
         self._on_host.pop(id, None)
-        text.state = State.ENDED
 
     def _of(self, *states: State) -> list[Text]:
         return sorted((t for t in self.texts.values() if t.state in states), key=lambda t: t.order)
@@ -226,39 +235,30 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """What the next step does; pages are taken as if it were done."""
-        moves: list[Move] = []
-        decodes: list[int] = []
-        chunks: list[Chunk] = []
-        running, spent = self.running, 0
-        for text in running:
-            if text.state is not State.RUNNING:  # it has given way to an older one
-                continue
-            end = self._next_end(text)
-            if text.left > 1 and spent and spent + end - text.computed > self.rules.chunk:
-                continue
-            if not self._make_room(text, end, moves):
-                continue
-            if text.left == 1:
-                decodes.append(text.id)
-            else:
-                spent += end - text.computed
-                chunks.append(Chunk(text.id, text.computed, end, end == len(text.tokens)))
+        step = _Step()
+        for text in self.running:
+            if text.state is State.RUNNING:  # else it has given way to an older one
+                self._go_on(text, step)
         for text in self.waiting:
-            if spent >= self.rules.chunk or not self._admit(text, moves):
+            if step.spent >= self.rules.chunk or not self._admit(text, step.moves):
                 break
-            if text.state is State.WAITING:  # it goes on with the text that computes its prompt
-                continue
-            end = self._next_end(text)
-            if text.left == 1:
-                made = self._make_room(text, end, moves)
-                assert made, "who comes in has room"
-                decodes.append(text.id)
-            elif not spent or spent + end - text.computed <= self.rules.chunk:
-                spent += end - text.computed
-                made = self._make_room(text, end, moves)
-                assert made, "who comes in has room"
-                chunks.append(Chunk(text.id, text.computed, end, end == len(text.tokens)))
-        return StepPlan(tuple(moves), tuple(decodes), tuple(chunks))
+            if text.state is State.RUNNING:  # else it waits for the text that computes its prompt
+                self._go_on(text, step)
+        return StepPlan(tuple(step.moves), tuple(step.decodes), tuple(step.chunks))
+
+    def _go_on(self, text: Text, step: _Step) -> None:
+        """A running text takes its next token, or a chunk where the step has tokens left for it."""
+        end = self._next_end(text)
+        size = end - text.computed
+        if text.left > 1 and step.spent and step.spent + size > self.rules.chunk:
+            return
+        if not self._make_room(text, end, step.moves):
+            return
+        if text.left == 1:
+            step.decodes.append(text.id)
+        else:
+            step.spent += size
+            step.chunks.append(Chunk(text.id, text.computed, end, end == len(text.tokens)))
 
     def _next_end(self, text: Text) -> int:
         """Where the next piece of a text ends."""
@@ -297,12 +297,10 @@ class Scheduler:
             moves.append(In(text.id, _frozen(text.tables)))
             self._on_host.pop(text.id)
         else:
-            if text.cached is None:
-                text.cached = hit
-            else:  # what is found again was not lost
-                found_again = min(hit, text.recomputed)
-                text.recomputed -= found_again
-                self.recomputed -= found_again
+            text.cached = hit if text.cached is None else text.cached
+            again = max(text.lost - hit, 0)  # what is found was not lost
+            text.lost, text.recomputed = 0, text.recomputed + again
+            self.recomputed += again
             text.computed = hit
         text.state = State.RUNNING
         return True
@@ -389,9 +387,7 @@ class Scheduler:
             self.swapped += size
             text.state = State.SWAPPED
         else:
-            text.recomputed += text.computed
-            self.recomputed += text.computed
-            text.computed = 0
+            text.lost, text.computed = text.computed, 0
             text.state = State.WAITING
         moves.append(Drop(text.id))
         self._give_back(text)

@@ -24,10 +24,11 @@ from tests.breaks.graphs import GRAPHS
 from tests.breaks.http import HTTP
 from tests.breaks.kernels import KERNELS
 from tests.breaks.product import PRODUCT
+from tests.breaks.serving import SERVING
 from tests.breaks.texts import TEXTS
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL = (*KERNELS, *GRAPHS, *PRODUCT, *HTTP, *TEXTS)
+ALL = (*KERNELS, *GRAPHS, *PRODUCT, *HTTP, *SERVING, *TEXTS)
 # An editable install finds these beside `kvcompile`; a copy has them inside, where Python looks first.
 INSIDE = ("passes", "kernels", "recipes")
 NO_TESTS = (4, 5)  # exit codes of pytest: a wrong path, nothing collected

@@ -1,0 +1,93 @@
+"""Carries out what a step's plan says on tensors: pages and rows are moved, tokens run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvcompile.runtime.module import CachedModel
+from kvcompile.serve.capacity import Capacity
+from kvcompile.serve.rows import Rows
+from kvcompile.serve.schedule import Copy, Drop, Fork, In, Move, Out, Text
+
+
+class Passes:
+    """An engine's cache, and the module that runs over it; used by one thread."""
+
+    def __init__(self, module: CachedModel, room: Capacity):
+        """
+        Raises:
+            LimitError: the device has no memory for so much.
+        """
+        self.module = module
+        self.rows = Rows(module.cache.shape, module.device, room.rows, [group.pages for group in room.groups])
+        self._on_host: dict[int, dict[str, Tensor]] = {}
+        program = module.program
+        # Texts of other lengths come in other passes.
+        self._apart = program.takes_past_length or not program.ragged
+
+    def move(self, moves: Sequence[Move], computed: dict[int, int]) -> None:
+        """Carry out moves, one after the other; computed: tokens that each text that comes back has in the cache."""
+        for move in moves:
+            match move:
+                case Copy():
+                    self.rows.copy_pages([move])
+                case Drop(text):
+                    self.rows.drop(text)
+                case Out(text, tables):
+                    self._on_host[text] = self.rows.state(text, tables)
+                case In(text, tables):
+                    self.rows.restore(text, computed[text], tables, self._on_host.pop(text))
+
+    def fork(self, fork: Fork) -> None:
+        """Let a text go its own way from where another one is."""
+        self.rows.copy_pages(fork.copies)
+        self.rows.fork(fork.source, fork.target)
+
+    def leave(self, text: int) -> None:
+        """A text has nothing here any more."""
+        self.rows.drop(text)
+        self._on_host.pop(text, None)
+
+    def batches(self, texts: Sequence[int]) -> list[list[int]]:
+        """Texts that take their next token together."""
+        return [[text] for text in texts] if self._apart else [list(texts)] if texts else []
+
+    def run(self, texts: Sequence[Text], end: int | None = None) -> tuple[list[Text], Tensor]:
+        """Run what is left of texts; several have one token left each.
+
+        end: where the piece of a single text ends; None: at its last token
+
+        Returns the texts in the order of their rows, and the logits [B, V] after the last token of each.
+        """
+        rows, device = self.rows, self.module.device
+        if len(texts) == 1:
+            first = rows.place(texts[0].id)
+        else:
+            by_id, first = {text.id: text for text in texts}, 0
+            texts = [by_id[id] for id in rows.arrange(list(by_id))]
+        for text in texts:
+            rows.write_tables(text.id, text.tables)
+        seen = [text.computed for text in texts]
+        ids = torch.tensor([text.tokens[text.computed : end] for text in texts], dtype=torch.int64)
+        lens = torch.tensor(seen, dtype=torch.int64)
+        positions = lens[:, None] + torch.arange(ids.shape[1])
+        with self.module.turns.alone():
+            self.module.check_call()
+            columns = max(seen)
+            rows.hold(columns + ids.shape[1])
+            flat = self.module.run_pass(
+                ids.to(device),
+                positions.to(device),
+                lens.to(device),
+                rows.inputs(first, first + len(texts)),
+                columns=columns,
+                kept=1,
+                rows=[[0] * len(seen), seen],
+                version=rows.version if first == 0 else None,
+            )
+        for text, row in zip(texts, ids, strict=True):
+            rows.note(text.id, text.computed + len(row))
+        return list(texts), flat[self.module.program.logits][:, -1].float()

@@ -1,0 +1,127 @@
+"""Breaks of the engine and its scheduler (kvcompile/serve)."""
+
+from __future__ import annotations
+
+from tests.breaks.broken import broken
+
+NUMERICS, ENGINE, SCHEDULE, SALTS = (
+    "tests/serve/test_numerics.py",
+    "tests/serve/test_engine.py",
+    "tests/serve/test_schedule.py",
+    "tests/serve/http/test_engine.py",
+)
+
+SERVING = (
+    broken(
+        "a text comes back from the host without its pages",
+        "kvcompile/serve/rows.py",
+        "                indexable(self.buffers[name])[pages] = state[name].to(self.device)",
+        "                pass",
+        NUMERICS,
+    ),
+    broken(
+        "a text comes back from the host without its row",
+        "kvcompile/serve/rows.py",
+        "            self._used(name, self.buffers[name][row], tokens).copy_(state[name])",
+        "            pass",
+        NUMERICS,
+    ),
+    broken(
+        "a fork has an empty row",
+        "kvcompile/serve/rows.py",
+        "            parts[1].copy_(parts[0])",
+        "            pass",
+        NUMERICS,
+    ),
+    broken(
+        "texts change places without their tables",
+        "kvcompile/serve/rows.py",
+        "            _exchange(self.buffers[name][one], self.buffers[name][other])",
+        "            pass",
+        NUMERICS,
+    ),
+    broken(
+        "texts change places without what is beside pages",
+        "kvcompile/serve/rows.py",
+        "            _exchange(*parts)",
+        "            pass",
+        NUMERICS,
+    ),
+    broken(
+        "a page is not copied before it is written",
+        "kvcompile/serve/passes.py",
+        "                    self.rows.copy_pages([move])",
+        "                    pass",
+        NUMERICS,
+    ),
+    broken(
+        "texts of other lengths run together where they must not",
+        "kvcompile/serve/passes.py",
+        "program.takes_past_length or not program.ragged",
+        "False",
+        NUMERICS,
+    ),
+    broken(
+        "a text that fails takes its batch along",
+        "kvcompile/serve/engine.py",
+        "            self._guarded([live.text.id], partial(self._took, live, token, logprob))",
+        "            self._took(live, token, logprob)",
+        ENGINE,
+    ),
+    broken(
+        "a pass that fails is not told",
+        "kvcompile/serve/engine.py",
+        "        except Exception as error:\n            self._fail(texts, error)",
+        "        except Exception:\n            pass",
+        ENGINE,
+    ),
+    broken(
+        "an old handle cancels whoever has its name",
+        "kvcompile/serve/engine.py",
+        "lambda: self._tell(request, self._cancel)",
+        "lambda: self._tell(self._requests[name], self._cancel)",
+        ENGINE,
+    ),
+    broken(
+        "a thread that ends leaves its requests waiting",
+        "kvcompile/serve/engine.py",
+        '                    request.handle.fail(ServeError("the engine was closed before this request had ended"))',
+        "                    pass",
+        ENGINE,
+    ),
+    broken(
+        "salts share their pages",
+        "kvcompile/serve/engine.py",
+        'self.module.plan.scales or "", salt)',
+        'self.module.plan.scales or "")',
+        SALTS,
+    ),
+    broken(
+        "a text computed again is forked as its prompt",
+        "kvcompile/serve/schedule.py",
+        "        if source.computed != source.prompt:",
+        "        if False:",
+        SCHEDULE,
+    ),
+    broken(
+        "a ring is shared beyond its slots",
+        "kvcompile/serve/schedule.py",
+        "            if until is not None and end > until:",
+        "            if False:",
+        SCHEDULE,
+    ),
+    broken(
+        "the oldest gives up its pages",
+        "kvcompile/serve/schedule.py",
+        "            victim = self.running[-1]",
+        "            victim = self.running[0]",
+        SCHEDULE,
+    ),
+    broken(
+        "a page that is written is still found",
+        "kvcompile/serve/schedule.py",
+        "                    pages.forget(page)",
+        "                    pass",
+        SCHEDULE,
+    ),
+)
