@@ -172,7 +172,7 @@ class Scheduler:
             text.lost, text.recomputed = 0, text.recomputed + again
             self.recomputed += again
             text.computed = text.whole = hit.tokens
-        text.state = State.RUNNING
+        text.state, text.fresh = State.RUNNING, not back
         return True
 
     def _found(self, text: Text, beside: bool) -> tuple[Hit, Tier] | None:
@@ -280,7 +280,8 @@ class Scheduler:
         size = self.rules.row_bytes + sum(
             len(table) * each for table, each in zip(text.tables, self.rules.page_bytes, strict=True)
         )
-        if text.computed and size + sum(self._on_host.values()) <= self.rules.host_bytes:
+        # One that has computed nothing since it came in has what it found, which may be found again.
+        if text.computed and not text.fresh and size + sum(self._on_host.values()) <= self.rules.host_bytes:
             moves.append(Out(text.id, _frozen(text.tables)))
             self._on_host[text.id] = size
             self._below.limit(self.rules.host_bytes - sum(self._on_host.values()))
@@ -314,7 +315,7 @@ class Scheduler:
         """Tokens of a text up to `end` are in the cache now: its full pages are found from now on, and what a snapshot
         is to be made of is returned."""
         text = self.texts[id]
-        start, text.computed = text.computed, end
+        start, text.computed, text.fresh = text.computed, end, False
         if text.in_chunk and text.whole == start and end - start == self.rules.chunk:
             text.whole = end
         if not self.rules.shares:

@@ -40,6 +40,7 @@ class Text:
     state: State = State.WAITING
     computed: int = 0
     whole: int = 0
+    fresh: bool = False  # whether it has computed nothing since it came in
     in_chunk: bool = False  # whether its pass in this step is a chunk
     tables: list[list[int]] = field(default_factory=list)
     chains: dict[int, Chain] = field(default_factory=dict)
