@@ -14,10 +14,13 @@ begin alike have the same there. What a prompt in one piece leaves depends on wh
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcompile.layouts.layout import CacheLayout
-from kvcompile.layouts.placement import Paged
+from kvcompile.layouts.placement import Paged, Ring, Slots
+from kvcompile.layouts.retention import Scored, SinkWindow
+from kvcompile.layouts.selection import TopPages
+from kvcompile.layouts.storage import per_channel, uint, with_residual
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,13 @@ class Sharing:
     @property
     def shares(self) -> bool:
         return not self.reason
+
+    @property
+    def given_up(self) -> str:
+        """How a text gets its cache back."""
+        if self.recomputes:
+            return "gives up its pages, and is computed again"
+        return "never gives up its pages: computed again, it would not be the same"
 
     def __str__(self) -> str:
         """What a prefix is: "any number of pages", "ends of chunks, with a snapshot of recurrent state"."""
@@ -80,10 +90,10 @@ def of_layout(layout: CacheLayout) -> Sharing:
     reason = f"'{retention}' takes a prompt in one piece, and what it keeps depends on where that ends"
     beside: list[str] = []
     until = None
-    if not isinstance(layout.placement, Paged):
-        beside.append(f"{layout.placement} slots")
-    elif retention.by_score:
+    if retention.by_score:
         beside.append("slots and scores")
+    elif not isinstance(layout.placement, Paged):
+        beside.append("the ring" if layout.bounded else "contiguous slots")
     elif layout.bounded:
         until = layout.slots(None)
         beside.append("the ring")
@@ -96,7 +106,7 @@ def of_layout(layout: CacheLayout) -> Sharing:
     return Sharing(
         reason if retention.whole_prompts else "",
         tuple(beside),
-        until if beside == ["the ring"] else 0 if beside else None,
+        until if until and len(beside) == 1 else 0 if beside else None,
         not layout.chunk_invariant,
         layout.chunk_invariant and not retention.whole_prompts,
     )
@@ -109,3 +119,28 @@ def unsettled(layout: CacheLayout) -> int:
     """
     storages = (layout.keys, layout.values)
     return max(max(storage.residual, storage.group if storage.channelwise else 0) for storage in storages)
+
+
+def table() -> str:
+    """What each kind of layout allows: docs/serving.md has it."""
+    kivi, full = per_channel(4, 32, 128), with_residual(uint(4), 128)
+    paged, window = Paged(64), SinkWindow(4, 1020)
+    scored, pages = Scored(4, 508, 512), TopPages(16, 64)
+    kinds: dict[str, Sharing] = {
+        "every token, in pages": of_layout(CacheLayout(placement=paged)),
+        "every token, not in pages": of_layout(CacheLayout()),
+        "tokens in full beside (KIVI, sinks), in pages": of_layout(CacheLayout(kivi, full, paged)),
+        "sinks and a window, in pages": of_layout(CacheLayout(placement=paged, retention=window)),
+        "sinks and a window, in a ring": of_layout(CacheLayout(placement=Ring(), retention=window)),
+        "some pages read (Quest)": of_layout(CacheLayout(placement=paged, selection=pages)),
+        "chosen by scores, `prefill: bounded`": of_layout(
+            CacheLayout(placement=Slots(), retention=replace(scored, prefill="bounded"))
+        ),
+        "chosen by scores, `prefill: full`": of_layout(CacheLayout(placement=Slots(), retention=scored)),
+        "any of them, and recurrent states": sharing([CacheLayout(placement=paged)], states=True),
+        "any of them, and rows that a mask keeps": sharing([CacheLayout(placement=paged)], masked=True),
+    }
+    lines = ["| layout | texts share | a text that has no room |", "|---|---|---|"]
+    for name, own in kinds.items():
+        lines.append(f"| {name} | {str(own).replace(chr(39), chr(96))} | {own.given_up} |")
+    return "\n".join(lines)

@@ -122,13 +122,13 @@ class Engine:
         chunk = (
             limits.prefill_chunk if prefill_tokens is None else _positive("prefill_tokens", prefill_tokens)
         )
-        host_bytes = 0 if not host_memory else parse_bytes(host_memory)
+        host_bytes = _bytes(host_memory)
         self._shared = Shared.of(
             model,
             room,
             prefix_cache,
             host_bytes,
-            snapshot_memory if snapshot_memory is None else parse_bytes(snapshot_memory),
+            None if snapshot_memory is None else _bytes(snapshot_memory),
             None if store is None else Disk(store, parse_bytes(store_memory)),
         )
         self._identity = Identity(model, chunk, self._shared.disk)
@@ -475,6 +475,10 @@ class Engine:
                 self._over(request)
             told = error if isinstance(error, KVCompileError) else f"{type(error).__name__}: {error}"
             request.handle.fail(ServeError(f"a step of this request failed: {told}"))
+
+
+def _bytes(given: int | str) -> int:
+    return 0 if given in (0, "0") else parse_bytes(given)
 
 
 def _positive(name: str, value: object) -> int:

@@ -61,14 +61,15 @@ class Tiers:
         return any(store is not None and store.lookup(key) for store in stores)
 
     def fetch(self, pages: Iterable[Key], snapshots: Iterable[Key]) -> Tier | None:
-        slowest: Tier = "host"
+        slowest: Tier | None = "host"
         for host, keys in ((self.pages, pages), (self.snapshots, snapshots)):
             for key in keys:
                 found = self._fetched.get(key) or self._find(host, key)
                 if found is None:
-                    return None
+                    slowest = None  # the others are looked at all the same: what is not whole is removed at once
+                    continue
                 self._fetched[key] = found
-                if found[1] == "store":
+                if slowest is not None and found[1] == "store":
                     slowest = "store"
         return slowest
 

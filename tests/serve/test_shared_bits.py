@@ -43,7 +43,7 @@ FOUND = [
     ("llama", recipe)
     for recipe in RECIPES
     if recipe not in ("h2o", "snapkv", "h2o in pages", "few pages, int4")
-] + [(kind, "paged") for kind in ("bamba", "lfm2", "gpt_oss", "deepseek_v3", "gemma2")]
+] + [(kind, "paged") for kind in ("bamba", "lfm2", "gpt_oss", "gemma2")]
 
 
 def spoil(engine: Stepped) -> None:
