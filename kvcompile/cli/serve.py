@@ -72,10 +72,13 @@ def serve(
     ] = None,
     snapshot_memory: Annotated[
         str | None,
-        typer.Option(help="On the host, for what prefixes have in no page; by default a quarter of the cache's."),
+        typer.Option(
+            help="On the host, for what prefixes have in no page; by default a quarter of the cache's."
+        ),
     ] = None,
     store: Annotated[
-        str | None, typer.Option(help="A folder where the prefix cache outlives the server.", show_default=False)
+        str | None,
+        typer.Option(help="A folder where the prefix cache outlives the server.", show_default=False),
     ] = None,
     store_memory: Annotated[str, typer.Option(help="Of the files in --store.")] = "10GiB",
     max_body: Annotated[str, typer.Option(help="Bytes of a request.")] = "8MiB",

@@ -139,7 +139,9 @@ class Disk:
                 self._write(key, item)
             except Exception as error:
                 if not self._told:
-                    log.warning("%s: an item was not written: %s; others may not be, either", self.folder, error)
+                    log.warning(
+                        "%s: an item was not written: %s; others may not be, either", self.folder, error
+                    )
                 self._told = True
             finally:
                 with self._changed:

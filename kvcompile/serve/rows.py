@@ -229,7 +229,6 @@ class Rows:
             for name in names:
                 indexable(self.buffers[name])[pages] = state[name].to(self.device)
 
-
     # ---- pages and snapshots that are kept
 
     @property
