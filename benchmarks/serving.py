@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import serving_peers
 import serving_room
 import serving_speed
 import serving_waits
@@ -40,6 +41,7 @@ LOADS: dict[str, Callable[[serving_speed.Bench], dict[str, Any]]] = {
     "samples": serving_room.samples,
     "waste": serving_room.waste,
     "int8": serving_room.int8,
+    "peers": serving_peers.peers,
 }
 MAX_TOKENS = 2560  # of a text in any load
 TEXTS = 32  # at a time
@@ -60,7 +62,10 @@ def prepared(options: argparse.Namespace, tell: Callable[[str], None]) -> servin
     module = kvcompile.optimize(
         loaded.model, options.recipe, verify="off", max_tokens=MAX_TOKENS, max_batch=TEXTS
     )
-    return serving_speed.Bench(module, Text(loaded.tokenizer), options.quick, tell)
+    text = Text(loaded.tokenizer)
+    return serving_speed.Bench(
+        options.model, module, text, options.quick, options.threads, tuple(options.peers), tell
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,6 +79,12 @@ def _parser() -> argparse.ArgumentParser:
         default=list(LOADS),
         help=f"of {','.join(LOADS)}",
     )
+    parser.add_argument(
+        "--peers",
+        type=lambda text: [name for name in text.split(",") if name],
+        default=list(serving_peers.PEERS),
+        help=f"others' engines in the load `peers`, of {','.join(serving_peers.PEERS)}",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer rounds and requests, for a first look")
     parser.add_argument("--out", default="serving", help="a name in benchmarks/results, or a path")
     return parser
@@ -84,6 +95,9 @@ def main(argv: list[str] | None = None) -> int:
     unknown = [name for name in options.only if name not in LOADS]
     if unknown:
         _parser().error(f"--only: there is no {unknown[0]}; of {', '.join(LOADS)}")
+    strange = [name for name in options.peers if name not in serving_peers.PEERS]
+    if strange:
+        _parser().error(f"--peers: there is no {strange[0]}; of {', '.join(serving_peers.PEERS)}")
     path = Path(options.out) if options.out.endswith(".json") else RESULTS / f"{options.out}.json"
     result: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     result |= {"benchmark": "serving", "model": options.model, "recipe": options.recipe}

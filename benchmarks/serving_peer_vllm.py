@@ -19,6 +19,8 @@ def main() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{int(threads) - 1}")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a process that can be stopped as one
+    # PyPI's torchvision is made for its CUDA torch, and transformers would import it.
+    sys.modules["torchvision"] = None  # type: ignore[assignment]
     import vllm
 
     model = vllm.LLM(

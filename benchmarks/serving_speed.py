@@ -16,11 +16,15 @@ CONTEXT = 512
 
 @dataclass
 class Bench:
-    """module: SmolLM2, optimized; quick: shorter, for a first look; tell: what it is at."""
+    """model, module: the name of the model, and it optimized; quick: shorter, for a first look; tell: what it is at;
+    peers: others' engines, by name."""
 
+    model: str
     module: Any
     text: Text
     quick: bool
+    threads: int
+    peers: tuple[str, ...]
     tell: Callable[[str], None]
 
     def engine(self, **options: Any) -> Any:

@@ -17,6 +17,7 @@ from kvcompile.serve.live import LiveRequest, LiveText
 from kvcompile.serve.request import Delta, Handle, Result
 from tests.support.serving_pages import check
 
+PATIENCE = 6000  # looks, a hundredth of a second apart, until what has not ended is said not to end
 Known = dict[tuple[int, ...], tuple[int, ...]]  # prompts, and what follows them
 
 
@@ -90,8 +91,9 @@ class Client:
                 time.sleep(min(self.draw.expovariate(self.per_second), 0.5))
                 self._submit()
                 self._look()
-            patience = time.monotonic() + 120
-            while self._open and time.monotonic() < patience:
+            for _ in range(PATIENCE):
+                if not self._open:
+                    break
                 time.sleep(0.01)
                 self._look()
             self.ends.wrong += [f"{entry[0].id} has not ended" for entry in self._open]
@@ -221,8 +223,7 @@ def soak(
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(seconds + 180)
-            assert not thread.is_alive(), "a client waits for ever"
+            thread.join()
         for client in all_of_them:
             ends.add(client.ends)
         stats = engine.stats()
