@@ -64,12 +64,21 @@ def prepared(options: argparse.Namespace, tell: Callable[[str], None]) -> servin
     )
     text = Text(loaded.tokenizer)
     return serving_speed.Bench(
-        options.model, module, text, options.quick, options.threads, tuple(options.peers), tell
+        options.model,
+        module,
+        text,
+        options.quick,
+        options.rounds,
+        options.threads,
+        tuple(options.peers),
+        tell,
     )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--recipe", default="paged")
     parser.add_argument("--threads", type=int, default=2)
@@ -86,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"others' engines in the load `peers`, of {','.join(serving_peers.PEERS)}",
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds and requests, for a first look")
+    parser.add_argument("--rounds", type=int, default=5, help="at most so many of each load")
     parser.add_argument("--out", default="serving", help="a name in benchmarks/results, or a path")
     return parser
 

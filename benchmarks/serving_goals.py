@@ -33,7 +33,9 @@ GOALS = (
     Goal("shared: first token, hit / cold", 0.10, True, lambda r: r["shared"]["ratio"]),
     Goal("prefix cache, cost at 0 % hits", 0.02, True, lambda r: r["no_hits"]["cost"]),
     Goal("waste, pages of a text", 1.0, True, lambda r: r["waste"]["pages"]),
-    Goal("8 texts of a 512 prompt: pages / (prompt + own)", 1.05, True, lambda r: r["samples"]["512"]["ratio"]),
+    Goal(
+        "8 texts of a 512 prompt: pages / (prompt + own)", 1.05, True, lambda r: r["samples"]["512"]["ratio"]
+    ),
     Goal("half the pages / ample", 0.7, False, lambda r: r["squeeze"]["ratio"]),
     Goal(
         "gap p99 while 2,048 tokens come in / (chunk pass + decode pass)",

@@ -21,7 +21,9 @@ def main() -> None:
 
     folder, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
     how = GenerationConfig(do_sample=False, max_new_tokens=128, eos_token_id=-1, pad_token_id=0)
     config = ContinuousBatchingConfig(num_blocks=128, max_batch_tokens=544, allow_block_sharing=True)
     print(json.dumps({"ready": transformers.__version__}), file=answers, flush=True)

@@ -1,9 +1,9 @@
 """The offline load by others' engines and by our own static batches, in turns with ours.
 
-Each of the others runs in a process and an environment of its own (`decode_peers.environment`), and is stopped while it is
-not its turn. Prompts, lengths and order are the same for all; all are greedy, and go on whatever they say. transformers and
-vLLM read the float32 checkpoint that `load_model` keeps, llama.cpp a .gguf file of the same weights in float32; OpenVINO
-reads none of those, so its file has float16 and it computes in float32.
+Each of the others runs in a process and an environment of its own (`decode_peers.environment`), and is stopped while
+it is not its turn. Prompts, lengths and order are the same for all; all are greedy, and go on whatever they say.
+transformers and vLLM read the float32 checkpoint that `load_model` keeps, llama.cpp a .gguf file of the same weights in
+float32; OpenVINO reads none of those, so its file has float16 and it computes in float32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from serving_speed import Bench, offline_figures
 from serving_watch import run
 
 STATIC = 8  # texts of one of our static batches
-# The engine, and the weights that it reads: "folder", or those of a .gguf file. Without packages it is in our environment.
+# The engine, and the weights that it reads: "folder", or those of a .gguf file. Without packages it is where we are.
 PEERS = {
     "transformers": (Engine("transformers", (), "serving_peer_transformers.py"), "folder"),
     "llama": (Engine("llama", ("xllamacpp==2026.10.11549",), "serving_peer_llama.py"), "F32"),
@@ -48,6 +48,7 @@ def peers(bench: Bench) -> dict[str, Any]:
             except RuntimeError as error:
                 failed[name] = str(error)
                 started.pop(name, None)
+        bench.tell("peers: warming up")
         run(engine, few)
         static(bench, few)
         for turn in range(bench.rounds(2)):

@@ -10,14 +10,15 @@ from serving_watch import run, watched
 
 CONTEXT = 1024  # tokens of a text, where texts are counted that fit
 MEMORY = 2 << 30
+SAMPLED: dict[str, Any] = {"prompts": (512, 505), "new": 64}  # the second one ends within a page
 
 
 def samples(bench: Bench) -> dict[str, Any]:
     """Pages of eight texts of one prompt, over those of the prompt once and what is each one's own."""
     from kvcompile.serve import Sampling
 
-    new, found = 64, {}
-    for prompt in (512, 505):  # the second one ends within a page
+    new, found = SAMPLED["new"], {}
+    for prompt in SAMPLED["prompts"]:
         with bench.engine(max_sequences=8) as engine, watched(engine, pages=True) as watch:
             bench.tell(f"samples: a prompt of {prompt}")
             sampling = Sampling(max_tokens=new, ignore_eos=True, n=8, temperature=1.0, seed=0)
@@ -49,7 +50,13 @@ def int8(bench: Bench) -> dict[str, Any]:
     for name, recipe, more in (("fp16", "paged", {"cache": half}), ("int8", "paged_int8", {})):
         bench.tell(f"capacity of {name}")
         made = kvcompile.optimize(
-            bench.module.model, recipe, verify="off", compile={"mode": "none"}, max_tokens=4096, max_batch=4096, **more
+            bench.module.model,
+            recipe,
+            verify="off",
+            compile={"mode": "none"},
+            max_tokens=4096,
+            max_batch=4096,
+            **more,
         )
         room = capacity(made.plan, made.cache.shape, torch.device("cpu"), 4096, MEMORY)
         # Rows are for as many texts as there are, not for the 4,096 that could be.

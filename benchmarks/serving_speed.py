@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -23,6 +24,7 @@ class Bench:
     module: Any
     text: Text
     quick: bool
+    most_rounds: int
     threads: int
     peers: tuple[str, ...]
     tell: Callable[[str], None]
@@ -35,7 +37,8 @@ class Bench:
         return made
 
     def rounds(self, usual: int) -> int:
-        return 1 if self.quick else usual
+        """How often what is compared takes its turn."""
+        return 1 if self.quick else min(usual, self.most_rounds)
 
 
 def decodes(bench: Bench) -> dict[str, Any]:
@@ -52,7 +55,9 @@ def decodes(bench: Bench) -> dict[str, Any]:
                     run(engine, same_lengths(bench.text, count, CONTEXT, new))
                 steps = [s for s in watch.steps if s.decodes == count and not s.chunks]
                 if turn:
-                    rates[count].append(len(steps) * count / (steps[-1].began + steps[-1].whole - steps[0].began))
+                    rates[count].append(
+                        len(steps) * count / (steps[-1].began + steps[-1].whole - steps[0].began)
+                    )
                     prompts += [s.chunks / s.chunk for s in watch.steps if s.chunks and not s.decodes]
                     eight += steps if count == 8 else []
     one, all_eight = median(rates[1]), median(rates[8])
@@ -101,7 +106,7 @@ def parts(watch: Watch) -> dict[str, Any]:
     """What the steps of a load are made of, by how many texts took a token."""
     steps = watch.steps
     whole = sum(s.whole for s in steps)
-    between = sum(b.began - a.began - a.whole for a, b in zip(steps, steps[1:], strict=False))
+    between = sum(b.began - a.began - a.whole for a, b in pairwise(steps))
     found: dict[str, Any] = {
         "steps": len(steps),
         "steps_s": whole,
@@ -178,7 +183,9 @@ def squeeze(bench: Bench) -> dict[str, Any]:
             for name, engine in engines.items():
                 bench.tell(f"squeeze: {name}, round {turn}")
                 before = engine.stats()
-                salted = [Ask([turn + 1, *ask.prompt[1:]], ask.new) for ask in asks]  # not of the round before
+                salted = [
+                    Ask([turn + 1, *ask.prompt[1:]], ask.new) for ask in asks
+                ]  # not of the round before
                 results, took = run(engine, salted)
                 stats = engine.stats()
                 seconds[name].append(took)

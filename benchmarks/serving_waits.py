@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -12,6 +13,7 @@ from serving_speed import Bench, offline_figures
 from serving_watch import run, watched
 
 COMMON, OWN = 1024, 32
+SAID = 48  # tokens of each side in each turn of a talk
 LONG = 2048
 
 
@@ -46,41 +48,39 @@ def shared(bench: Bench) -> dict[str, Any]:
 
 
 def turns(bench: Bench) -> dict[str, Any]:
-    """Eight talks of five turns at once: 48 tokens are said to it each time, and it says 48."""
-    said, talks, each = 48, 8, 3 if bench.quick else 5
+    """Eight talks of five turns at once: what is said to it each time is as long as what it says."""
+    talks, each = 8, 3 if bench.quick else 5
     found: dict[str, Any] = {}
     for name in ("off", "on"):
         bench.tell(f"turns: prefix cache {name}")
-        first: list[list[float]] = [[] for _ in range(each)]
-        cached, prompts = [], []
         with bench.engine(max_sequences=talks, prefix_cache=name) as engine:
-            run(engine, same_lengths(bench.text, 2, 64, 4))
-            texts = [[bench.text.piece(said) for _ in range(each)] for _ in range(talks)]
-
-            def talk(pieces: list[list[int]]) -> None:
-                past: list[int] = []
-                for number, piece in enumerate(pieces):
-                    past = past + piece
-                    results, _ = run(engine, [Ask(past, said)])  # noqa: B023
-                    past += results[0].tokens
-                    first[number].append(results[0].usage.first_token)  # noqa: B023
-                    cached.append(results[0].usage.cached_tokens)  # noqa: B023
-                    prompts.append(results[0].usage.prompt_tokens)  # noqa: B023
-
-            threads = [threading.Thread(target=talk, args=(pieces,)) for pieces in texts]
+            run(engine, same_lengths(bench.text, 2, 16, 4))
+            said = [[bench.text.piece(SAID) for _ in range(each)] for _ in range(talks)]
             began = time.perf_counter()
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            with ThreadPoolExecutor(talks) as pool:
+                usages = list(pool.map(partial(_talk, engine), said))
             took = time.perf_counter() - began
-        assert all(len(times) == talks for times in first), "a talk failed"
+        flat = [usage for own in usages for usage in own]
         found[name] = {
             "seconds": took,
-            "first_token_s_by_turn": [median(times) for times in first],
-            "cached_share": sum(cached) / sum(prompts),
+            "first_token_s_by_turn": [
+                median(usage.first_token for usage in turn) for turn in zip(*usages, strict=True)
+            ],
+            "cached_share": sum(u.cached_tokens for u in flat) / sum(u.prompt_tokens for u in flat),
         }
     return found | {"speedup": found["off"]["seconds"] / found["on"]["seconds"]}
+
+
+def _talk(engine: Any, said: list[list[int]]) -> list[Any]:
+    """The usage of every turn of one talk."""
+    past: list[int] = []
+    usages = []
+    for piece in said:
+        past = past + piece
+        results, _ = run(engine, [Ask(past, SAID)])
+        past += results[0].tokens
+        usages.append(results[0].usage)
+    return usages
 
 
 def arrivals(bench: Bench) -> dict[str, Any]:
@@ -120,7 +120,8 @@ def long_prompt(bench: Bench) -> dict[str, Any]:
                     many = 40 if chunk is None else 64
                     asks = same_lengths(bench.text, 8, 256, many)
                     handles = [
-                        engine.submit(ask.prompt, Sampling(max_tokens=ask.new, ignore_eos=True)) for ask in asks
+                        engine.submit(ask.prompt, Sampling(max_tokens=ask.new, ignore_eos=True))
+                        for ask in asks
                     ]
                     for handle in handles:  # all of them say something
                         next(iter(handle))

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 
@@ -43,7 +44,7 @@ class Watch:
 
     def gaps(self) -> list[float]:
         """Seconds between neighbouring tokens of one text each; requests of one text only."""
-        return [b - a for times in self.came.values() for a, b in zip(times, times[1:], strict=False)]
+        return [b - a for times in self.came.values() for a, b in pairwise(times)]
 
 
 @contextmanager
@@ -69,7 +70,11 @@ def watched(engine: Any, pages: bool = False) -> Iterator[Watch]:
             scheduler = engine._scheduler
             step.held = sum(each.held for each in scheduler.pages)
             step.waste = max(
-                (_waste(text, each, n) for text in scheduler.running for n, each in enumerate(scheduler.pages)),
+                (
+                    _waste(text, each, n)
+                    for text in scheduler.running
+                    for n, each in enumerate(scheduler.pages)
+                ),
                 default=0.0,
             )
         watch.steps.append(step)

@@ -3,8 +3,9 @@
     python examples/serve.py
     python examples/serve.py --recipe paged_int8 --max-new-tokens 64
 
-Questions come one after the other while earlier ones are still being answered. All begin with the same instructions, which
-are computed once. One of them leaves early. Over HTTP the same engine is `kvcompile serve` (docs/serving_http.md).
+Questions come one after the other while earlier ones are still being answered. All begin with the same instructions,
+which are computed once. One of them leaves early. Over HTTP the same engine is `kvcompile serve`
+(docs/serving_http.md).
 """
 
 from __future__ import annotations

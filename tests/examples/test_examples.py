@@ -73,7 +73,11 @@ def test_requests_come_and_go(example: ModuleType, capsys: pytest.CaptureFixture
     assert example.main(arguments) == 0
     out = capsys.readouterr().out
     assert "5 requests in" in out and "4 answered, 1 cancelled, 0 failed" in out
-    rows = [line.split() for line in out.splitlines() if line.split()[:1] and line.split()[0].startswith("request-")]
+    rows = [
+        line.split()
+        for line in out.splitlines()
+        if line.split()[:1] and line.split()[0].startswith("request-")
+    ]
     assert len(rows) == 5 and int(rows[0][2]) == 0
     assert all(int(row[2]) >= 64 for row in rows[1:]), "the instructions were computed again"
     assert [row[-1] for row in rows].count("cancelled") == 1

@@ -75,7 +75,9 @@ def clear(case: str, prompt: Any) -> tuple[int, ...]:
     out = made.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)[0]
     text = out[len(prompt) :]
     best = alone(made, out[:-1].tolist(), len(prompt), CHUNK, False).topk(2)
-    agreed = bool((best.indices[:, 0] == text).all() and (best.values[:, 0] - best.values[:, 1] > MARGIN).all())
+    agreed = bool(
+        (best.indices[:, 0] == text).all() and (best.values[:, 0] - best.values[:, 1] > MARGIN).all()
+    )
     return tuple(text.tolist()) if agreed else ()
 
 
@@ -122,6 +124,8 @@ def test_soak(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixtu
     with capsys.disabled():
         told = ", ".join(f"{size / 2**20:.0f}" for size in sizes)
         print(f"\n{dict(total.of)}, refused {dict(total.refused)}, {total.compared} compared")
-        print(f"mishaps {dict(mishaps.happened)}, {preempted} preemptions, {swapped:,} bytes swapped; MiB: {told}")
+        print(
+            f"mishaps {dict(mishaps.happened)}, {preempted} preemptions, {swapped:,} bytes swapped; MiB: {told}"
+        )
     assert preempted and swapped and total.of["cancelled"] and total.of["failed"] and total.refused
     assert sizes[-1] - sizes[0] < GROWTH, sizes

@@ -218,7 +218,9 @@ def soak(
     with make() as engine:
         mishaps.befall(engine)
         until = time.monotonic() + seconds
-        all_of_them = [Client(engine, seed * 100 + i, known, lengths, per_second, exact) for i in range(clients)]
+        all_of_them = [
+            Client(engine, seed * 100 + i, known, lengths, per_second, exact) for i in range(clients)
+        ]
         threads = [threading.Thread(target=client.run, args=(until,)) for client in all_of_them]
         for thread in threads:
             thread.start()
@@ -230,9 +232,7 @@ def soak(
         assert not ends.wrong, ends.wrong[:5]
         assert stats.requests == sum(ends.of.values()) == stats.finished + stats.failed + stats.cancelled
         assert dict(ends.of) == {
-            name: count
-            for name in ("finished", "failed", "cancelled")
-            if (count := getattr(stats, name))
+            name: count for name in ("finished", "failed", "cancelled") if (count := getattr(stats, name))
         }
         assert stats.waiting == stats.running == stats.swapped == stats.pages_held == 0, stats
         _nothing_left(engine)
