@@ -27,7 +27,7 @@ def drawn(result: dict[str, Any], path: Path) -> None:
     loads = result["loads"]
     by = {int(texts): row for texts, row in loads["concurrency"].items() if texts.isdigit()}
     for key, label, line in (("all_tokens_s", "with prompts", "-"), ("new_tokens_s", "new tokens", "--")):
-        rates.plot(by, [row[key] for row in by.values()], line, marker="o", color=_OURS, label=label)
+        rates.plot([*by], [row[key] for row in by.values()], line, marker="o", color=_OURS, label=label)
     rates.set_xscale("log", base=2)
     rates.set_xticks(list(by), [str(texts) for texts in by])
     rates.set(xlabel="texts at a time", ylabel="tokens/s", title="throughput, offline load", ylim=(0, None))
