@@ -21,10 +21,12 @@ def section(result: dict[str, Any]) -> str:
     """All tables, as Markdown."""
     loads, machine = result["loads"], result["machine"]
     dates = sorted(load["date"] for load in loads.values())
+    quick = [name for name, load in loads.items() if load["quick"]]
     parts = [
         f"{result['model']}, float32, `{result['recipe']}`, {machine['cpu']}, {machine['cores']} cores, "
-        f"{machine.get('isa', '')}torch {machine['torch']}, transformers {machine['transformers']}, {dates[0]} to "
-        f"{dates[-1]} (`benchmarks/results/serving.json`).",
+        f"torch {machine['torch']}, transformers {machine['transformers']}, {dates[0]} to "
+        f"{dates[-1]} (`benchmarks/results/serving.json`)."
+        + (f" Measured with --quick, one round of fewer requests: {', '.join(quick)}." if quick else ""),
         table(("goal", "bound", "measured", "met"), lines(loads)),
     ]
     for part in (_engines, _steps, _concurrency, _waits):
