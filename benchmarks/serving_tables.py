@@ -58,7 +58,12 @@ def _engines(loads: dict[str, Any]) -> list[str]:
         f"The offline load ({one['requests']} requests, {one['prompt_tokens']:,} tokens of prompts, "
         f"{one['new_tokens']:,} new), all engines in turns:"
     )
-    made = [told, table(("engine", "s", "new tokens/s", "tokens/s with prompts", "ours is faster by"), rows)]
+    made = [
+        told,
+        table(
+            ("engine", "s", "new tokens/s", "tokens/s with prompts", "ours is faster by a factor of"), rows
+        ),
+    ]
     return made + [f"{name} failed: {reason}" for name, reason in found["failed"].items()]
 
 
