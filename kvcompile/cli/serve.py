@@ -66,8 +66,18 @@ def serve(
     ] = "auto",
     host_memory: Annotated[
         str | None,
-        typer.Option(help="For texts that give up their pages; without it they are computed again."),
+        typer.Option(
+            help="For texts that give up their pages, and for evicted pages; without it both are computed again."
+        ),
     ] = None,
+    snapshot_memory: Annotated[
+        str | None,
+        typer.Option(help="On the host, for what prefixes have in no page; by default a quarter of the cache's."),
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option(help="A folder where the prefix cache outlives the server.", show_default=False)
+    ] = None,
+    store_memory: Annotated[str, typer.Option(help="Of the files in --store.")] = "10GiB",
     max_body: Annotated[str, typer.Option(help="Bytes of a request.")] = "8MiB",
     max_prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help="Of one prompt; by default what the cache takes.")
@@ -138,7 +148,10 @@ def serve(
         max_sequences=max_sequences,
         max_queue=max_queue,
         prefix_cache=prefix_cache,
-        host_memory=0 if host_memory is None else parse_bytes(host_memory),
+        host_memory=host_memory or 0,
+        snapshot_memory=snapshot_memory,
+        store=store,
+        store_memory=store_memory,
     )) as engine:  # fmt: skip
         logging.basicConfig(
             format="%(levelname)s %(name)s: %(message)s"

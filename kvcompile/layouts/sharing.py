@@ -1,89 +1,146 @@
-"""Which caches several texts can share, and how a text gets its cache back after it had to give it up.
+"""What texts of one plan can share, and how a text gets its cache back after it had to give it up.
 
-A page is shared up to n tokens where its bytes are a function of tokens [0, n) alone, nobody writes it again, and all
-else that is needed to go on from n is in pages, too.
+What a text has at n tokens may be found by another one that begins with the same n, where it is a function of tokens
+[0, n) alone. It is found in two ways:
 
-| layout | prefix | a fork | given up |
-|---|---|---|---|
-| every token, in pages | any | shares pages | computed again |
-| sinks and a window, in pages | up to its slots: then they are written again | shares pages | computed again |
-| tokens in full beside, groups over tokens | none: some are in no page | copies those | computed again |
-| tokens chosen by scores | none: every later query changes them | copies | never |
-| summaries of pages | none: they are in no page | copies | never |
-| recurrent state, rows that a mask keeps | none: in no page | copies those | computed again |
-| not in pages | none | copies | never lacks pages |
+    pages       stay where they are, and both texts have them, as long as nobody writes to them again
+    snapshots   what of a text is in no such page is copied where a chunk of its prompt ends, and copied back
+
+A layout that keeps the same cache in whatever pieces a text comes shares whatever it has computed. One whose cache
+depends on the pieces shares what was computed in whole chunks: chunks always end at the same tokens, so two texts that
+begin alike have the same there. What a prompt in one piece leaves depends on where it ends: nothing of it is shared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcompile.layouts.layout import CacheLayout
-from kvcompile.layouts.placement import Paged
+from kvcompile.layouts.placement import Paged, Ring, Slots
+from kvcompile.layouts.retention import Scored, SinkWindow
+from kvcompile.layouts.selection import TopPages
+from kvcompile.layouts.storage import per_channel, uint, with_residual
 
 
 @dataclass(frozen=True)
 class Sharing:
     """What texts of one plan can share.
 
-    until:      tokens of a prefix at most; None: any number; 0: none
-    reason:     why not more
+    reason:     why they share nothing; "": they do
+    beside:     what of a text is in no page that others find, so that a prefix needs a snapshot
+    until:      tokens up to which a prefix needs no snapshot; None: however many, 0: it always does
+    chunks:     whether only what was computed in whole chunks is shared
     recomputes: whether a text that lost its cache gets the same one by being computed again, in any pieces
     """
 
-    until: int | None = None
     reason: str = ""
+    beside: tuple[str, ...] = ()
+    until: int | None = None
+    chunks: bool = False
     recomputes: bool = True
 
     @property
     def shares(self) -> bool:
-        return self.until != 0
+        return not self.reason
+
+    @property
+    def given_up(self) -> str:
+        """How a text gets its cache back."""
+        if self.recomputes:
+            return "gives up its pages, and is computed again"
+        return "never gives up its pages: computed again, it would not be the same"
+
+    def __str__(self) -> str:
+        """What a prefix is: "any number of pages", "ends of chunks, with a snapshot of recurrent state"."""
+        if self.reason:
+            return f"nothing: {self.reason}"
+        if not self.beside:
+            return "full pages"
+        snapshot = f"ends of chunks, with a snapshot of {' and '.join(self.beside)}"
+        if self.until:
+            return f"full pages up to {self.until:,} tokens; beyond, {snapshot}"
+        return snapshot
 
 
-def sharing(layouts: Iterable[CacheLayout], states: bool, masked: bool) -> Sharing:
+def sharing(layouts: Iterable[CacheLayout], states: bool = False, masked: bool = False) -> Sharing:
     """What the layers of a cache allow together.
 
     states: whether there is recurrent state
     masked: whether some layer keeps what its mask reads of every token
     """
-    each = list(layouts)
-    found = Sharing()
+    found = [of_layout(layout) for layout in layouts]
     if states:
-        found = Sharing(0, "the model carries a state from token to token, which is in no page")
-    elif masked:
-        found = Sharing(0, "a layer keeps what its mask reads of every token, in no page")
-    for layout in each:
-        own = of_layout(layout)
-        if own.until is not None and (found.until is None or own.until < found.until):
-            found = own
-    recomputes = all(layout.chunk_invariant and not layout.retention.whole_prompts for layout in each)
-    return Sharing(found.until, found.reason, recomputes)
+        found.append(Sharing(beside=("recurrent states",), until=0))
+    if masked:
+        found.append(Sharing(beside=("what a mask reads",), until=0))
+    until = [own.until for own in found if own.until is not None]
+    return Sharing(
+        next((own.reason for own in found if own.reason), ""),
+        tuple(dict.fromkeys(part for own in found for part in own.beside)),
+        min(until, default=None),
+        any(own.chunks for own in found),
+        all(own.recomputes for own in found),
+    )
 
 
 def of_layout(layout: CacheLayout) -> Sharing:
     """What one layer allows."""
-    if layout.retention.by_score:
-        return Sharing(
-            0, f"'{layout.retention}' chooses tokens by scores, which every later query changes", False
-        )
-    if not isinstance(layout.placement, Paged):
-        return Sharing(
-            0,
-            f"placement '{layout.placement}': each text has memory of its own; placement: paged shares pages",
-        )
+    retention = layout.retention
+    reason = f"'{retention}' takes a prompt in one piece, and what it keeps depends on where that ends"
+    beside: list[str] = []
+    until = None
+    if retention.by_score:
+        beside.append("slots and scores")
+    elif not isinstance(layout.placement, Paged):
+        beside.append("the ring" if layout.bounded else "contiguous slots")
+    elif layout.bounded:
+        until = layout.slots(None)
+        beside.append("the ring")
     if layout.selection.selects:
-        return Sharing(
-            0, f"'{layout.selection}' keeps summaries of a text's pages beside them, in no page", False
-        )
-    for storage in (layout.keys, layout.values):
-        if storage.residual or storage.sinks:
-            return Sharing(0, f"'{storage}' keeps tokens in full beside, in no page")
-    if layout.keys.channelwise or layout.values.channelwise:
-        return Sharing(
-            0, "axis: channel settles tokens in groups, and those of the last group are in no page"
-        )
-    if not layout.bounded:
-        return Sharing()
-    slots = layout.slots(None)
-    return Sharing(slots, f"'{layout.retention}' writes its {slots} slots again")
+        beside.append("summaries of pages")
+    if layout.in_full:
+        beside.append("tokens in full")
+    elif layout.keys.channelwise or layout.values.channelwise:
+        beside.append("the last group")
+    return Sharing(
+        reason if retention.whole_prompts else "",
+        tuple(beside),
+        until if until and len(beside) == 1 else 0 if beside else None,
+        not layout.chunk_invariant,
+        layout.chunk_invariant and not retention.whole_prompts,
+    )
+
+
+def unsettled(layout: CacheLayout) -> int:
+    """How many of a text's newest tokens may have slots that are written when later tokens come.
+
+    What is kept in full gets its quantized form when it leaves, or a group of tokens when it is complete.
+    """
+    storages = (layout.keys, layout.values)
+    return max(max(storage.residual, storage.group if storage.channelwise else 0) for storage in storages)
+
+
+def table() -> str:
+    """What each kind of layout allows: docs/serving.md has it."""
+    kivi, full = per_channel(4, 32, 128), with_residual(uint(4), 128)
+    paged, window = Paged(64), SinkWindow(4, 1020)
+    scored, pages = Scored(4, 508, 512), TopPages(16, 64)
+    kinds: dict[str, Sharing] = {
+        "every token, in pages": of_layout(CacheLayout(placement=paged)),
+        "every token, not in pages": of_layout(CacheLayout()),
+        "tokens in full beside (KIVI, sinks), in pages": of_layout(CacheLayout(kivi, full, paged)),
+        "sinks and a window, in pages": of_layout(CacheLayout(placement=paged, retention=window)),
+        "sinks and a window, in a ring": of_layout(CacheLayout(placement=Ring(), retention=window)),
+        "some pages read (Quest)": of_layout(CacheLayout(placement=paged, selection=pages)),
+        "chosen by scores, `prefill: bounded`": of_layout(
+            CacheLayout(placement=Slots(), retention=replace(scored, prefill="bounded"))
+        ),
+        "chosen by scores, `prefill: full`": of_layout(CacheLayout(placement=Slots(), retention=scored)),
+        "any of them, and recurrent states": sharing([CacheLayout(placement=paged)], states=True),
+        "any of them, and rows that a mask keeps": sharing([CacheLayout(placement=paged)], masked=True),
+    }
+    lines = ["| layout | texts share | a text that has no room |", "|---|---|---|"]
+    for name, own in kinds.items():
+        lines.append(f"| {name} | {str(own).replace(chr(39), chr(96))} | {own.given_up} |")
+    return "\n".join(lines)

@@ -14,6 +14,7 @@ from kvcompile.util.console import WIDTH, format_bytes, format_layers, render, t
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
+    from kvcompile.layouts.sharing import Sharing
     from kvcompile.passes.records import NoMatch
     from kvcompile.pipeline import Analysis
     from kvcompile.plan import Decision, Plan
@@ -47,6 +48,7 @@ class Explanation:
             "lossless": self.plan.lossless,
             "bytes_per_token": self.plan.bytes_per_token,
             "bytes_per_sequence": per_sequence,
+            "texts_share": str(sharing_of(self.plan)),
             "state_bytes_per_sequence": self.plan.state_bytes,
             "bytes_at_max_batch": None if per_sequence is None else self.plan.bytes(limits.max_batch),
             "route": self.route,
@@ -142,6 +144,9 @@ class Explanation:
             made.add_row(
                 "recurrent state", f"{format_bytes(plan.state_bytes)} a sequence of any length, {count}"
             )
+        shared = sharing_of(plan)
+        made.add_row("texts may share", escape(str(shared)))
+        made.add_row("a text without room", escape(shared.given_up))
         until = " until the budget is full, then nothing" if plan.bounded else ""
         made.add_row("a token takes", f"[bold]{format_bytes(plan.bytes_per_token)}[/bold]{until}")
         if limits.max_tokens is None and not plan.bounded:
@@ -153,6 +158,14 @@ class Explanation:
                 f"{limits.max_batch} of them (max_batch)", format_bytes(plan.bytes(limits.max_batch))
             )
         return made
+
+
+def sharing_of(plan: Plan) -> Sharing:
+    """What texts that are served with a plan can share."""
+    from kvcompile.layouts.sharing import sharing
+
+    masked = any(decision.mask_rows for decision in plan.decisions)
+    return sharing((decision.layout for decision in plan.decisions), bool(plan.states), masked)
 
 
 def explain(model: object, recipe: object = None, **overrides: Any) -> Explanation:

@@ -13,6 +13,7 @@ from kvcompile.errors import LimitError
 from kvcompile.layouts.buffer import BufferSpec
 from kvcompile.layouts.pages import SPARE_PAGES, TABLE_BYTES, PageGroup
 from kvcompile.layouts.placement import Ring
+from kvcompile.layouts.sharing import unsettled
 from kvcompile.plan import Plan
 from kvcompile.runtime.cache_spec import CacheShape
 from kvcompile.serve.pages import Group
@@ -102,10 +103,12 @@ def _counts(kinds: Sequence[PageGroup], each: Sequence[int], rows: int, left: in
 
 
 def _group(plan: Plan, kind: PageGroup, pages: int) -> Group:
-    layout = next(d.layout for d in plan.decisions if d.layer == kind.layers[0])
-    ring = isinstance(layout.logical, Ring)
-    sinks = layout.retention.sinks if ring else None
-    return Group(kind.page_size, kind.slots, pages, sinks, layout.retention.by_score)
+    layouts = [d.layout for d in plan.decisions if d.layer in kind.layers]
+    # Layers of equally many slots share pages, whatever they do with them.
+    sinks = {layout.retention.sinks if isinstance(layout.logical, Ring) else None for layout in layouts}
+    anywhere = len(sinks) > 1 or any(layout.retention.by_score for layout in layouts)
+    newest = max(unsettled(layout) for layout in layouts)
+    return Group(kind.page_size, kind.slots, pages, None if anywhere else sinks.pop(), anywhere, newest)
 
 
 def _nbytes(spec: BufferSpec) -> int:

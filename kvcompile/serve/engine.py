@@ -8,31 +8,34 @@ from __future__ import annotations
 
 import itertools
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from kvcompile.errors import BusyError, InputError, KVCompileError, LimitError, PlanError, ServeError
-from kvcompile.layouts.sharing import sharing
+from kvcompile.errors import BusyError, InputError, KVCompileError, LimitError, ServeError
 from kvcompile.recipe import Recipe
 from kvcompile.runtime.module import CachedModel
 from kvcompile.serve.capacity import capacity
+from kvcompile.serve.disk import Disk
 from kvcompile.serve.ends import Ends
+from kvcompile.serve.identity import Identity
 from kvcompile.serve.live import LiveRequest, LiveText
+from kvcompile.serve.moves import Chunk
 from kvcompile.serve.passes import Passes
 from kvcompile.serve.pick import Matcher, Picked, Picker, pick
-from kvcompile.serve.prefix import root
 from kvcompile.serve.prompts import Prompt, bounds_of, ends_of, ids_of
 from kvcompile.serve.request import Handle, Result, TokenLogprob
 from kvcompile.serve.sampling import Sampling
-from kvcompile.serve.schedule import Chunk, In, Out, Rules, Scheduler, State, StepPlan, Text
+from kvcompile.serve.schedule import Scheduler
+from kvcompile.serve.shared import Shared
 from kvcompile.serve.stats import Speed, Stats
 from kvcompile.serve.structure import matcher
+from kvcompile.serve.texts import Rules, State, Text
 from kvcompile.util.console import parse_bytes
 
 log = logging.getLogger(__name__)
@@ -59,6 +62,9 @@ class Engine:
         prefix_cache: str = "auto",
         deterministic: bool = False,
         host_memory: int | str = 0,
+        snapshot_memory: int | str | None = None,
+        store: str | Path | None = None,
+        store_memory: int | str = "10GiB",
         watermark: float = 0.01,
         **overrides: Any,
     ):
@@ -73,15 +79,22 @@ class Engine:
             max_queue: requests that may wait.
             prefill_tokens: tokens of prompts in one step; None: the recipe's runtime.prefill_chunk.
             prefix_cache: "auto": on where the layouts allow it; "on": or else refuse; "off".
-            deterministic: a prefix that is found ends at a multiple of `prefill_tokens`, so that the rest is computed
-                in the same pieces, and gives the same bits, as without the prefix cache.
-            host_memory: bytes on the host for texts that give up their pages; 0: they are computed again.
+            deterministic: a prefix that is found was computed in the same pieces, and ends with one, so that the rest
+                gives the same bits as without the prefix cache.
+            host_memory: bytes on the host for texts that give up their pages, and then for evicted pages; 0: texts are
+                computed again, and evicted pages are forgotten.
+            snapshot_memory: bytes on the host for what prefixes have in no page; None: a quarter of the cache's, where
+                they have any; 0: none.
+            store: a folder where pages and snapshots outlive the engine; made if it is not there. Engines of the same
+                model and plan may have one together.
+            store_memory: bytes of its files; what was not used for longest goes first.
             watermark: share of the pages that stays available when a request comes in beside others.
             overrides: of the recipe, as for `optimize`.
 
         Raises:
             PlanError: prefix_cache="on", and some layout cannot.
             LimitError: not one text fits the memory.
+            InputError: `store` cannot be used: no folder, not writable, or others may read its secret.
             KVCompileError: as `optimize`.
         """
         if not isinstance(model, CachedModel):
@@ -109,31 +122,36 @@ class Engine:
         chunk = (
             limits.prefill_chunk if prefill_tokens is None else _positive("prefill_tokens", prefill_tokens)
         )
-        masked = any(decision.mask_rows for decision in plan.decisions)
-        shared = sharing((decision.layout for decision in plan.decisions), bool(plan.states), masked)
-        if prefix_cache == "on" and not shared.shares:
-            raise PlanError(f"prefix_cache: on, and texts share nothing of this plan: {shared.reason}")
-        until = 0 if prefix_cache == "off" else shared.until
-        why = "asked for" if prefix_cache == "off" else shared.reason
-        self._prefix_cache = f"off: {why}" if until == 0 else "on"
-        self._scheduler = Scheduler(
-            room.groups,
-            Rules(
-                rows=room.rows,
-                chunk=chunk,
-                whole=plan.whole_prompts,
-                until=until,
-                aligned=chunk if deterministic else 1,
-                recomputes=shared.recomputes,
-                watermark=watermark,
-                page_bytes=room.page_bytes,
-                row_bytes=room.row_bytes,
-                host_bytes=0 if not host_memory else parse_bytes(host_memory),
-            ),
+        host_bytes = _bytes(host_memory)
+        self._shared = Shared.of(
+            model,
+            room,
+            prefix_cache,
+            host_bytes,
+            None if snapshot_memory is None else _bytes(snapshot_memory),
+            None if store is None else Disk(store, parse_bytes(store_memory)),
         )
-        self._passes = Passes(model, room)
+        self._identity = Identity(model, chunk, self._shared.disk)
+        sharing, tiers = self._shared.sharing, self._shared.tiers
+        self._passes = Passes(model, room, tiers)
+        chunks = sharing.chunks or deterministic
+        rules = Rules(
+            rows=room.rows,
+            chunk=chunk,
+            whole=plan.whole_prompts,
+            shares=self._shared.on,
+            until=sharing.until,
+            in_order=self._passes.rows.in_order,
+            chunks=chunks,
+            aligned=chunk if chunks else 1,
+            recomputes=sharing.recomputes,
+            watermark=watermark,
+            page_bytes=room.page_bytes,
+            row_bytes=room.row_bytes,
+            host_bytes=host_bytes,
+        )
+        self._scheduler = Scheduler(room.groups, rules, tiers)
         self._bytes = room.bytes
-        self._secret = secrets.token_bytes(32)
         self._eos = ends_of(model.model, tokenizer)
         self._bounds = bounds_of(model.program, model.model)
         self._texts: dict[int, LiveText] = {}
@@ -186,7 +204,7 @@ class Engine:
         name = id if id is not None else f"request-{next(self._numbers)}"
         handle = Handle(name, lambda: self._tell(request, self._cancel))
         request = LiveRequest(handle, ids, sampling)
-        start = root(self._secret, self.module.plan.digest(), self.module.plan.scales or "", salt)
+        start = self._identity.root(salt)
         first = next(self._numbers)
         numbers = [first, *(next(self._numbers) for _ in range(sampling.n - 1))]
         for index, number in enumerate(numbers):
@@ -256,7 +274,11 @@ class Engine:
                 pages_cached=sum(pages.cached for pages in scheduler.pages),
                 bytes=self._bytes,
                 tokens_per_second=self._speed.now(),
-                prefix_cache=self._prefix_cache,
+                prefix_cache=self._shared.told,
+                found_device_tokens=scheduler.found["device"],
+                found_host_tokens=scheduler.found["host"],
+                found_store_tokens=scheduler.found["store"],
+                **self._shared.stats(),
                 **self._counts,
             )
 
@@ -269,6 +291,7 @@ class Engine:
             self._changed.notify_all()
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
+        self._shared.close(self._scheduler, self._passes.rows)
 
     def __enter__(self) -> Engine:
         return self
@@ -347,7 +370,7 @@ class Engine:
         try:
             self._passes.move(plan.moves, {id: live.text.computed for id, live in self._texts.items()})
         except Exception as error:
-            self._fail([*plan.texts, *_moved(plan)], error)
+            self._fail([*plan.texts, *plan.moved], error)
             return
         for batch in self._passes.batches(plan.decodes):
             self._guarded(batch, partial(self._decode, batch))
@@ -373,7 +396,9 @@ class Engine:
         """A piece of a prompt, and after the last one the first token of every text of this prompt."""
         live = self._texts[chunk.text]
         _, logits = self._passes.run([live.text], chunk.end)
-        self._scheduler.computed(chunk.text, chunk.end)
+        snapshot = self._scheduler.computed(chunk.text, chunk.end)
+        if snapshot is not None:
+            self._passes.keep(snapshot)
         if not chunk.last:
             return
         lives = [live]
@@ -452,8 +477,8 @@ class Engine:
             request.handle.fail(ServeError(f"a step of this request failed: {told}"))
 
 
-def _moved(plan: StepPlan) -> list[int]:
-    return [move.text for move in plan.moves if isinstance(move, (Out, In))]
+def _bytes(given: int | str) -> int:
+    return 0 if given in (0, "0") else parse_bytes(given)
 
 
 def _positive(name: str, value: object) -> int:

@@ -7,7 +7,8 @@ A page is in one of four states:
     held      of as many texts as it has references; found by its key, if it has one
     (page 0)  nobody's, ever
 
-Taking a page forgets its key. Texts give their pages back last page first, so that a prefix goes from its end.
+Taking a page forgets its key, and tells it: what the page holds until it is written may go elsewhere under it. Texts
+give their pages back last page first, so that a prefix goes from its end.
 
 Source: vLLM v1, whose list of free blocks is its LRU (docs: design/prefix_caching).
 """
@@ -27,8 +28,9 @@ class Group:
 
     page_size, slots: as `layouts.pages.PageGroup` has them
     sinks:  slots that are never written again, where the others are a ring; None: the slots are written once, in order
-    scored: whether any slot may be written, as scores decide
+    scored: whether any slot may be written once all are taken, as scores decide
     pages:  that there are, without page 0
+    unsettled: newest tokens of a text whose slots may be written when later ones come
     """
 
     page_size: int
@@ -36,16 +38,25 @@ class Group:
     pages: int
     sinks: int | None = None
     scored: bool = False
+    unsettled: int = 0
 
     def pages_for(self, tokens: int) -> int:
         """Pages of a text that has so many tokens."""
         return -(-min(tokens, self.slots) // self.page_size)
 
+    def findable(self, tokens: int) -> int:
+        """The first pages of a text of so many tokens that are full, and a function of the tokens in them and before."""
+        if self.scored or (self.sinks is not None and tokens > self.slots):
+            return 0
+        return max(tokens - self.unsettled, 0) // self.page_size
+
     def written(self, start: int, end: int) -> Iterator[int]:
-        """The places in its table of the pages that tokens [start, end) of a text are written to."""
+        """The places in its table of the pages that tokens [start, end) of a text are written to, or those before that
+        settle then."""
         if self.scored and end > self.slots:
             yield from range(self.pages_for(self.slots))
             return
+        start = max(start - self.unsettled, 0)
         first, last = start // self.page_size, -(-min(end, self.slots) // self.page_size)
         yield from range(min(first, last), last)
         if self.sinks is None or end <= self.slots:
@@ -88,13 +99,14 @@ class Pages:
     def key(self, page: int) -> Key | None:
         return self._key.get(page)
 
-    def take(self) -> int:
-        """A page for one text, which nothing finds any more; there must be one `available`."""
+    def take(self) -> tuple[int, Key | None]:
+        """A page for one text, which nothing finds any more, and by which key it was found until now; there must be
+        one `available`."""
         page, _ = self._nobodys.popitem(last=False)
-        self.cached -= page in self._key
-        self.forget(page)
+        key = self.forget(page)
+        self.cached -= key is not None
         self._references[page] = 1
-        return page
+        return page, key
 
     def hold(self, page: int) -> None:
         """Another text has this page, which is cached or held."""
@@ -124,11 +136,19 @@ class Pages:
     def find(self, key: Key) -> int | None:
         return self._page.get(key)
 
-    def forget(self, page: int) -> None:
-        """Nothing finds this page any more: the text that holds it is going to write it."""
+    def forget(self, page: int) -> Key | None:
+        """Nothing finds this page any more: the text that holds it is going to write it; the key that it had."""
         key = self._key.pop(page, None)
         if key is not None:
             del self._page[key]
+        return key
+
+    def found(self) -> Iterator[tuple[int, Key]]:
+        """Every page that is found by a key, those first that are taken first."""
+        nobodys = [page for page in self._nobodys if page in self._key]
+        held = [page for page in self._key if self._references[page]]
+        for page in (*nobodys, *held):
+            yield page, self._key[page]
 
     def check(self) -> None:
         """Refuse a state that cannot be: for tests."""

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from kvcompile.layouts.sharing import unsettled
 from kvcompile.runtime.module import CachedModel
 from kvcompile.serve.capacity import Capacity
+from kvcompile.serve.moves import Copy, Down, Drop, Fork, In, Move, Out, Restore, Snapshot, Up
 from kvcompile.serve.rows import Rows
-from kvcompile.serve.schedule import Copy, Drop, Fork, In, Move, Out, Text
+from kvcompile.serve.texts import Text
+from kvcompile.serve.tiers import Tiers
+
+log = logging.getLogger(__name__)
 
 
 class Passes:
     """An engine's cache, and the module that runs over it; used by one thread."""
 
-    def __init__(self, module: CachedModel, room: Capacity):
+    def __init__(self, module: CachedModel, room: Capacity, tiers: Tiers):
         """
+        tiers: where evicted pages and snapshots are
+
         Raises:
             LimitError: the device has no memory for so much.
         """
         self.module = module
-        self.rows = Rows(module.cache.shape, module.device, room.rows, [group.pages for group in room.groups])
+        self.tiers = tiers
+        newest = max((unsettled(decision.layout) for decision in module.plan.decisions), default=0)
+        pages = [group.pages for group in room.groups]
+        self.rows = Rows(module.cache.shape, module.device, room.rows, pages, newest)
         self._on_host: dict[int, dict[str, Tensor]] = {}
         program = module.program
         # Texts of other lengths come in other passes.
@@ -30,6 +41,7 @@ class Passes:
 
     def move(self, moves: Sequence[Move], computed: dict[int, int]) -> None:
         """Carry out moves, one after the other; computed: tokens that each text that comes back has in the cache."""
+        fetched = self.tiers.fetched
         for move in moves:
             match move:
                 case Copy():
@@ -40,10 +52,36 @@ class Passes:
                     self._on_host[text] = self.rows.state(text, tables)
                 case In(text, tables):
                     self.rows.restore(text, computed[text], tables, self._on_host.pop(text))
+                case Down():
+                    self._keep_page(move)
+                case Up(_, group, page, key):
+                    self.rows.fill_page(group, page, fetched(key))
+                case Restore(text, tokens, row, slots, pages):
+                    self.rows.resume(text, tokens, pages, fetched(row), [fetched(key) for key in slots])
+        self.tiers.release()
+
+    def _keep_page(self, down: Down) -> None:
+        """Keep what a page holds; where that fails it is forgotten, and nobody misses it."""
+        try:
+            self.tiers.pages.store(down.key, self.rows.page(down.group, down.page))
+        except RuntimeError as error:  # the host has no memory to give
+            log.warning("a page that was evicted is lost: %s", error)
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Keep a snapshot; where that fails there is none."""
+        text, start, tokens = snapshot.text, snapshot.start, snapshot.tokens
+        try:
+            items = [(snapshot.row, self.rows.snapshot(text, snapshot.pages))]
+            if snapshot.slots:
+                items.append((snapshot.slots[-1], self.rows.slots(text, start, tokens)))
+        except RuntimeError as error:  # the host has no memory to give
+            log.warning("there is no snapshot of a prefix: %s", error)
+            return
+        self.tiers.keep_snapshot(items, snapshot.slots[:-1])
 
     def fork(self, fork: Fork) -> None:
         """Let a text go its own way from where another one is."""
-        self.rows.copy_pages(fork.copies)
+        self.move(fork.moves, {})
         self.rows.fork(fork.source, fork.target)
 
     def leave(self, text: int) -> None:

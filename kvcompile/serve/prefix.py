@@ -4,7 +4,10 @@
 
 The root holds what the bytes of a page depend on besides tokens: this engine's own secret, the plan, its calibrated
 scales, and the salt of whoever may share them. So no two engines, plans or salts ever have a key in common, and nobody
-who does not know the secret can make one.
+who does not know the secret can make one. Where pages outlive the engine, the secret is kept with them.
+
+Things of other kinds have other keys: the same tokens are on a page in every group, and a snapshot may end where a page
+does.
 
 Source: vLLM's prefix caching (docs: design/prefix_caching), with sha256 and the salt in the root.
 """
@@ -25,6 +28,11 @@ def root(*parts: str | bytes) -> Key:
         data = part.encode() if isinstance(part, str) else part
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.digest()
+
+
+def tagged(key: Key, what: str) -> Key:
+    """The key of another thing that holds the same tokens."""
+    return hashlib.sha256(b"kvcompile kind " + what.encode() + b"\0" + key).digest()
 
 
 class Chain:

@@ -20,7 +20,8 @@ from kvcompile.kernels.ops.page_copy import indexable, page_copy
 from kvcompile.layouts.pages import SPARE_PAGES
 from kvcompile.runtime.cache_spec import CacheShape
 from kvcompile.runtime.growing import Growing, make_growing
-from kvcompile.serve.schedule import Copy, Tables
+from kvcompile.serve.moves import Copy, Tables
+from kvcompile.serve.store import Item, pack, unpack
 
 _VERSIONS = itertools.count(1)
 
@@ -28,15 +29,18 @@ _VERSIONS = itertools.count(1)
 class Rows:
     """Buffers for `rows` texts and pools of the given sizes, allocated once."""
 
-    def __init__(self, shape: CacheShape, device: torch.device, rows: int, pages: Sequence[int]):
+    def __init__(
+        self, shape: CacheShape, device: torch.device, rows: int, pages: Sequence[int], unsettled: int = 0
+    ):
         """
         Args:
             pages: of each pool of `shape`, without page 0.
+            unsettled: newest tokens whose slots may be written when later tokens come.
 
         Raises:
             LimitError: the device has no memory for them.
         """
-        self.shape, self.device = shape, device
+        self.shape, self.device, self._unsettled = shape, device, unsettled
         self.version = -next(_VERSIONS)  # no `KVCache` has a negative one
         self.buffers: dict[str, Tensor] = {}
         self._growing: dict[str, Growing] = {}
@@ -64,6 +68,10 @@ class Rows:
             ) from error
         # What has a row per text.
         self._own = [name for name, of in shape.buffers.items() if not of.spec.paged]
+        # Of it, what holds something of a text's tokens: slots in their order, and all else.
+        told = [name for name in self._own if shape.buffers[name].spec.fill is None]
+        self._in_order = [name for name in told if shape.buffers[name].in_order]
+        self._fixed = [name for name in told if not shape.buffers[name].in_order]
         self._at: list[int | None] = [None] * rows  # which text is in a row
         self._row: dict[int, int] = {}
         self._tokens = [0] * rows
@@ -220,6 +228,61 @@ class Rows:
             pages = torch.tensor(table, dtype=torch.int64, device=self.device)
             for name in names:
                 indexable(self.buffers[name])[pages] = state[name].to(self.device)
+
+
+    # ---- pages and snapshots that are kept
+
+    @property
+    def in_order(self) -> bool:
+        """Whether a text has slots in the order of its tokens in its row."""
+        return bool(self._in_order)
+
+    def page(self, group: int, page: int) -> Item:
+        """What a page holds."""
+        return pack(self._page(group, page), self.device)
+
+    def fill_page(self, group: int, page: int, item: Item) -> None:
+        """Let a page hold what another one held."""
+        unpack(item, self._page(group, page), self.device)
+
+    def snapshot(self, text: int, pages: Tables) -> Item:
+        """What a text has in its row besides slots in the order of tokens, and on these pages, by group."""
+        return pack(self._fixed_parts(self._row[text], pages), self.device)
+
+    def slots(self, text: int, start: int, end: int) -> Item:
+        """The slots, in the order of tokens, of tokens [start, end) of a text that has `end`, and of those before that
+        may have been written since it had `start`."""
+        return pack(self._slots(self._row[text], start, end), self.device)
+
+    def resume(self, text: int, tokens: int, pages: Tables, row: Item, slots: Sequence[Item]) -> None:
+        """Let a text have what a snapshot of so many tokens has; slots: in pieces of equally many tokens."""
+        place = self.place(text)
+        self._tokens[place] = tokens
+        self.hold(tokens)
+        unpack(row, self._fixed_parts(place, pages), self.device)
+        size = tokens // max(len(slots), 1)
+        for number, item in enumerate(slots):
+            unpack(item, self._slots(place, number * size, (number + 1) * size), self.device)
+
+    def _page(self, group: int, page: int) -> list[Tensor]:
+        return [self.buffers[name][page] for name in self._pooled[group]]
+
+    def _fixed_parts(self, row: int, pages: Tables) -> list[Tensor]:
+        parts = [self.buffers[name][row] for name in self._fixed]
+        for group, own in enumerate(pages):
+            for page in own:
+                parts += self._page(group, page)
+        return parts
+
+    def _slots(self, row: int, start: int, end: int) -> list[Tensor]:
+        parts = []
+        for name in self._in_order:
+            part = self.buffers[name][row]
+            own = part.shape[1]
+            # Tokens of a group share a row: no row that a token from `begin` on is in comes before this one.
+            begin = max(start - self._unsettled, 0) * (own - 1) // self.shape.span
+            parts.append(part[:, begin : self.shape.rows_for(end, own)])
+        return parts
 
 
 def _on_host(part: Tensor) -> Tensor:

@@ -17,155 +17,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from kvcompile.errors import LimitError
+from kvcompile.serve.lookup import Hit, Lookup
+from kvcompile.serve.moves import (
+    Chunk,
+    Copy,
+    Down,
+    Drop,
+    Fork,
+    In,
+    Move,
+    Out,
+    Restore,
+    Snapshot,
+    StepPlan,
+    Tables,
+    Up,
+)
 from kvcompile.serve.pages import Group, Key, Pages
-from kvcompile.serve.prefix import Chain
-
-Tables = tuple[tuple[int, ...], ...]  # pages of a text, by group
-
-
-class State(StrEnum):
-    """Where a text is."""
-
-    WAITING = "waiting"  # has nothing in the cache
-    RUNNING = "running"  # has a row and pages
-    SWAPPED = "swapped"  # waits, and what it had in the cache is on the host
-
-
-@dataclass
-class Text:
-    """One text on its way.
-
-    order:    its age and its place among the texts of one request: what is smaller goes first
-    tokens:   prompt and what came after it; the last may not be computed yet
-    most:     tokens that it has in the cache at most
-    root:     the key before its first page
-    computed: tokens in the cache
-    tables:   its pages, by group
-    leader:   the text of the same prompt that computes it, while this one waits to be forked from it
-    """
-
-    id: int
-    order: tuple[int, int]
-    tokens: list[int]
-    most: int
-    root: Key
-    leader: int | None = None
-    state: State = State.WAITING
-    computed: int = 0
-    tables: list[list[int]] = field(default_factory=list)
-    chains: dict[int, Chain] = field(default_factory=dict)
-    registered: list[int] = field(default_factory=list)
-    prompt: int = 0  # tokens of its prompt
-    cached: int | None = None  # tokens that the prefix cache had when it first came in
-    preemptions: int = 0
-    lost: int = 0  # tokens that it had in the cache when it last gave up its pages to be computed again
-    recomputed: int = 0
-    swapped: int = 0  # bytes
-
-    @property
-    def left(self) -> int:
-        """Tokens that are still to be computed before the next one can be chosen."""
-        return len(self.tokens) - self.computed
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A page that several texts have, or that is found by a key, is copied before one of them writes to it."""
-
-    group: int
-    source: int
-    target: int
-
-
-@dataclass(frozen=True)
-class Out:
-    """A text's pages and row go to the host."""
-
-    text: int
-    tables: Tables
-
-
-@dataclass(frozen=True)
-class In:
-    """A text's pages and row come back from the host, the pages to others than they came from."""
-
-    text: int
-    tables: Tables
-
-
-@dataclass(frozen=True)
-class Drop:
-    """A text has no row any more."""
-
-    text: int
-
-
-Move = Copy | Out | In | Drop
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens [start, end) of a text; last: whether the next token is chosen after them."""
-
-    text: int
-    start: int
-    end: int
-    last: bool
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What a step does: moves one after the other, then one pass over `decodes`, then a pass for every chunk."""
-
-    moves: tuple[Move, ...] = ()
-    decodes: tuple[int, ...] = ()
-    chunks: tuple[Chunk, ...] = ()
-
-    @property
-    def texts(self) -> tuple[int, ...]:
-        return (*self.decodes, *(chunk.text for chunk in self.chunks))
-
-    def __bool__(self) -> bool:
-        return bool(self.moves or self.decodes or self.chunks)
-
-
-@dataclass(frozen=True)
-class Fork:
-    """A text goes its own way from where another one is; copies: pages that it gets of its own."""
-
-    source: int
-    target: int
-    copies: tuple[Copy, ...]
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What the scheduler goes by.
-
-    rows:       texts that run at a time
-    chunk:      tokens of a chunk, and of all chunks of a step together
-    whole:      whether a prompt comes in one piece
-    until:      tokens of a prefix that texts may share; None: any number; 0: none
-    aligned:    a shared prefix ends at a multiple of so many tokens
-    recomputes: whether a text may lose its cache and compute it again; else it has its pages until it ends
-    watermark:  share of the pages that stays available when a text comes in beside others
-    page_bytes, row_bytes: of a page of each group over all its layers, and of what else a text has
-    host_bytes: room on the host for texts that give up their pages
-    """
-
-    rows: int
-    chunk: int
-    whole: bool = False
-    until: int | None = 0
-    aligned: int = 1
-    recomputes: bool = True
-    watermark: float = 0.01
-    page_bytes: tuple[int, ...] = ()
-    row_bytes: int = 0
-    host_bytes: int = 0
+from kvcompile.serve.texts import Rules, State, Text
+from kvcompile.serve.tiers import Below, Tier, Tiers
 
 
 @dataclass
@@ -181,10 +53,14 @@ class _Step:
 class Scheduler:
     """All texts of an engine, and the pages of every group."""
 
-    def __init__(self, groups: Sequence[Group], rules: Rules):
+    def __init__(self, groups: Sequence[Group], rules: Rules, below: Below | None = None):
+        """below: where evicted pages and snapshots are; None: nowhere"""
         self.rules = rules
         self.pages = tuple(Pages(group) for group in groups)
         self.texts: dict[int, Text] = {}
+        self.found: dict[Tier, int] = {"device": 0, "host": 0, "store": 0}  # tokens of prefixes
+        self._below: Below = below or Tiers()
+        self._lookup = Lookup(self.pages, rules, self._below)
         self._on_host: dict[int, int] = {}  # bytes of each text that is there
         self.preemptions = self.recomputed = self.swapped = 0
 
@@ -216,7 +92,7 @@ class Scheduler:
         """A text has ended, and has no row any more: its pages are given back, those with a key may be found again."""
         text = self.texts.pop(id)
         self._give_back(text)
-        self._on_host.pop(id, None)
+        self._came_back(id)
 
     def _of(self, *states: State) -> list[Text]:
         return sorted((t for t in self.texts.values() if t.state in states), key=lambda t: t.order)
@@ -235,6 +111,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """What the next step does; pages are taken as if it were done."""
+        self._below.release()
         step = _Step()
         for text in self.running:
             if text.state is State.RUNNING:  # else it has given way to an older one
@@ -254,7 +131,8 @@ class Scheduler:
             return
         if not self._make_room(text, end, step.moves):
             return
-        if text.left == 1:
+        text.in_chunk = text.left > 1
+        if not text.in_chunk:
             step.decodes.append(text.id)
         else:
             step.spent += size
@@ -278,69 +156,91 @@ class Scheduler:
         if len(others) >= self.rules.rows:
             return False
         back = text.state is State.SWAPPED
-        hit, found = (text.computed, [[] for _ in self.pages]) if back else self._lookup(text)
-        holds = len(text.tokens) if self.rules.recomputes else text.most
-        for pages, shared in zip(self.pages, found, strict=True):
-            idle = sum(not pages.references(page) for page in shared)
-            left = pages.available - idle - (pages.group.pages_for(holds) - len(shared))
-            left -= self._copied(pages, shared, hit, len(text.tokens))
-            if left < (math.ceil(self.rules.watermark * pages.group.pages) if others else 0):
-                return False
-        for pages, shared, table in zip(self.pages, found, text.tables, strict=True):
-            for page in shared:
-                pages.hold(page)
-            table.extend(shared)
-            while len(table) < pages.group.pages_for(holds):
-                table.append(pages.take())
-        text.registered = [len(shared) for shared in found]
+        found = (self._lookup.nothing(text.computed), None) if back else self._found(text, bool(others))
+        if found is None or (back and not self._fits(text, found[0], bool(others))):
+            return False
+        hit, tier = found
+        self._take_pages(text, hit, moves)
         if back:
             moves.append(In(text.id, _frozen(text.tables)))
-            self._on_host.pop(text.id)
+            self._came_back(text.id)
         else:
-            text.cached = hit if text.cached is None else text.cached
-            again = max(text.lost - hit, 0)  # what is found was not lost
+            if text.cached is None and tier is not None:
+                text.cached = hit.tokens
+                self.found[tier] += hit.tokens
+            again = max(text.lost - hit.tokens, 0)  # what is found was not lost
             text.lost, text.recomputed = 0, text.recomputed + again
             self.recomputed += again
-            text.computed = hit
-        text.state = State.RUNNING
+            text.computed = text.whole = hit.tokens
+        text.state, text.fresh = State.RUNNING, not back
         return True
 
-    def _copied(self, pages: Pages, shared: Sequence[int], start: int, end: int) -> int:
+    def _found(self, text: Text, beside: bool) -> tuple[Hit, Tier] | None:
+        """What is there of a text that comes in, at hand for the next moves; None: there are no pages for the rest.
+
+        beside: whether other texts run
+        """
+        for below in (True, True, False):  # what turns out not to be whole is not found again
+            hit = self._lookup.find(text, below)
+            if not self._fits(text, hit, beside):
+                return None
+            if not hit.up and not hit.snapshot:
+                return hit, "device"
+            tier = self._below.fetch(hit.up, hit.snapshot)
+            if tier is not None:
+                return hit, tier
+        raise AssertionError("what is looked up here alone needs nothing from below")
+
+    def _fits(self, text: Text, hit: Hit, beside: bool) -> bool:
+        """Whether the whole text has pages, what is there counted off."""
+        holds = len(text.tokens) if self.rules.recomputes else text.most
+        for number, pages in enumerate(self.pages):
+            held = hit.held(number)
+            shared = [page for page in held if page is not None]
+            idle = sum(not pages.references(page) for page in shared)
+            left = pages.available - idle - (pages.group.pages_for(holds) - len(shared))
+            left -= self._copied(pages, held, hit.tokens, len(text.tokens))
+            if left < (math.ceil(self.rules.watermark * pages.group.pages) if beside else 0):
+                return False
+        return True
+
+    def _copied(self, pages: Pages, held: Sequence[int | None], start: int, end: int) -> int:
         """Pages of a prefix that others hold, too, and that are copied on the way from `start` to `end`."""
-        return sum(
-            place < len(shared) and pages.references(shared[place]) > 0
-            for place in pages.group.written(start, end)
-        )
+        written = [place for place in pages.group.written(start, end) if place < len(held)]
+        return sum((page := held[place]) is not None and pages.references(page) > 0 for place in written)
 
-    def _lookup(self, text: Text) -> tuple[int, list[list[int]]]:
-        """How many tokens of a text are in the prefix cache, of every group, and on which pages."""
-        none: list[list[int]] = [[] for _ in self.pages]
-        if self.rules.until == 0 or not self.pages:
-            return 0, none
-        most = len(text.tokens) - 1  # one is left, after which the next is chosen
-        if self.rules.until is not None:
-            most = min(most, self.rules.until)
-        found: list[list[int]] = []
-        for pages in self.pages:
-            own: list[int] = []
-            for key in self._chain(text, pages).upto(text.tokens, most // pages.group.page_size):
-                page = pages.find(key)
+    def _take_pages(self, text: Text, hit: Hit, moves: list[Move]) -> None:
+        """Pages for the whole text: those that are there, and others, of which some get what is kept below."""
+        holds = len(text.tokens) if self.rules.recomputes else text.most
+        for number, pages in enumerate(self.pages):
+            table, held = text.tables[number], hit.held(number)
+            for page in held:
+                if page is not None:
+                    pages.hold(page)
+            for page, key in hit.pages[number]:
                 if page is None:
-                    break
-                own.append(page)
-            found.append(own)
-            most = min(most, len(own) * pages.group.page_size)
-        unit = math.lcm(self.rules.aligned, *(pages.group.page_size for pages in self.pages))
-        hit = most // unit * unit
-        if not hit:
-            return 0, none
-        return hit, [
-            own[: hit // pages.group.page_size] for own, pages in zip(found, self.pages, strict=True)
-        ]
+                    page = self._take(number, moves)
+                    moves.append(Up(text.id, number, page, key))
+                table.append(page)
+            while len(table) < pages.group.pages_for(holds):
+                table.append(self._take(number, moves))
+            # What comes up is found here once a pass has followed it.
+            text.registered[number] = held.index(None) if None in held else len(held)
+        if hit.row is not None:
+            filled = (
+                table[len(own) : pages.group.pages_for(hit.tokens)]
+                for table, own, pages in zip(text.tables, hit.pages, self.pages, strict=True)
+            )
+            moves.append(Restore(text.id, hit.tokens, hit.row, hit.slots, _frozen(filled)))
 
-    def _chain(self, text: Text, pages: Pages) -> Chain:
-        size = pages.group.page_size
-        return text.chains.setdefault(size, Chain(text.root, size))
+    def _take(self, number: int, moves: list[Move]) -> int:
+        """A page of a group, which others may have written: what is found on it goes down first."""
+        page, key = self.pages[number].take()
+        if key is not None and self._below.takes_pages:
+            key = self._lookup.key_below(number, key)
+            if not self._below.lookup(key):
+                moves.append(Down(number, page, key))
+        return page
 
     def _make_room(self, text: Text, end: int, moves: list[Move]) -> bool:
         """Pages for tokens up to `end` that this text alone may write to; False: it has given up its own."""
@@ -353,11 +253,11 @@ class Scheduler:
         for number, pages in enumerate(self.pages):
             table = text.tables[number]
             while len(table) < pages.group.pages_for(end):
-                table.append(pages.take())
+                table.append(self._take(number, moves))
             for place in pages.group.written(text.computed, end):
                 page = table[place]
                 if pages.references(page) > 1:
-                    table[place] = pages.take()
+                    table[place] = self._take(number, moves)
                     moves.append(Copy(number, page, table[place]))
                     pages.release([page])
                 else:
@@ -380,17 +280,28 @@ class Scheduler:
         size = self.rules.row_bytes + sum(
             len(table) * each for table, each in zip(text.tables, self.rules.page_bytes, strict=True)
         )
-        if text.computed and size + sum(self._on_host.values()) <= self.rules.host_bytes:
+        # One that has computed nothing since it came in has what it found, which may be found again.
+        if text.computed and not text.fresh and size + sum(self._on_host.values()) <= self.rules.host_bytes:
             moves.append(Out(text.id, _frozen(text.tables)))
             self._on_host[text.id] = size
+            self._below.limit(self.rules.host_bytes - sum(self._on_host.values()))
             text.swapped += size
             self.swapped += size
             text.state = State.SWAPPED
         else:
-            text.lost, text.computed = text.computed, 0
+            text.lost, text.computed, text.whole = text.computed, 0, 0
             text.state = State.WAITING
         moves.append(Drop(text.id))
         self._give_back(text)
+
+    def key_below(self, group: int, key: Key) -> Key:
+        """The key of a page in a store below, which has pages of all groups."""
+        return self._lookup.key_below(group, key)
+
+    def _came_back(self, id: int) -> None:
+        """A text has nothing on the host any more."""
+        if self._on_host.pop(id, None) is not None:
+            self._below.limit(self.rules.host_bytes - sum(self._on_host.values()))
 
     def _give_back(self, text: Text) -> None:
         for pages, table in zip(self.pages, text.tables, strict=True):
@@ -400,19 +311,37 @@ class Scheduler:
 
     # ---- what a step has done
 
-    def computed(self, id: int, end: int) -> None:
-        """Tokens of a text up to `end` are in the cache now; its full pages are found from now on."""
+    def computed(self, id: int, end: int) -> Snapshot | None:
+        """Tokens of a text up to `end` are in the cache now: its full pages are found from now on, and what a snapshot
+        is to be made of is returned."""
         text = self.texts[id]
-        text.computed = end
+        start, text.computed, text.fresh = text.computed, end, False
+        if text.in_chunk and text.whole == start and end - start == self.rules.chunk:
+            text.whole = end
+        if not self.rules.shares:
+            return None
+        until = text.whole if self.rules.chunks else end
         for number, pages in enumerate(self.pages):
-            group, until = pages.group, self.rules.until
-            if until is not None and end > until:  # what went round holds other tokens
-                continue
-            full = end // group.page_size
-            keys = self._chain(text, pages).upto(text.tokens, full)
-            for place in range(text.registered[number], full):
+            count = min(pages.group.findable(end), pages.group.findable(until))
+            keys = self._lookup.keys(text, pages.group, count)
+            for place in range(text.registered[number], count):
                 pages.register(text.tables[number][place], keys[place])
-            text.registered[number] = max(full, text.registered[number])
+            text.registered[number] = max(count, text.registered[number])
+        return self._snapshot(text, end) if text.in_chunk and until == end else None
+
+    def _snapshot(self, text: Text, end: int) -> Snapshot | None:
+        """What is to be kept of a text whose chunk ended here; None: nothing, or it is kept."""
+        unit = self._lookup.unit
+        if not self._below.takes_snapshots or end % unit or not self.rules.needs_snapshot(end):
+            return None
+        row, slots = self._lookup.snapshot(text, end)
+        if all(self._below.lookup(key) for key in (row, *slots[-1:])):
+            return None
+        filled = (
+            table[pages.group.findable(end) : pages.group.pages_for(end)]
+            for table, pages in zip(text.tables, self.pages, strict=True)
+        )
+        return Snapshot(text.id, end - unit, end, row, slots, _frozen(filled))
 
     def chosen(self, id: int, token: int) -> None:
         """The next token of a text, all of whose others are computed."""
@@ -429,7 +358,7 @@ class Scheduler:
                 continue
             if len(self.running) >= self.rules.rows:
                 break
-            copies: list[Copy] = []
+            moves: list[Move] = []
             tables: list[list[int]] = []
             shared = [self.rules.recomputes and not pages.group.scored for pages in self.pages]
             wanted = [
@@ -445,13 +374,13 @@ class Scheduler:
                         pages.hold(page)
                     tables.append(list(table))
                 else:
-                    own = [pages.take() for _ in range(wanted[number])]
-                    copies += [Copy(number, a, b) for a, b in zip(table, own, strict=False)]
+                    own = [self._take(number, moves) for _ in range(wanted[number])]
+                    moves += [Copy(number, a, b) for a, b in zip(table, own, strict=False)]
                     tables.append(own)
             text.tables, text.computed, text.leader = tables, source.computed, None
             text.registered, text.state = list(source.registered), State.RUNNING
-            text.cached = source.computed
-            forks.append(Fork(id, text.id, tuple(copies)))
+            text.whole, text.cached = source.whole, source.computed
+            forks.append(Fork(id, text.id, tuple(moves)))
         return forks
 
 

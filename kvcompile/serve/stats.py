@@ -12,8 +12,10 @@ _WINDOW = 5.0  # seconds that the speed is of
 @dataclass(frozen=True)
 class Stats:
     """waiting, running, swapped: texts now. requests .. steps: counted since the start; cached_tokens: of prompts, out
-    of the prefix cache. pages: over all pools. bytes: of pools and rows. tokens_per_second: of texts, over the last
-    seconds. prefix_cache: "on", or "off: why"."""
+    of the prefix cache; found_device_tokens, .. host .., .. store ..: of texts that came in, by the slowest of where
+    what they found was. pages: over all pools. bytes: of pools and rows. host_pages, snapshots: that the host's memory
+    has (a snapshot's slots in the order of tokens count as another), host_bytes: of both. store_bytes: of files.
+    tokens_per_second: of texts, over the last seconds. prefix_cache: "on", or "off: why"."""
 
     waiting: int = 0
     running: int = 0
@@ -25,6 +27,9 @@ class Stats:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    found_device_tokens: int = 0
+    found_host_tokens: int = 0
+    found_store_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
     swapped_bytes: int = 0
@@ -33,6 +38,10 @@ class Stats:
     pages_held: int = 0
     pages_cached: int = 0
     bytes: int = 0
+    host_pages: int = 0
+    host_bytes: int = 0
+    snapshots: int = 0
+    store_bytes: int = 0
     tokens_per_second: float = 0.0
     prefix_cache: str = "off"
 

@@ -30,6 +30,7 @@ import kvcompile
 import kvcompile.models
 from kvcompile.cli import app
 from kvcompile.compile.executor import Executor
+from kvcompile.layouts import sharing
 from kvcompile.models import LoadedModel
 from kvcompile.recipe import Recipe, shipped_recipes
 from kvcompile.recipe.schema import LayerRule
@@ -384,3 +385,7 @@ def test_environment_variables_are_all_there() -> None:
     used = set(re.findall(r'"(KVCOMPILE_\w+)"', code))
     rows = table(TEXTS["README.md"], "| variable | what it does |")
     assert {row[0].strip("`").partition("=")[0] for row in rows} == used | {"TORCH_LOGS"}
+
+
+def test_the_table_of_what_texts_share_is_the_codes() -> None:
+    assert sharing.table() in TEXTS["docs/serving.md"], f"docs/serving.md should have:\n{sharing.table()}"

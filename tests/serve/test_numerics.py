@@ -165,24 +165,6 @@ def test_texts_that_give_up_their_pages(host: int) -> None:
     assert (stats.recomputed_tokens > 0) == (host == 0)
 
 
-@pytest.mark.parametrize(("recipe", "longest"), [("paged", 80), ("paged_int8", 80), ("window in pages", 18)])
-def test_a_prefix_that_is_found_gives_the_same_bits(recipe: str, longest: int) -> None:
-    """Where what is found ends at a multiple of the chunk, the rest is computed in the same pieces.
-
-    longest: tokens of a prompt; a ring keeps a prefix while nothing has gone round
-    """
-    fast = module("llama", recipe)
-    found = []
-    for on in ("off", "on"):
-        with Stepped(fast, prefix_cache=on, deterministic=True) as engine:
-            for prompt in texts(4, 61):
-                engine.all([prompt[:longest]], Sampling(max_tokens=6, ignore_eos=True))
-            found.append(engine.logits)
-            assert (engine.stats().cached_tokens > 0) == (on == "on")
-    for one, other in zip(found[0].values(), found[1].values(), strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("recipe", ["few pages", "few pages, int4", "kivi in pages"])
 def test_swapped_texts_give_the_same_bits(recipe: str) -> None:
     """What goes to the host and comes back is what never went.

@@ -1,12 +1,13 @@
 """The scheduler without a model: whatever comes, every text reads what it has written, and nobody waits for ever.
 
-A shadow carries out the plans: a slot holds the tokens up to the one that was written to it. So a page that was shared
-by the wrong text, freed too early, found too early, or written while others have it, is seen by whoever reads it next.
+A shadow carries out the plans (`tests/support/serving_shadow.py`): what a text reads of another's, or of its own before
+or after it should, is seen.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
@@ -20,109 +21,53 @@ from hypothesis.stateful import (
 )
 
 from kvcompile.errors import LimitError
-from kvcompile.serve import schedule
-from kvcompile.serve.pages import Group, Pages
-from kvcompile.serve.prefix import root
-from kvcompile.serve.schedule import Copy, Drop, In, Out, Rules, Scheduler, StepPlan, Text
+from kvcompile.serve.lookup import Lookup
+from kvcompile.serve.moves import Down, Fork, Out, Snapshot, StepPlan
+from kvcompile.serve.pages import Group, Key, Pages
+from kvcompile.serve.prefix import Chain, root
+from kvcompile.serve.schedule import Scheduler
+from kvcompile.serve.texts import Rules, Text
+from kvcompile.serve.tiers import Tier
 from tests.support.serving_pages import check
+from tests.support.serving_shadow import Fake, Shadow
 
-Held = tuple[int, ...]  # the tokens of a text up to the one in a slot
 
-
-@dataclass
-class Shadow:
-    """Pages and rows that hold what was written to them; `groups` as the scheduler has them."""
-
-    groups: tuple[Group, ...]
-    slots: list[dict[int, dict[int, Held]]] = field(default_factory=list)  # by group: page -> offset -> held
-    rows: dict[int, Held] = field(default_factory=dict)
-    host: dict[int, tuple[list[list[dict[int, Held]]], Held]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.slots = [{} for _ in self.groups]
-
-    def slot(self, group: Group, position: int) -> int:
-        if position < group.slots:
-            return position
-        assert group.sinks is not None
-        return group.sinks + (position - group.sinks) % (group.slots - group.sinks)
-
-    def carry_out(self, scheduler: Scheduler, plan: StepPlan) -> None:
-        for move in plan.moves:
-            match move:
-                case Copy(group, source, target):
-                    self.slots[group][target] = dict(self.slots[group].get(source, {}))
-                case Drop(text):
-                    self.rows.pop(text, None)
-                case Out(text, tables):
-                    self.host[text] = (
-                        [[dict(self.slots[g].get(page, {})) for page in t] for g, t in enumerate(tables)],
-                        self.rows[text],
-                    )
-                case In(text, tables):
-                    pages, row = self.host.pop(text)
-                    self.rows[text] = row
-                    for number, (table, kept) in enumerate(zip(tables, pages, strict=True)):
-                        for page, held in zip(table, kept, strict=False):
-                            self.slots[number][page] = held
-        for id in plan.decodes:
-            self.compute(scheduler, scheduler.texts[id], len(scheduler.texts[id].tokens))
-        for chunk in plan.chunks:
-            assert chunk.start == scheduler.texts[chunk.text].computed
-            self.compute(scheduler, scheduler.texts[chunk.text], chunk.end)
-
-    def compute(self, scheduler: Scheduler, text: Text, end: int) -> None:
-        """Read all that the tokens up to `end` may see, and write theirs."""
-        start, tokens = text.computed, tuple(text.tokens)
-        row = self.rows.get(text.id, tokens[:start])  # a row that begins with a prefix holds nothing of it
-        assert row == tokens[:start], "another text's row, or an older one"
-        self.rows[text.id] = tokens[:end]
-        for number, group in enumerate(self.groups):
-            pages, table = scheduler.pages[number], text.tables[number]
-            assert 0 not in table and len(set(table)) == len(table)
-            for position in range(start):
-                if group.sinks is not None and group.sinks <= position < start - (group.slots - group.sinks):
-                    continue
-                slot = self.slot(group, position)
-                held = self.slots[number][table[slot // group.page_size]][slot % group.page_size]
-                assert held == tokens[: position + 1], f"text {text.id} reads another's slot {slot}"
-            for position in range(start, end):
-                slot = self.slot(group, position)
-                page = table[slot // group.page_size]
-                assert pages.references(page) == 1 and pages.key(page) is None, "written while others have it"
-                self.slots[number].setdefault(page, {})[slot % group.page_size] = tokens[: position + 1]
-        scheduler.computed(text.id, end)
-
-    def fork(self, scheduler: Scheduler, id: int) -> list[int]:
-        found = []
-        for fork in scheduler.fork(id):
-            for copy in fork.copies:
-                self.slots[copy.group][copy.target] = dict(self.slots[copy.group].get(copy.source, {}))
-            self.rows[fork.target] = self.rows[fork.source]
-            found.append(fork.target)
-        return found
+COMMON = (0, 1, 2, 2, 1, 0, 0, 1, 1, 2, 0, 2, 1, 1, 0, 2)
+prompts = st.builds(
+    lambda kept, more: [*COMMON[:kept], *more],
+    st.integers(0, len(COMMON)),
+    st.lists(st.integers(0, 2), min_size=1, max_size=5),
+)
 
 
 class Served(RuleBasedStateMachine):
     """Texts over three tokens, so that prefixes are often the same; a token is chosen by the text before it."""
 
     groups: tuple[Group, ...] = (Group(4, 64, 12),)
-    goes_by = Rules(rows=3, chunk=6, until=None, page_bytes=(1,), watermark=0.0)
+    goes_by = Rules(rows=3, chunk=6, shares=True, page_bytes=(1,), watermark=0.0)
+    room = 0  # things that a store below has room for
+    unsettled = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = Scheduler(self.groups, self.goes_by)
-        self.shadow = Shadow(self.groups)
+        below = Fake(self.room, bool(self.room), bool(self.room))
+        self.scheduler = Scheduler(self.groups, self.goes_by, below)
+        self.shadow = Shadow(self.groups, self.goes_by, below, self.unsettled)
         self.number = 0
+        self.said: list[list[int]] = []  # texts that came to their end
         self.wanted: dict[int, int] = {}
         self.steps = 0
 
-    @rule(
-        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=20),
-        more=st.integers(1, 12),
-        texts=st.integers(1, 3),
-        salt=st.sampled_from("ab"),
-    )
+    @precondition(lambda self: self.said)
+    @rule(which=st.integers(0, 100), more=st.integers(1, 6))
+    def go_on(self, which: int, more: int) -> None:
+        """The next turn of a talk."""
+        self.submit([*self.said[which % len(self.said)], 1], more, 1, "a")
+
+    @rule(prompt=prompts, more=st.integers(1, 12), texts=st.integers(1, 3), salt=st.sampled_from("aab"))
+    def come(self, prompt: list[int], more: int, texts: int, salt: str) -> None:
+        self.submit(prompt, more, texts, salt)
+
     def submit(self, prompt: list[int], more: int, texts: int, salt: str) -> None:
         most = len(prompt) + more - 1
         try:
@@ -145,6 +90,7 @@ class Served(RuleBasedStateMachine):
         plan = self.scheduler.plan()
         assert bool(plan.texts) == bool(self.scheduler.texts), "somebody can always go on"
         self.shadow.carry_out(self.scheduler, plan)
+        self.shadow.below.release()
         if oldest is not None:
             assert oldest.computed > before and oldest.id in plan.texts, (
                 "the oldest that runs goes on in every step"
@@ -156,6 +102,7 @@ class Served(RuleBasedStateMachine):
             assert text.left == 0
             self.scheduler.chosen(id, (sum(text.tokens) * 7 + len(text.tokens) + id) % 3)
             if len(text.tokens) >= self.wanted[id]:
+                self.said.append(list(text.tokens[:24]))
                 self.end(id)
 
     def end(self, id: int) -> None:
@@ -169,12 +116,38 @@ class Served(RuleBasedStateMachine):
         ids = sorted(self.scheduler.texts)
         self.end(ids[which % len(ids)])
 
+    @precondition(lambda self: self.scheduler.texts)
+    @rule(done=st.integers(0, 6))
+    def fail(self, done: int) -> None:
+        """A step's moves break off; so do the texts that they are for, as in the engine."""
+        plan = self.scheduler.plan()
+        if not plan.moves:  # nothing that could fail
+            self.shadow.carry_out(self.scheduler, plan)
+            for id in (*plan.decodes, *(chunk.text for chunk in plan.chunks if chunk.last)):
+                self.end(id)
+            return
+        self.shadow.move(plan.moves[: min(done, len(plan.moves) - 1)])
+        self.shadow.below.release()
+        for id in {*plan.texts, *plan.moved}:
+            self.end(id)
+
+    @precondition(lambda self: self.shadow.below.items)
+    @rule(which=st.integers(0, 100), damage=st.booleans())
+    def lose(self, which: int, damage: bool) -> None:
+        """A store below loses something, or finds it damaged later."""
+        below = self.shadow.below
+        key = list(below.items)[which % len(below.items)]
+        if damage:
+            below.damaged.add(key)
+        else:
+            del below.items[key]
+
     @invariant()
     def holds(self) -> None:
         check(self.scheduler)
 
     def teardown(self) -> None:
-        for _ in range(300):
+        for _ in range(3000):  # every step brings the oldest further
             if not self.scheduler.texts:
                 break
             self.step()
@@ -184,7 +157,7 @@ class Served(RuleBasedStateMachine):
 
 
 class Swapped(Served):
-    goes_by = replace(Served.goes_by, host_bytes=7, until=0)
+    goes_by = replace(Served.goes_by, host_bytes=7, shares=False)
 
 
 class Ringed(Served):
@@ -195,25 +168,73 @@ class Ringed(Served):
 
 
 class Aligned(Served):
-    goes_by = replace(Served.goes_by, aligned=6, watermark=0.2)
+    """What is found has been computed in the same pieces."""
+
+    goes_by = replace(Served.goes_by, aligned=6, chunks=True, watermark=0.2)
 
 
 class Kept(Served):
     """Texts that cannot be computed again."""
 
-    goes_by = replace(Served.goes_by, recomputes=False, until=0)
+    goes_by = replace(Served.goes_by, recomputes=False, shares=False)
 
 
 class Rowed(Served):
     """Nothing in pages."""
 
     groups = ()
-    goes_by = replace(Served.goes_by, until=0, page_bytes=(), whole=True)
+    goes_by = replace(Served.goes_by, shares=False, page_bytes=(), whole=True)
+
+
+class Lowered(Served):
+    """Evicted pages go to a store below."""
+
+    room = 9
+
+
+class LoweredRing(Ringed):
+    """And snapshots of what has gone round."""
+
+    room = 14
+
+
+class Settling(Served):
+    """The newest tokens in full beside, and pages that get theirs late."""
+
+    groups = (Group(4, 64, 14, unsettled=3),)
+    goes_by = replace(Served.goes_by, until=0, host_bytes=7, chunk=4)
+    room = 12
+
+
+class Pieced(Served):
+    """Nothing in pages: slots in the order of tokens, which settle late, and a state."""
+
+    groups = ()
+    goes_by = replace(Served.goes_by, until=0, page_bytes=(), in_order=True, chunk=4)
+    room = 12
+    unsettled = 3
+
+
+class Scored(Served):
+    """Chosen by scores: what a text has depends on the pieces that it came in."""
+
+    groups = (Group(4, 8, 9, scored=True),)
+    goes_by = replace(Served.goes_by, until=0, chunks=True, aligned=4, chunk=4, recomputes=False)
+    room = 12
+
+
+class Summed(Scored):
+    """Pages that steps do not read as prompts do, with summaries beside."""
+
+    groups = (Group(4, 64, 24),)
+    goes_by = replace(Scored.goes_by, in_order=True)
 
 
 QUICK = settings(max_examples=80, stateful_step_count=30, deadline=None)
 UNSHRUNK = settings(QUICK, max_examples=3000, phases=[Phase.generate], database=None, derandomize=True)
-CASES = [Served, Swapped, Ringed, Aligned, Kept, Rowed]
+CASES = [
+    *(Served, Swapped, Ringed, Aligned, Kept, Rowed, Lowered, LoweredRing, Settling, Pieced, Scored, Summed),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.lower())
@@ -260,7 +281,7 @@ def _forked_late(patch: pytest.MonkeyPatch) -> None:
     """A text that was computed again, with what came after its prompt, is forked as if it were its prompt."""
     inner = Scheduler.fork
 
-    def fork(self: Scheduler, id: int) -> list[schedule.Fork]:
+    def fork(self: Scheduler, id: int) -> list[Fork]:
         self.texts[id].prompt = self.texts[id].computed
         return inner(self, id)
 
@@ -283,6 +304,122 @@ def _drops_before_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "plan", plan)
 
 
+def _down_late(patch: pytest.MonkeyPatch) -> None:
+    """A page goes down after others have come to it."""
+    inner = Scheduler.plan
+
+    def plan(self: Scheduler) -> StepPlan:
+        made = inner(self)
+        return replace(made, moves=tuple(sorted(made.moves, key=lambda move: isinstance(move, Down))))
+
+    patch.setattr(Scheduler, "plan", plan)
+
+
+def _down_after_the_pass(patch: pytest.MonkeyPatch) -> None:
+    inner = Shadow.carry_out
+
+    def carry_out(self: Shadow, scheduler: Scheduler, plan: StepPlan) -> None:
+        late = [move for move in plan.moves if isinstance(move, Down)]
+        inner(self, scheduler, replace(plan, moves=tuple(move for move in plan.moves if move not in late)))
+        self.move(late)
+
+    patch.setattr(Shadow, "carry_out", carry_out)
+
+
+def _kept_before_the_pass(patch: pytest.MonkeyPatch) -> None:
+    """A snapshot is made of what is there before the chunk that it ends with."""
+
+    def compute(self: Shadow, scheduler: Scheduler, text: Text, end: int, alone: bool) -> None:
+        before = self.rows.get(text.id)
+        kept = None if before is None else replace(before, slots=dict(before.slots))
+        inner(self, scheduler, text, end, alone)
+        if kept is not None and text.snapshots is not None and end % scheduler._lookup.unit == 0:
+            row, _ = scheduler._lookup.snapshot(text, end)
+            if row in self.below.items:
+                self.below.items[row] = (kept.fixed, self.below.items[row][1])
+
+    inner = Shadow.compute
+    patch.setattr(Shadow, "compute", compute)
+
+
+def _of_another_length(patch: pytest.MonkeyPatch) -> None:
+    """The snapshot of a longer prefix of the same text stands in for that of a shorter one."""
+    inner = Lookup.find
+
+    def find(self: Lookup, text: Text, below: bool) -> Any:
+        hit = inner(self, text, below)
+        if hit.row is None or hit.tokens <= self.unit:
+            return hit
+        return replace(hit, row=self.snapshot(text, hit.tokens - self.unit)[0])
+
+    patch.setattr(Lookup, "find", find)
+
+
+def _without_salt(patch: pytest.MonkeyPatch) -> None:
+    inner = Lookup.snapshot
+
+    def snapshot(self: Lookup, text: Text, tokens: int) -> Any:
+        if text.snapshots is None:
+            text.snapshots = Chain(b"", self.unit)
+        return inner(self, text, tokens)
+
+    patch.setattr(Lookup, "snapshot", snapshot)
+
+
+def _without_group(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Lookup, "key_below", lambda self, group, key: key)
+
+
+def _settled_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Pages are found before their last tokens have settled."""
+    inner = Group.findable
+    patch.setattr(Group, "findable", lambda self, tokens: inner(replace(self, unsettled=0), tokens))
+
+
+def _settles_unseen(patch: pytest.MonkeyPatch) -> None:
+    inner = Group.written
+    patch.setattr(Group, "written", lambda self, *at: inner(replace(self, unsettled=0), *at))
+
+
+def _in_any_pieces(patch: pytest.MonkeyPatch) -> None:
+    """What steps have computed is found as if it had come in chunks."""
+    inner = Scheduler.computed
+
+    def computed(self: Scheduler, id: int, end: int) -> Snapshot | None:
+        text = self.texts[id]
+        text.whole = end
+        return inner(self, id, end)
+
+    patch.setattr(Scheduler, "computed", computed)
+
+
+def _damaged_is_taken(patch: pytest.MonkeyPatch) -> None:
+    def fetch(self: Fake, pages: Any, snapshots: Any) -> Tier:
+        for key in (*pages, *snapshots):
+            self.at_hand[key] = ({}, [[{}] * 9] * 9) if key in self.damaged else self.items[key]
+        return "host"
+
+    patch.setattr(Fake, "fetch", fetch)
+
+
+def _found_before_it_came_up(patch: pytest.MonkeyPatch) -> None:
+    """A page is found while its move may still fail."""
+    inner = Scheduler._take_pages
+
+    def take(self: Scheduler, text: Text, hit: Any, moves: Any) -> None:
+        inner(self, text, hit, moves)
+        for number, pages in enumerate(self.pages):
+            keys: list[Key] = self._lookup.keys(text, pages.group, len(hit.pages[number]))
+            for page, key in zip(text.tables[number], keys, strict=False):
+                pages.register(page, key)
+
+    patch.setattr(Scheduler, "_take_pages", take)
+
+
+def _moved_texts_go_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepPlan, "moved", ())
+
+
 BREAKS = [
     (_no_copies, Served),
     (_found_early, Served),
@@ -290,6 +427,19 @@ BREAKS = [
     (_forked_late, Served),
     (_ring_once, Ringed),
     (_drops_before_out, Swapped),
+    (_down_late, Lowered),
+    (_down_after_the_pass, Lowered),
+    (_kept_before_the_pass, Pieced),
+    (_of_another_length, Pieced),
+    (_without_salt, Pieced),
+    (_without_group, LoweredRing),
+    (_settled_at_once, Settling),
+    (_settles_unseen, Settling),
+    (_in_any_pieces, Aligned),
+    (_in_any_pieces, Summed),
+    (_damaged_is_taken, Lowered),
+    (_found_before_it_came_up, Lowered),
+    (_moved_texts_go_on, Lowered),
 ]
 
 
@@ -303,7 +453,7 @@ def test_what_is_broken_is_seen(broken: object, case: type[Served], monkeypatch:
 @pytest.mark.parametrize(("salt", "cached"), [("a", 8), ("b", 0)])
 def test_a_prefix_is_found_by_those_of_its_salt_only(salt: str, cached: int) -> None:
     scheduler = Scheduler((Group(4, 64, 12),), Served.goes_by)
-    shadow, prompt = Shadow(scheduler.pages and (scheduler.pages[0].group,)), list(range(9))
+    shadow, prompt = Shadow((scheduler.pages[0].group,), scheduler.rules, Fake(0)), list(range(9))
     for number, own in enumerate(("a", salt)):
         scheduler.add(Text(number, (number, 0), list(prompt), 9, root("x", own)))
         while number in scheduler.texts:

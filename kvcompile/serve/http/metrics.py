@@ -27,6 +27,10 @@ _NOW = {
     "pages_held": ("kvcompile_pages_held", "Pages that sequences hold."),
     "pages_cached": ("kvcompile_pages_cached", "Pages that nobody holds and that a prefix may find."),
     "bytes": ("kvcompile_cache_bytes", "Memory of pools and rows."),
+    "host_pages": ("kvcompile_host_pages", "Evicted pages in the host's memory."),
+    "snapshots": ("kvcompile_snapshots", "Snapshots, and pieces of them, in the host's memory."),
+    "host_bytes": ("kvcompile_host_bytes", "Memory of evicted pages and snapshots on the host."),
+    "store_bytes": ("kvcompile_store_bytes", "Files of the store."),
     "tokens_per_second": ("kvcompile_tokens_per_second", "Completion tokens, over the last seconds."),
 }
 _COUNTED = {
@@ -37,6 +41,9 @@ _COUNTED = {
     "prompt_tokens": ("kvcompile_prompt_tokens", "Tokens of prompts."),
     "completion_tokens": ("kvcompile_completion_tokens", "Tokens of texts."),
     "cached_tokens": ("kvcompile_prefix_cache_hit_tokens", "Tokens of prompts out of the prefix cache."),
+    "found_device_tokens": ("kvcompile_prefix_found_device_tokens", "Tokens found on the device."),
+    "found_host_tokens": ("kvcompile_prefix_found_host_tokens", "Tokens found in the host's memory at the slowest."),
+    "found_store_tokens": ("kvcompile_prefix_found_store_tokens", "Tokens found in the store at the slowest."),
     "preemptions": ("kvcompile_preemptions", "How often a sequence lost its place."),
     "recomputed_tokens": (
         "kvcompile_recomputed_tokens",

@@ -1,0 +1,110 @@
+"""What an engine keeps outside of its cache: evicted pages and snapshots in the host's memory, and a store below.
+
+Pages and snapshots have room of their own, so that neither drives out the other. Of the room of pages, texts that gave
+up theirs are first. What goes from the host's memory goes to the store, if there is one, and what is found there comes
+back. What a step needs is fetched before it is planned, and stays until its moves are done: what is planned is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, Protocol
+
+from kvcompile.serve.pages import Key
+from kvcompile.serve.store import Host, Item, Store
+
+Tier = Literal["device", "host", "store"]
+
+
+class Below(Protocol):
+    """What the scheduler asks of it.
+
+    takes_pages, takes_snapshots: whether there is any room for them
+    """
+
+    takes_pages: bool
+    takes_snapshots: bool
+
+    def lookup(self, key: Key) -> bool:
+        """Whether something is there, which may turn out not to be whole when it is fetched."""
+        ...
+
+    def fetch(self, pages: Iterable[Key], snapshots: Iterable[Key]) -> Tier | None:
+        """Have these at hand for the next moves: the slowest of where they were; None: one of them is not whole, and
+        is not looked up any more."""
+        ...
+
+    def limit(self, room: int) -> None:
+        """Evicted pages have so many bytes from now on."""
+        ...
+
+    def release(self) -> None:
+        """What was fetched is not needed any more."""
+        ...
+
+
+class Tiers:
+    """Evicted pages and snapshots, by their keys."""
+
+    def __init__(self, pages: int = 0, snapshots: int = 0, below: Store | None = None):
+        """
+        pages, snapshots: bytes of the host's memory
+        below: where things go from there
+        """
+        self.pages, self.snapshots, self._below = Host(pages, below), Host(snapshots, below), below
+        self.takes_pages = bool(pages) or below is not None
+        self.takes_snapshots = bool(snapshots) or below is not None
+        self._fetched: dict[Key, tuple[Item, Tier]] = {}
+
+    def lookup(self, key: Key) -> bool:
+        stores = (self.pages, self.snapshots, self._below)
+        return any(store is not None and store.lookup(key) for store in stores)
+
+    def fetch(self, pages: Iterable[Key], snapshots: Iterable[Key]) -> Tier | None:
+        slowest: Tier | None = "host"
+        for host, keys in ((self.pages, pages), (self.snapshots, snapshots)):
+            for key in keys:
+                found = self._fetched.get(key) or self._find(host, key)
+                if found is None:
+                    slowest = None  # the others are looked at all the same: what is not whole is removed at once
+                    continue
+                self._fetched[key] = found
+                if slowest is not None and found[1] == "store":
+                    slowest = "store"
+        return slowest
+
+    def _find(self, host: Host, key: Key) -> tuple[Item, Tier] | None:
+        item = host.load(key)
+        if item is not None:
+            return item, "host"
+        item = self._below.load(key) if self._below is not None else None
+        if item is None:
+            return None
+        host.store(key, item)
+        return item, "store"
+
+    def fetched(self, key: Key) -> Item:
+        """What `fetch` has at hand."""
+        return self._fetched[key][0]
+
+    def limit(self, room: int) -> None:
+        self.pages.limit(room)
+
+    def release(self) -> None:
+        self._fetched.clear()
+
+    def keep_snapshot(self, items: Sequence[tuple[Key, Item]], before: Sequence[Key]) -> None:
+        """Keep the items of a snapshot; before: those of its beginning, the first ones first, which go after it."""
+        for key, item in items:
+            self.snapshots.store(key, item)
+        for key in reversed(before):
+            self.snapshots.load(key)
+
+    def flush(self) -> None:
+        """All that is in the host's memory goes to the store below."""
+        if self._below is None:
+            return
+        for host in (self.snapshots, self.pages):
+            for key, item in host.items():
+                if not self._below.lookup(key):
+                    self._below.store(key, item)
