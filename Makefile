@@ -12,7 +12,7 @@ PYTHON ?= python3
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-kernels coverage clean
+.PHONY: help demo test lint bench bench-kernels bench-serving coverage clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,6 +43,9 @@ lint: $(READY) ## ruff check, ruff format --check, mypy --strict
 
 bench: $(READY) ## decode speed and memory of each recipe against the plain model
 	@$(BIN)/python benchmarks/decode.py $(ARGS)
+
+bench-serving: $(READY) ## the serving engine under fixed loads, beside other engines (about 25 minutes)
+	@$(BIN)/python benchmarks/serving.py $(ARGS)
 
 bench-kernels: $(READY) ## generated kernels against the bandwidth and other kernels; needs an NVIDIA GPU
 	@$(BIN)/python benchmarks/kernels.py $(ARGS)

@@ -81,9 +81,13 @@ class Peer:
 
     def ask(self, new: int) -> dict[str, Any]:
         """The answer to a request for `new` tokens behind `ids`."""
+        return self.say({"ids": self.ids, "new": new})
+
+    def say(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to any request."""
         assert self.process.stdin is not None
         os.kill(self.process.pid, signal.SIGCONT)
-        self.process.stdin.write(json.dumps({"ids": self.ids, "new": new}) + "\n")
+        self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         found = self.answer()
         os.kill(self.process.pid, signal.SIGSTOP)

@@ -82,6 +82,16 @@ def available() -> tuple[Isa, ...]:
     return tuple(own for own in ISAS if own.needs <= features)
 
 
+def multiplies_rows(dtype: torch.dtype, own: Isa | None = None) -> bool:
+    """Whether linear layers of more than one row have a kernel: of any number where the BLAS is slow at the dtype; in
+    float32, whose kernel leaves many rows to it.
+
+    Args:
+        own: as in `lacks_products_of`.
+    """
+    return lacks_products_of(dtype, own) or (dtype == torch.float32 and _wide(own))
+
+
 def lacks_products_of(dtype: torch.dtype, own: Isa | None = None) -> bool:
     """Whether the processor multiplies no numbers of a dtype of half the bits, so that its BLAS is slow at them.
 
@@ -90,10 +100,14 @@ def lacks_products_of(dtype: torch.dtype, own: Isa | None = None) -> bool:
     Args:
         own: an instruction set, of whose processor this is asked; None: of this machine.
     """
-    if (own or isa()).name not in ("avx512_bf16", "avx512", "avx2"):
+    if not _wide(own):
         return False
     products = {torch.bfloat16: {"avx512_bf16", "amx_bf16"}, torch.float16: {"avx512_fp16", "amx_fp16"}}
     return dtype in products and not products[dtype] & (own.needs if own else _features())
+
+
+def _wide(own: Isa | None) -> bool:
+    return (own or isa()).name in ("avx512_bf16", "avx512", "avx2")
 
 
 def _features() -> frozenset[str]:

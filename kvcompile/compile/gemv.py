@@ -1,4 +1,4 @@
-"""Linear layers on a CPU: of one token, a kernel that reads the weights once, in their own dtype.
+"""Linear layers on a CPU: of few tokens, a kernel that reads the weights once, in their own dtype.
 
 A matrix-vector product only reads its matrix, and the BLAS behind `aten::mm` is slow at it. Two forms are faster:
 
@@ -9,9 +9,13 @@ A matrix-vector product only reads its matrix, and the BLAS behind `aten::mm` is
 
 Packages have the kernels linked in (`targets/aoti/kernels.py`), and the loop where there is none.
 
-For more than one row, which is decided while tracing, the BLAS stays; but where the processor has no products of the
-weights' dtype (bfloat16 with AVX2 alone: 18 GFLOP/s beside 110 in float32), and the kernel could run, one of
-`kernels/cpp/include/linear_many.cpp` takes its place.
+For more than one row, which is decided while tracing, the BLAS stays, with two exceptions where the kernel could run,
+and one of `kernels/cpp/include/linear_many.cpp` takes its place:
+
+| rows | why |
+|---|---|
+| any, where the processor has no products of the weights' dtype | bfloat16 with AVX2 alone: 18 GFLOP/s, float32 110 |
+| up to 64, in float32, which is seen when they come | weights are read once: 8 rows of SmolLM2 27 ms, BLAS 80 |
 
 Layers of one vector (queries, keys and values; gate and up) are one call of the kernel: threads begin, and wait for
 each other at the end, once for all of them. With a neighbour on a core, that wait is most of a step.
@@ -44,7 +48,7 @@ _KERNELS = (torch.float32, torch.float16, torch.bfloat16)
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K], weight [N, K] -> [..., N]; sums in fp32."""
     one = _one_token(x)
-    if (one or _slow(x.dtype)) and (kernel := _kernel(x, weight, bias)) is not None:
+    if (one or _several(x.dtype)) and (kernel := _kernel(x, weight, bias)) is not None:
         run = kernel.linear if one else kernel.linear_many
         made: Tensor = run(x.contiguous(), weight, bias)
         return made
@@ -66,8 +70,8 @@ def _one_token(x: Tensor) -> bool:
     return x.dtype.is_floating_point and all(isinstance(size, int) and size == 1 for size in x.shape[:-1])
 
 
-def _slow(dtype: torch.dtype) -> bool:
-    return importlib.import_module("kvcompile.kernels.cpp.isa").lacks_products_of(dtype)  # type: ignore[no-any-return]
+def _several(dtype: torch.dtype) -> bool:
+    return importlib.import_module("kvcompile.kernels.cpp.isa").multiplies_rows(dtype)  # type: ignore[no-any-return]
 
 
 def _loop(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from tests.breaks.broken import broken
 
-NUMERICS, ENGINE, SCHEDULE, SALTS = (
+NUMERICS, ENGINE, SCHEDULE, SALTS, SOAK = (
     "tests/serve/test_numerics.py",
     "tests/serve/test_engine.py",
     "tests/serve/test_schedule.py",
     "tests/serve/http/test_engine.py",
+    "tests/serve/test_soak.py",
 )
 
 SERVING = (
@@ -123,5 +124,36 @@ SERVING = (
         "                    pages.forget(page)",
         "                    pass",
         SCHEDULE,
+    ),
+    broken(
+        "what a text has on the host stays there when it leaves",
+        "kvcompile/serve/passes.py",
+        "        self._on_host.pop(text, None)",
+        "        pass",
+        SOAK,
+    ),
+    broken(
+        "room on the host is not given back by who leaves",
+        "kvcompile/serve/schedule.py",
+        "        self._on_host.pop(id, None)",
+        "        pass",
+        SOAK,
+    ),
+    broken(
+        "a request that fails is never over",
+        "kvcompile/serve/engine.py",
+        """                self._counts["failed"] += 1
+                self._over(request)
+""",
+        """                self._counts["failed"] += 1
+""",
+        SOAK,
+    ),
+    broken(
+        "a text that gives up its pages keeps its tables",
+        "kvcompile/serve/rows.py",
+        "            self.buffers[name][row, : len(written)] = 0\n            written.clear()",
+        "            written.clear()",
+        SOAK,
     ),
 )

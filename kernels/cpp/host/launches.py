@@ -9,7 +9,7 @@ import torch
 from kvcompile.kernels.cpp.attend.prefill import COLUMNS, site_of
 from kvcompile.kernels.cpp.host.attention import spec_of
 from kvcompile.kernels.cpp.host.source import linear_spec
-from kvcompile.kernels.cpp.isa import Isa, lacks_products_of
+from kvcompile.kernels.cpp.isa import Isa, multiplies_rows
 from kvcompile.kernels.cpp.spec import CppSpec
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import InKeys
@@ -47,6 +47,6 @@ def launches(
     options = (COLUMNS,) if site.layout.retention.by_score else ()
     prefill = CppSpec("prefill", site_of(site), heads[0], heads[1], dims[0], v_dim, name, options)
     found.append(Launch("a prompt", "prefill", prefill.to_json(), prefill.options))
-    if lacks_products_of(dtype, own):
+    if multiplies_rows(dtype, own):
         found.append(Launch("a prompt", "linear", linear_spec(dtype, many=True)))
     return tuple(found)

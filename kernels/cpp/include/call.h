@@ -7,6 +7,7 @@
 namespace kv {
 
 constexpr int MOST_DIMS = 6;
+constexpr int FEW_ROWS = 64;  // of a linear layer's x, for which packing weights does not pay
 constexpr int MOST_LAYERS = 16;  // linear layers of one vector in a call
 
 struct Tensor {

@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <array>
 #include <cstdlib>
 #include <initializer_list>
 #include <optional>
@@ -177,7 +178,18 @@ At linears(At x, std::vector<At> weights, std::vector<At> biases, std::string sp
   return out;
 }
 
+// By PyTorch, whose library is as fast as any at many rows of float.
+At library_linear(const At& x, const At& weight, const std::optional<At>& bias) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 3> stack{from(x), from(weight), from(bias)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<At>(stack[0]);
+}
+
 At linear(At x, At weight, std::optional<At> bias, std::string spec) {
+  int64_t rows = 1;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) rows *= x.size(i);
+  if (rows > kv::FEW_ROWS && x.scalar_type() == torch::headeronly::ScalarType::Float) return library_linear(x, weight, bias);
   return linears(x, {weight}, bias ? std::vector<At>{*bias} : std::vector<At>{}, spec);
 }
 

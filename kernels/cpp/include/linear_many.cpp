@@ -19,7 +19,6 @@ using T = Operand<Model>;
 enum { OUT, X, WEIGHT, BIAS };
 constexpr int COLUMNS = 128, DEPTH = 256;  // of packed weights: 128 KiB of floats
 constexpr int ROWS_TOGETHER = 64 * TILE_ROWS;
-constexpr int64_t FEW = 32;  // tokens, for which packing weights does not pay
 
 struct Scratch {
   alignas(64) T weights[DEPTH * COLUMNS];
@@ -77,7 +76,7 @@ extern "C" void kvcompile_kernel(const Call* call) {
   const Tensor &x = call->tensors[X], &weight = call->tensors[WEIGHT];
   int64_t rows = 1;
   for (int64_t i = 0; i + 1 < x.dims; ++i) rows *= x.size[i];
-  if (rows <= FEW) return few_rows<Model>(*call, call->tensors[OUT], x, weight, call->tensors[BIAS], rows);
+  if (rows <= FEW_ROWS) return few_rows<Model>(*call, call->tensors[OUT], x, weight, call->tensors[BIAS], rows);
   const int64_t row_blocks = (rows + ROWS_TOGETHER - 1) / ROWS_TOGETHER;
   const int64_t tasks = row_blocks * ((weight.size[0] + COLUMNS - 1) / COLUMNS), threads = std::min(call->threads, tasks);
   if (tasks == 0) return;

@@ -23,7 +23,7 @@ from kvcompile.kernels.cpp.attend.values import MODELS
 from kvcompile.kernels.cpp.host import ops, packaged, source
 from kvcompile.kernels.cpp.host.compiler import INCLUDE
 from kvcompile.kernels.cpp.host.source import KernelText
-from kvcompile.kernels.cpp.isa import ISAS, Isa, isa, lacks_products_of
+from kvcompile.kernels.cpp.isa import ISAS, Isa, isa, multiplies_rows
 
 FOLDER = "kernels"
 _OF_LEVEL = {"x86-64-v3": "avx2", "x86-64-v4": "avx512"}
@@ -85,7 +85,7 @@ def _linear_spec(x: Any, weight: Any, bias: Any, own: Isa) -> str | None:
         return None
     if all(isinstance(size, int) and size == 1 for size in x.shape[:-1]):
         return source.linear_spec(x.dtype)
-    return source.linear_spec(x.dtype, many=True) if lacks_products_of(x.dtype, own) else None
+    return source.linear_spec(x.dtype, many=True) if multiplies_rows(x.dtype, own) else None
 
 
 def name_kernels(module: GraphModule) -> dict[str, KernelText]:

@@ -9,7 +9,7 @@ import torch
 
 from kvcompile.kernels.cpp.host import ops, source
 from kvcompile.kernels.cpp.host.launches import launches
-from kvcompile.kernels.cpp.isa import ISAS, isa, lacks_products_of
+from kvcompile.kernels.cpp.isa import ISAS, isa, multiplies_rows
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import CacheLayout, InKeys, Ring, SinkWindow, Slots, TopPages, int8
 from kvcompile.specs import RotaryForm
@@ -59,8 +59,12 @@ def test_what_is_said_is_what_is_asked_for(name: str, asked: list[str]) -> None:
     assert len(asked) == len(set(asked)) > 0
 
 
-def test_linear_layers_of_many_have_one_where_products_lack() -> None:
-    for own in ISAS:
-        said = launches(SiteSpec(CacheLayout(), 1.0), (2, 1), (16, 16), torch.bfloat16, own)
-        many = [one for one in said if one.role == "linear" and one.when == "a prompt"]
-        assert bool(many) == lacks_products_of(torch.bfloat16, own) == (own.name in ("avx512", "avx2"))
+def test_linear_layers_of_many_have_one_where_products_lack_or_rows_may_be_few() -> None:
+    for dtype, names in (
+        (torch.bfloat16, ("avx512", "avx2")),
+        (torch.float32, ("avx512_bf16", "avx512", "avx2")),
+    ):
+        for own in ISAS:
+            said = launches(SiteSpec(CacheLayout(), 1.0), (2, 1), (16, 16), dtype, own)
+            many = [one for one in said if one.role == "linear" and one.when == "a prompt"]
+            assert bool(many) == multiplies_rows(dtype, own) == (own.name in names)

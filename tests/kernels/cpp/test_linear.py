@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -74,10 +75,13 @@ def test_many_tokens(own_isa: Isa, dtype: torch.dtype, monkeypatch: pytest.Monke
     ops.forget()
     for tokens, rows, columns in (
         (2, 9, 13),
+        (6, 130, 64),
+        (10, 7, 257),
         (32, 5, 70),
-        (33, 129, 257),
-        (40, 128, 512),
-        (391, 3, 5),
+        (64, 12, 129),
+        (66, 129, 257),
+        (258, 130, 300),
+        (390, 3, 5),
         (768, 20, 17),
     ):
         _, weight, bias = vectors(rows, columns, dtype)
@@ -89,6 +93,23 @@ def test_many_tokens(own_isa: Isa, dtype: torch.dtype, monkeypatch: pytest.Monke
             limit = rounding(x, weight, own)
             assert bool(((got.double() - wanted).abs() <= limit).all()), (tokens, rows, columns)
     assert linear_many(x[:, :0], weight).shape == (2, 0, 20)
+    ops.forget()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("own_isa", [*available(), PAIRS], ids=lambda own: own.name)
+def test_a_row_does_not_depend_on_those_beside_it(
+    own_isa: Isa, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, as long as they are few."""
+    monkeypatch.setattr(source, "isa", lambda: own_isa)
+    ops.forget()
+    _, weight, bias = vectors(131, 203, dtype)
+    x = torch.randn(40, 203, generator=torch.Generator().manual_seed(1)).to(dtype)
+    whole = linear_many(x, weight, bias)
+    for count in range(1, 18):
+        assert torch.equal(linear_many(x[:count], weight, bias), whole[:count]), count
+    assert torch.equal(linear_many(x[7:9], weight, bias), whole[7:9])
     ops.forget()
 
 
@@ -153,7 +174,8 @@ def test_layers_of_one_vector_are_one_call(
     one, two = torch.randn(1, 1, 8), torch.randn(1, 2, 8)
     text = str(make_fx(module)(one).graph)
     assert (text.count("kvcompile.cpp_linears"), text.count("kvcompile.cpp_linear.")) == calls
-    assert "cpp_linear" not in str(make_fx(module)(two).graph)
+    text = str(make_fx(module)(two).graph)
+    assert (text.count("kvcompile.cpp_linears"), text.count("kvcompile.cpp_linear.")) == (0, layers + 2)
     for x in (one, two):
         for got, wanted in zip(module(x), layer(x), strict=True):
             assert got.shape == wanted.shape and torch.allclose(got, wanted, atol=1e-6)
@@ -165,15 +187,20 @@ def test_more_layers_than_a_call_takes_are_refused() -> None:
         linears(x, [weight] * (MOST + 1), [])
 
 
-def test_one_token_takes_the_kernel_and_more_the_blas() -> None:
-    layer = Layer()
-    one, two = torch.randn(1, 1, 8), torch.randn(1, 2, 8)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_token_takes_the_kernel_and_more_the_blas(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But in float32, whose kernel looks at how many there are."""
+    monkeypatch.setattr(isa, "lacks_products_of", lambda dtype: False)
+    layer = Layer(dtype)
+    one, two = torch.randn(1, 1, 8).to(dtype), torch.randn(1, 2, 8).to(dtype)
     assert "cpp_linear" in traced(one, layer)
-    assert "cpp_linear" not in traced(two, layer)
+    assert ("cpp_linear" in traced(two, layer)) == (dtype == torch.float32)
     assert "cpp_linear" not in traced(one, layer, kernels=False), "what is packaged has no kernel"
     module = gemv.give_gemv(symbolic_trace(layer))
     for x in (one, two):
-        assert torch.allclose(module(x), layer(x), atol=1e-6)
+        assert torch.allclose(module(x), layer(x), atol=10 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -185,10 +212,20 @@ def test_many_tokens_take_it_where_the_processor_lacks_their_products(
     x = torch.randn(2, 20, 8, dtype=torch.bfloat16)
     assert ("cpp_linear" in traced(x, layer)) == slow
     assert "cpp_linear" not in traced(x, layer, kernels=False), "what is packaged has no kernel"
-    assert "cpp_linear" not in traced(x.float(), Layer())
     wanted = x.double() @ layer.inner.weight.double().T + layer.inner.bias.double()
     off = (gemv.give_gemv(symbolic_trace(layer))(x).double() - wanted).abs()
     assert bool((off <= rounding(x, layer.inner.weight, layer.inner.bias)).all())
+
+
+def test_float32_takes_the_blas_at_many_rows() -> None:
+    """Of the rows that come: compiled code is the same for any number."""
+    _, weight, bias = vectors(131, 203, torch.float32)
+    x = torch.randn(70, 203, generator=torch.Generator().manual_seed(1))
+    for own in (bias, None):
+        assert torch.equal(linear_many(x, weight, own), F.linear(x, weight, own))
+        assert torch.equal(linear_many(x[None, :65], weight, own), F.linear(x[None, :65], weight, own))
+        few, many = linear_many(x[:64], weight, own), F.linear(x[:64], weight, own)
+        assert not torch.equal(few, many) and torch.allclose(few, many, atol=1e-4)
 
 
 def test_which_processors_lack_products(monkeypatch: pytest.MonkeyPatch) -> None:
