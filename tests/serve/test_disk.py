@@ -1,4 +1,4 @@
-"""A store in a folder: what it gives back is what was stored under that key, or nothing, whatever happens to its files."""
+"""A store in a folder gives back what was stored under a key, or nothing, whatever happens to its files."""
 
 from __future__ import annotations
 
