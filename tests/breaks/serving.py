@@ -173,13 +173,6 @@ SERVING = (
         BITS,
     ),
     broken(
-        "slots that settle late are not kept again",
-        "kvcompile/serve/rows.py",
-        "max(start - self._unsettled, 0) * (own - 1)",
-        "start * (own - 1)",
-        BITS,
-    ),
-    broken(
         "a page comes up empty",
         "kvcompile/serve/passes.py",
         "                    self.rows.fill_page(group, page, fetched(key))",

@@ -127,7 +127,10 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
 def test_a_full_disk_costs_no_more_than_what_it_would_keep(
     disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    begun: list[str] = []
+
     def full(self: Path, data: bytes) -> int:
+        begun.append(self.suffix)
         os.truncate(os.open(self, os.O_CREAT | os.O_WRONLY), 3)
         raise OSError(errno.ENOSPC, "no space left")
 
@@ -135,6 +138,7 @@ def test_a_full_disk_costs_no_more_than_what_it_would_keep(
         patch.setattr(Path, "write_bytes", full)
         stored(disk, 2)
         assert not disk.lookup(KEYS[0]) and caplog.text.count("no space left") == 1
+    assert begun == [".part", ".part"], "no file stands under its name before it is whole"
     assert [path.name for path in disk.folder.iterdir()] == ["secret"]
     stored(disk, 2)
     assert disk.lookup(KEYS[1])
