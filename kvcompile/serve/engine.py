@@ -24,6 +24,7 @@ from kvcompile.runtime.module import CachedModel
 from kvcompile.serve.capacity import capacity
 from kvcompile.serve.ends import Ends
 from kvcompile.serve.live import LiveRequest, LiveText
+from kvcompile.serve.packing import unpacked_because
 from kvcompile.serve.passes import Passes
 from kvcompile.serve.pick import Matcher, Picked, Picker, pick
 from kvcompile.serve.prefix import root
@@ -60,6 +61,7 @@ class Engine:
         deterministic: bool = False,
         host_memory: int | str = 0,
         watermark: float = 0.01,
+        packed: str = "auto",
         **overrides: Any,
     ):
         """
@@ -77,10 +79,12 @@ class Engine:
                 in the same pieces, and gives the same bits, as without the prefix cache.
             host_memory: bytes on the host for texts that give up their pages; 0: they are computed again.
             watermark: share of the pages that stays available when a request comes in beside others.
+            packed: whether all texts of a step take one pass, which reads the weights once: "auto": on GPUs, where the
+                layouts allow it; "on": or else refuse; "off": one pass for all that decode, one for each chunk.
             overrides: of the recipe, as for `optimize`.
 
         Raises:
-            PlanError: prefix_cache="on", and some layout cannot.
+            PlanError: prefix_cache="on" or packed="on", and some layout cannot.
             LimitError: not one text fits the memory.
             KVCompileError: as `optimize`.
         """
@@ -131,6 +135,7 @@ class Engine:
                 host_bytes=0 if not host_memory else parse_bytes(host_memory),
             ),
         )
+        self._unpacked = unpacked_because(packed, model, deterministic)
         self._passes = Passes(model, room)
         self._bytes = room.bytes
         self._secret = secrets.token_bytes(32)
@@ -142,7 +147,7 @@ class Engine:
         requests = ("requests", "finished", "failed", "cancelled")
         tokens = ("prompt_tokens", "completion_tokens", "cached_tokens")
         self._counts: dict[str, int] = dict.fromkeys((*requests, *tokens), 0)
-        self._steps = 0
+        self._steps = self._packed_steps = 0
         self._speed = Speed()
         self._inbox: list[tuple[list[int], Callable[[], None]]] = []  # which texts, and what of them
         self._changed = threading.Condition()
@@ -236,6 +241,8 @@ class Engine:
         for batch, tokens in ((1, 2), (1, 1), (2, 1)):
             if batch <= self._scheduler.rules.rows:
                 self.module.prepare(batch, tokens)
+        if self._unpacked is None:
+            self.module.packed.prepare()
 
     def stats(self) -> Stats:
         """What it is at and has done."""
@@ -251,12 +258,14 @@ class Engine:
                 recomputed_tokens=scheduler.recomputed,
                 swapped_bytes=scheduler.swapped,
                 steps=self._steps,
+                packed_steps=self._packed_steps,
                 pages=sum(pages.group.pages for pages in scheduler.pages),
                 pages_held=sum(pages.held for pages in scheduler.pages),
                 pages_cached=sum(pages.cached for pages in scheduler.pages),
                 bytes=self._bytes,
                 tokens_per_second=self._speed.now(),
                 prefix_cache=self._prefix_cache,
+                packed="on" if self._unpacked is None else f"off: {self._unpacked}",
                 **self._counts,
             )
 
@@ -349,6 +358,9 @@ class Engine:
         except Exception as error:
             self._fail([*plan.texts, *_moved(plan)], error)
             return
+        if self._unpacked is None and len(plan.chunks) + bool(plan.decodes) > 1:
+            self._guarded(plan.texts, partial(self._pack, plan))
+            return
         for batch in self._passes.batches(plan.decodes):
             self._guarded(batch, partial(self._decode, batch))
         for chunk in plan.chunks:
@@ -374,8 +386,29 @@ class Engine:
         live = self._texts[chunk.text]
         _, logits = self._passes.run([live.text], chunk.end)
         self._scheduler.computed(chunk.text, chunk.end)
+        self._after(chunk, logits)
+
+    def _pack(self, plan: StepPlan) -> None:
+        """A token of every text that decodes and a piece of every prompt, in one pass."""
+        texts = [self._texts[id].text for id in plan.texts]
+        ends = [len(text.tokens) for text in texts[: len(plan.decodes)]] + [c.end for c in plan.chunks]
+        logits = self._passes.run_packed(texts, ends)
+        self._packed_steps += 1
+        for text, end in zip(texts, ends, strict=True):
+            self._scheduler.computed(text.id, end)
+        decoded, pieces = logits[: len(plan.decodes)], logits[len(plan.decodes) :]
+        if plan.decodes:
+            lives = [self._texts[id] for id in plan.decodes]
+            self._guarded(plan.decodes, partial(self._choose, lives, decoded))
+        for chunk, row in zip(plan.chunks, pieces, strict=True):
+            if chunk.text in self._texts:  # a text of the same request may have failed in this step
+                self._guarded([chunk.text], partial(self._after, chunk, row[None]))
+
+    def _after(self, chunk: Chunk, logits: Tensor) -> None:
+        """What comes after a piece of a prompt that is computed, from its last logits [1, V]."""
         if not chunk.last:
             return
+        live = self._texts[chunk.text]
         lives = [live]
         for fork in self._scheduler.fork(chunk.text):
             self._passes.fork(fork)

@@ -13,7 +13,7 @@ _WINDOW = 5.0  # seconds that the speed is of
 class Stats:
     """waiting, running, swapped: texts now. requests .. steps: counted since the start; cached_tokens: of prompts, out
     of the prefix cache. pages: over all pools. bytes: of pools and rows. tokens_per_second: of texts, over the last
-    seconds. prefix_cache: "on", or "off: why"."""
+    seconds. prefix_cache, packed: "on", or "off: why"; packed_steps: those in which all texts took one pass."""
 
     waiting: int = 0
     running: int = 0
@@ -29,12 +29,14 @@ class Stats:
     recomputed_tokens: int = 0
     swapped_bytes: int = 0
     steps: int = 0
+    packed_steps: int = 0
     pages: int = 0
     pages_held: int = 0
     pages_cached: int = 0
     bytes: int = 0
     tokens_per_second: float = 0.0
     prefix_cache: str = "off"
+    packed: str = "off"
 
 
 class Speed:
