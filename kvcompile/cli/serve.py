@@ -64,6 +64,12 @@ def serve(
     prefix_cache: Annotated[
         str, typer.Option(help="auto: where the cache allows it; on: or else refuse; off.")
     ] = "auto",
+    packed: Annotated[
+        str,
+        typer.Option(
+            help="All texts of a step in one pass: auto: on GPUs that can; on: or else refuse; off."
+        ),
+    ] = "auto",
     host_memory: Annotated[
         str | None,
         typer.Option(help="For texts that give up their pages; without it they are computed again."),
@@ -138,6 +144,7 @@ def serve(
         max_sequences=max_sequences,
         max_queue=max_queue,
         prefix_cache=prefix_cache,
+        packed=packed,
         host_memory=0 if host_memory is None else parse_bytes(host_memory),
     )) as engine:  # fmt: skip
         logging.basicConfig(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvcompile.kernels.ops import cached_attention as alone
 from kvcompile.kernels.ops.cached_attention_packed import cached_attention_packed
+from kvcompile.kernels.spec import Share
 from kvcompile.layouts import AllTokens, InKeys, Paged
 from kvcompile.layouts.packing import unpacked
 from tests.support.runner import shuffled
@@ -89,81 +90,97 @@ def schedule(case: Case, between: Any) -> Packed:
     return Packed(case, tuple(steps), tuple(decodes))
 
 
-def run(one: Packed, kernels: str, unwritten: float = 77.0) -> tuple[list[Tensor], list[Tensor]]:
+def run(
+    one: Packed, kernels: str, unwritten: float = 77.0, shares: Sequence[Share] = ("none",)
+) -> tuple[list[Tensor], list[Tensor]]:
     """Results of all steps, packed and of each sequence alone, [1, Hq, T, Dv] each; the pools must be the same.
+
+    shares: the places of the sites that read the cache, one after the other in every step
 
     Raises:
         AssertionError: the cache has other bits.
     """
-    case = one.case
-    q, k, v = case.qkv()
-    site, layout = replace(case.site, kernels=kernels), case.layout
-    count, limit = len(case.pads), LIMIT + 2
-    table = shuffled(layout, count, limit, case.seed)
-    found: list[list[Tensor]] = []
+    case, seen = one.case, torch.zeros(len(one.case.pads), dtype=torch.int64)
+    table = shuffled(case.layout, len(seen), LIMIT + 2, case.seed)
     caches = [_buffers(case, table, unwritten) for _ in range(2)]
-    starts = torch.zeros(count, dtype=torch.int64)
     results: tuple[list[Tensor], list[Tensor]] = ([], [])
-    extra = case.extra()
     for step, first in zip(one.steps, one.decodes, strict=True):
-        who = torch.tensor([number for number, _ in step])
-        sizes = torch.tensor([size for _, size in step])
-        seen = starts[who]
-        own = [table[number : number + 1] for number in who]
-        parts = [(number, slice(int(starts[number]), int(starts[number]) + size)) for number, size in step]
-        new = [torch.cat([x[number : number + 1, :, part] for number, part in parts], 2) for x in (q, k, v)]
-        at = torch.cat([torch.arange(part.start, part.stop) for _, part in parts])[None]
-        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-        ends = seen + sizes
-        tables = _known(layout, torch.cat(own), ends)
-        results[0].append(
-            cached_attention_packed(
-                *new,
-                _rows(case, caches[0], who),
-                at,
-                bounds.int() if case.seed % 2 else bounds,
-                seen,
-                case.rope(),
-                first,
-                int(sizes.max()),
-                int(ends.max()),
-                site.to_json(),
-                page_table=tables,
-                **extra,
-            )
-        )
-        outs = []
-        for row, (number, part) in enumerate(parts):
-            if part.start == part.stop:
-                continue
-            outs.append(
-                alone.cached_attention(
-                    *(x[number : number + 1, :, part] for x in (q, k, v)),
-                    _rows(case, caches[1], who[row : row + 1]),
-                    torch.arange(part.start, part.stop)[None],
-                    seen[row : row + 1],
-                    case.rope(),
-                    int(ends[row]),
-                    site.to_json(),
-                    page_table=tables[row : row + 1],
-                    **extra,
-                )
-            )
-        results[1].append(torch.cat(outs, 2))
-        starts[who] = ends
-        found = [[_bits(x) for x in cache] for cache in caches]
-        for a, b in zip(*found, strict=True):
+        given = _Given(case, step, seen.clone(), table, first)
+        for share in shares:
+            spec = replace(case.site, kernels=kernels, share=share).to_json()
+            results[0].append(given.packed(caches[0], spec))
+            results[1].append(given.alone(caches[1], spec))
+        seen[given.who] = given.ends
+        for a, b in zip(*([_bits(x) for x in cache] for cache in caches), strict=True):
             assert torch.equal(a[1:], b[1:]), "other bits in the pools"  # page 0 is nobody's
     return results
 
 
-def check(one: Packed, kernels: str, *, exact: bool = False, unwritten: float = 77.0) -> None:
+class _Given:
+    """What the sequences of a step are given; seen, table: of all sequences; first: how many come first."""
+
+    def __init__(self, case: Case, step: Step, seen: Tensor, table: Tensor, first: int):
+        self.case, self.first = case, first
+        self.who, self.sizes = (torch.tensor(numbers) for numbers in zip(*step, strict=True))
+        self.seen = seen[self.who]
+        self.ends = self.seen + self.sizes
+        self.tables = _known(case.layout, table[self.who], self.ends)
+        self.parts = [slice(a, b) for a, b in zip(self.seen.tolist(), self.ends.tolist(), strict=True)]
+
+    def packed(self, buffers: list[Tensor], spec: str) -> Tensor:
+        case, places = self.case, list(zip(self.who.tolist(), self.parts, strict=True))
+        new = [torch.cat([x[n : n + 1, :, part] for n, part in places], 2) for x in case.qkv()]
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), self.sizes.cumsum(0)])
+        return cached_attention_packed(
+            *new,
+            _rows(case, buffers, self.who),
+            torch.cat([torch.arange(part.start, part.stop) for part in self.parts])[None],
+            bounds.int() if case.seed % 2 else bounds,
+            self.seen,
+            case.rope(),
+            self.first,
+            int(self.sizes.max()),
+            int(self.ends.max()),
+            spec,
+            page_table=self.tables,
+            **case.extra(),
+        )
+
+    def alone(self, buffers: list[Tensor], spec: str) -> Tensor:
+        case, outs = self.case, []
+        for row, (number, part) in enumerate(zip(self.who.tolist(), self.parts, strict=True)):
+            if part.start == part.stop:
+                continue
+            outs.append(
+                alone.cached_attention(
+                    *(x[number : number + 1, :, part] for x in case.qkv()),
+                    _rows(case, buffers, self.who[row : row + 1]),
+                    torch.arange(part.start, part.stop)[None],
+                    self.seen[row : row + 1],
+                    case.rope(),
+                    part.stop,
+                    spec,
+                    page_table=self.tables[row : row + 1],
+                    **case.extra(),
+                )
+            )
+        return torch.cat(outs, 2)
+
+
+def check(
+    one: Packed,
+    kernels: str,
+    *,
+    exact: bool = False,
+    unwritten: float = 77.0,
+    shares: Sequence[Share] = ("none",),
+) -> None:
     """A packed step gives what each sequence gives alone; exact: bit for bit.
 
     Raises:
         AssertionError: it does not.
     """
-    for number, (got, wanted) in enumerate(zip(*run(one, kernels, unwritten), strict=True)):
+    for number, (got, wanted) in enumerate(zip(*run(one, kernels, unwritten, shares), strict=True)):
         assert bool(got.isfinite().all()), f"step {number}: not finite"
         if exact:
             assert torch.equal(got, wanted), f"step {number}: other bits"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -16,11 +17,11 @@ from tests.support.triton_write import kernels_folder  # noqa: F401  (a fixture)
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 LENGTHS = {"chunks": (24,), "pads": (0, 0, 0)}
 CASES = {
-    "plain": Case(CacheLayout(placement=Paged(8)), (4, 2), (32, 16), **LENGTHS),
+    "plain": Case(CacheLayout(placement=Paged(8)), (4, 2), (16, 16), **LENGTHS),
     "int4, int8": Case(
         CacheLayout(uint(4, 16), int8(), Paged(16)),
         (4, 2),
-        (32, 24),
+        (16, 24),
         score=ScoreSpec(4.0, BiasSpec("alibi"), True),
         rotary=RotaryForm("half", 0, 16),
         **LENGTHS,
@@ -42,6 +43,14 @@ CASES = {
 AROUND = (((0, 5), (1, 3)), ((0, 1), (1, 13), (2, 12)), ((2, 1), (1, 1), (0, 1)))
 
 
+@pytest.mark.parametrize("name", ["ring, in cache", "plain"])
+def test_sites_that_share_a_cache(name: str) -> None:
+    """The first writes before, the last after; each turns its queries, at the places of their own sequences."""
+    case = replace(CASES[name], heads=(2, 1))
+    around = (((0, 9), (1, 3)), ((0, 1), (1, 8), (2, 11)))
+    check(Packed(case, around, (0, 1)), "triton", shares=("first", "middle", "last"))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_chunks_beside_decodes_go_round(name: str) -> None:
     check(Packed(CASES[name], AROUND, (0, 1, 3)), "triton")
@@ -51,7 +60,7 @@ def test_chunks_beside_decodes_go_round(name: str) -> None:
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
-    max_examples=4,
+    max_examples=2,
 )
 @given(one=packed("triton"))
 def test_any_site_in_any_steps(one: Packed) -> None:
