@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.fx import Graph, GraphModule
 
 import kvcompile
+from kvcompile.compile.packed import packed as packed_regions
+from kvcompile.compile.regions import RegionCall
 from kvcompile.errors import InputError, PlanError, ServeError
 from kvcompile.runtime.packed import refusal
 from kvcompile.serve import Sampling
@@ -15,7 +19,9 @@ from kvcompile.serve.capacity import capacity
 from kvcompile.serve.packing import unpacked_because
 from kvcompile.serve.passes import Passes
 from kvcompile.serve.schedule import Text
+from kvcompile.specs import StateSlot
 from tests.serve.test_numerics import CHUNK, compare, module, texts
+from tests.support import carried_scores
 from tests.support.models import tiny_hf
 from tests.support.serving import Stepped
 
@@ -176,3 +182,34 @@ def test_compiled_regions_give_the_same() -> None:
         classes = fast.packed.executor.compile_seconds
         assert len(classes) == (mode != "none")
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+
+
+def test_what_else_is_refused() -> None:
+    """By the pure function alone, of plans and programs that differ in one thing."""
+    fast = module("llama", "paged")
+    plan, program = fast.plan, fast.program
+    assert refusal(plan, program) is None
+    first, *others = plan.decisions
+    mod = carried_scores.anywhere(6)[0]().mod
+    of_token = replace(mod, leaves=("query",))
+
+    def of(**changed: Any) -> str | None:
+        return refusal(replace(plan, decisions=(*others, replace(first, **changed))), program)
+
+    assert "openvino compiles this program" in str(refusal(replace(plan, backend="openvino"), program))
+    assert "by the length of a batch" in str(refusal(plan, replace(program, takes_past_length=True)))
+    assert "layer 0: its mask keeps something" in str(of(mask_rows=(StateSlot("a", (1,), "float32"),)))
+    assert "layer 0: a part of its mask is computed for all" in str(of(rerun=True))
+    assert "layer 0: its scores read tensors of all" in str(of(score=replace(first.score, mod=of_token)))
+
+
+def test_a_graph_that_asks_for_sequences_outside_of_attention_is_refused() -> None:
+    fast = module("llama", "paged")
+    regions = fast.executor.regions
+    graph = Graph()
+    lens = graph.placeholder("in_0")
+    graph.output((graph.call_function(torch.ops.aten.neg.default, (lens,)),))
+    odd = GraphModule(torch.nn.Module(), graph)
+    calls = (*regions.calls, RegionCall(len(regions.modules), ("seq_lens",), ("neg",)))
+    with pytest.raises(ValueError, match=r"aten\.neg\.default reads seq_lens, which is of sequences"):
+        packed_regions(replace(regions, modules=(*regions.modules, odd), calls=calls))
