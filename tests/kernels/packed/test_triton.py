@@ -40,27 +40,29 @@ CASES = {
     ),
     "latent": Case(CacheLayout(int8(), InKeys(16), Paged(16)), (4, 1), (48, 16), **LENGTHS),
 }
-AROUND = (((0, 5), (1, 3)), ((0, 1), (1, 13), (2, 12)), ((2, 1), (1, 1), (0, 1)))
+AROUND = (((0, 5), (1, 3)), ((0, 1), (1, 9), (2, 12)), ((2, 1), (0, 1)))
 
 
 @pytest.mark.parametrize("name", ["ring, in cache", "plain"])
 def test_sites_that_share_a_cache(name: str) -> None:
     """The first writes before, the last after; each turns its queries, at the places of their own sequences."""
     case = replace(CASES[name], heads=(2, 1))
-    around = (((0, 9), (1, 3)), ((0, 1), (1, 8), (2, 11)))
-    check(Packed(case, around, (0, 1)), "triton", shares=("first", "middle", "last"))
+    beyond = (((0, 11), (1, 2)), ((1, 1), (2, 4), (0, 3)))
+    check(Packed(case, beyond, (0, 1)), "triton", shares=("first", "last"))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_chunks_beside_decodes_go_round(name: str) -> None:
-    check(Packed(CASES[name], AROUND, (0, 1, 3)), "triton")
+    check(Packed(CASES[name], AROUND, (0, 1, 2)), "triton")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
 @settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
-    max_examples=2,
+    max_examples=40,
 )
 @given(one=packed("triton"))
 def test_any_site_in_any_steps(one: Packed) -> None:
