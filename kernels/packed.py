@@ -49,26 +49,29 @@ class PackedInputs:
         """The sequences that come first, as a call of one new token."""
         x, count = self.rows, self.num_decodes
         q, k, v = (each[0, :, :count].transpose(0, 1)[:, :, None] for each in (x.q, x.k, x.v))
-        return self._of(slice(0, count), span, q=q, k=k, v=v, positions=x.positions[0, :count, None])
+        x = replace(x, q=q, k=k, v=v, positions=x.positions[0, :count, None])
+        return _own(x, slice(0, count), span)
 
     def of_sequence(self, number: int, start: int, end: int, span: int) -> AttendInputs:
         """One sequence, whose tokens are start .. end."""
         x = self.rows
         q, k, v = (each[:, :, start:end] for each in (x.q, x.k, x.v))
-        return self._of(slice(number, number + 1), span, q=q, k=k, v=v, positions=x.positions[:, start:end])
+        x = replace(x, q=q, k=k, v=v, positions=x.positions[:, start:end])
+        return _own(x, slice(number, number + 1), span)
 
     def of_sequences(self, first: int) -> AttendInputs:
         """All tokens, with what the sequences from `first` on have of the cache."""
-        return self._of(slice(first, None), self.rows.span)
+        return _own(self.rows, slice(first, None), self.rows.span)
 
-    def _of(self, which: slice, span: int, **tensors: Tensor) -> AttendInputs:
-        x = self.rows
-        own = [
-            buffer[which] if fixed else buffer
-            for buffer, fixed in zip(x.buffers, fixed_parts(x.spec.layout), strict=True)
-        ]
-        table = None if x.page_table is None else x.page_table[which]
-        return replace(x, buffers=own, seq_lens=x.seq_lens[which], page_table=table, span=span, **tensors)
+
+def _own(x: AttendInputs, which: slice, span: int) -> AttendInputs:
+    """The call with what some of the sequences have."""
+    buffers = [
+        buffer[which] if fixed else buffer
+        for buffer, fixed in zip(x.buffers, fixed_parts(x.spec.layout), strict=True)
+    ]
+    table = None if x.page_table is None else x.page_table[which]
+    return replace(x, buffers=buffers, seq_lens=x.seq_lens[which], page_table=table, span=span)
 
 
 def empty_result(q: Tensor, v: Tensor, layout: CacheLayout) -> Tensor:

@@ -21,8 +21,8 @@ PACKED = (
     broken(
         "tokens of a row stand where those of the first sequence do",
         "kernels/packed.py",
-        "positions=x.positions[:, start:end])",
-        "positions=x.positions[:, : end - start])",
+        "v=v, positions=x.positions[:, start:end])",
+        "v=v, positions=x.positions[:, : end - start])",
         REFERENCE,
     ),
     broken(

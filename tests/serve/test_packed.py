@@ -36,7 +36,6 @@ SOME = Sampling(max_tokens=8, ignore_eos=True)
         ("llama", "window in pages"),
         ("llama", "layers apart"),
         ("gemma2", "paged"),
-        ("deepseek_v3", "paged"),
         ("gpt_oss", "paged"),
         ("gpt2", "paged"),
     ],
