@@ -61,13 +61,6 @@ PACKED = (
         TRITON,
     ),
     broken(
-        "queries of a row turn from where the first sequence began",
-        "kernels/triton/host/call.py",
-        "call.positions[:, :1] if call.starts is None else",
-        "call.positions[:, :1] if True else",
-        TRITON,
-    ),
-    broken(
         "the logits of a packed step are those of first tokens",
         "kvcompile/runtime/packed.py",
         "starts[1:].to(device) - 1",

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from kvcompile.kernels.shared.hadamard import hadamard
@@ -269,15 +268,8 @@ def query_places(call: Call) -> Tensor:
     budget = int(retention.budget())
     if call.one:
         return call.positions.clamp(max=budget - 1)
-    first = call.positions[:, :1] if call.starts is None else _first_of_each(call.positions, call.starts)
-    return call.positions - (first.clamp(min=0) - budget).clamp(min=0)
-
-
-def _first_of_each(positions: Tensor, starts: Tensor) -> Tensor:
-    """The position of the first token of the sequence that each token of a row belongs to, [1, S]."""
-    row = torch.arange(positions.shape[1], device=positions.device)
-    sequence = torch.searchsorted(starts[1:], row, right=True).clamp(max=starts.shape[0] - 2)
-    return positions[:, starts[sequence]]
+    assert call.starts is None, "many tokens of a ring turn where they are staged"
+    return call.positions - (call.positions[:, :1].clamp(min=0) - budget).clamp(min=0)
 
 
 def turned_back(call: Call, out: Tensor) -> Tensor:
