@@ -64,6 +64,12 @@ def serve(
     prefix_cache: Annotated[
         str, typer.Option(help="auto: where the cache allows it; on: or else refuse; off.")
     ] = "auto",
+    packed: Annotated[
+        str,
+        typer.Option(
+            help="All texts of a step in one pass: auto: on GPUs that can; on: or else refuse; off."
+        ),
+    ] = "auto",
     host_memory: Annotated[
         str | None,
         typer.Option(
@@ -72,10 +78,13 @@ def serve(
     ] = None,
     snapshot_memory: Annotated[
         str | None,
-        typer.Option(help="On the host, for what prefixes have in no page; by default a quarter of the cache's."),
+        typer.Option(
+            help="On the host, for what prefixes have in no page; by default a quarter of the cache's."
+        ),
     ] = None,
     store: Annotated[
-        str | None, typer.Option(help="A folder where the prefix cache outlives the server.", show_default=False)
+        str | None,
+        typer.Option(help="A folder where the prefix cache outlives the server.", show_default=False),
     ] = None,
     store_memory: Annotated[str, typer.Option(help="Of the files in --store.")] = "10GiB",
     max_body: Annotated[str, typer.Option(help="Bytes of a request.")] = "8MiB",
@@ -152,6 +161,7 @@ def serve(
         snapshot_memory=snapshot_memory,
         store=store,
         store_memory=store_memory,
+        packed=packed,
     )) as engine:  # fmt: skip
         logging.basicConfig(
             format="%(levelname)s %(name)s: %(message)s"

@@ -20,7 +20,7 @@ from kvcompile.layouts.layout import CacheLayout
 from kvcompile.layouts.placement import Paged, Ring, Slots
 from kvcompile.layouts.retention import Scored, SinkWindow
 from kvcompile.layouts.selection import TopPages
-from kvcompile.layouts.storage import per_channel, uint, with_residual
+from kvcompile.layouts.storage import Storage, per_channel, uint, with_residual
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,12 @@ def unsettled(layout: CacheLayout) -> int:
 
     What is kept in full gets its quantized form when it leaves, or a group of tokens when it is complete.
     """
-    storages = (layout.keys, layout.values)
-    return max(max(storage.residual, storage.group if storage.channelwise else 0) for storage in storages)
+    found = 0
+    for storage in (layout.keys, layout.values):
+        found = max(found, storage.residual)
+        if isinstance(storage, Storage) and storage.channelwise:
+            found = max(found, storage.group)
+    return found
 
 
 def table() -> str:

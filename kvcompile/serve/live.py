@@ -9,7 +9,7 @@ from kvcompile.serve.ends import Ends
 from kvcompile.serve.pick import Picker
 from kvcompile.serve.request import Completion, Delta, Finish, Handle, Result, TokenLogprob, Usage
 from kvcompile.serve.sampling import Sampling
-from kvcompile.serve.schedule import Text
+from kvcompile.serve.texts import Text
 
 
 @dataclass

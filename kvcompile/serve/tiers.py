@@ -66,7 +66,9 @@ class Tiers:
             for key in keys:
                 found = self._fetched.get(key) or self._find(host, key)
                 if found is None:
-                    slowest = None  # the others are looked at all the same: what is not whole is removed at once
+                    slowest = (
+                        None  # the others are looked at all the same: what is not whole is removed at once
+                    )
                     continue
                 self._fetched[key] = found
                 if slowest is not None and found[1] == "store":

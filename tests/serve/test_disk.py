@@ -1,4 +1,4 @@
-"""A store in a folder: what it gives back is what was stored under that key, or nothing, whatever happens to its files."""
+"""A store in a folder gives back what was stored under a key, or nothing, whatever happens to its files."""
 
 from __future__ import annotations
 
@@ -155,7 +155,9 @@ def test_its_secret_is_its_owners_alone(tmp_path: Path) -> None:
         Disk(tmp_path / "store", 1 << 20)
 
 
-def test_a_folder_that_cannot_be_used_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_used_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be used"):
         Disk(tmp_path / "file", 1)
@@ -218,7 +220,11 @@ def test_what_goes_from_the_hosts_memory_goes_below() -> None:
 
 def test_bytes_come_back_as_they_were() -> None:
     cpu = torch.device("cpu")
-    parts = [torch.randn(3, 5)[:, :2], torch.arange(7, dtype=torch.uint8), torch.randn(2).to(torch.float8_e4m3fn)]
+    parts = [
+        torch.randn(3, 5)[:, :2],
+        torch.arange(7, dtype=torch.uint8),
+        torch.randn(2).to(torch.float8_e4m3fn),
+    ]
     packed = pack(parts, cpu)
     places = [torch.zeros_like(part) for part in parts]
     unpack(packed, places, cpu)

@@ -218,7 +218,9 @@ def test_bad_settings(settings: dict[str, Any], error: type[Exception], told: st
 
 
 def test_what_shares_nothing_says_so() -> None:
-    with pytest.raises(PlanError, match="contiguous slots are in no page, and snapshots of them have no memory"):
+    with pytest.raises(
+        PlanError, match="contiguous slots are in no page, and snapshots of them have no memory"
+    ):
         Engine(module("baseline"), prefix_cache="on", snapshot_memory=0)
     with Stepped(module(), prefix_cache="off") as engine:
         assert engine.stats().prefix_cache == "off: asked for"

@@ -31,7 +31,6 @@ from kvcompile.serve.tiers import Tier
 from tests.support.serving_pages import check
 from tests.support.serving_shadow import Fake, Shadow
 
-
 COMMON = (0, 1, 2, 2, 1, 0, 0, 1, 1, 2, 0, 2, 1, 1, 0, 2)
 prompts = st.builds(
     lambda kept, more: [*COMMON[:kept], *more],

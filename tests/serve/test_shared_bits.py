@@ -59,9 +59,7 @@ def spoil(engine: Stepped) -> None:
             rows.buffers[name].view(torch.uint8)[lost] = 3
 
 
-def talk(
-    engine: Stepped, seed: int = 4
-) -> list[tuple[Tensor, int]]:
+def talk(engine: Stepped, seed: int = 4) -> list[tuple[Tensor, int]]:
     """Turns of a talk, another one that begins alike, and one of another salt: logits and what was found, of each."""
     start = texts(seed, 61)[5] + texts(seed + 1, 61)[5][:12]
     found: list[tuple[Tensor, int]] = []
@@ -152,7 +150,13 @@ def test_weights_that_change_leave_nothing_to_find(tmp_path: Path) -> None:
 
     model = tiny_hf()
     fast = kvcompile.optimize(
-        model, "paged", verify="off", compile={"mode": "none"}, max_tokens=80, max_batch=2, prefill_chunk=CHUNK
+        model,
+        "paged",
+        verify="off",
+        compile={"mode": "none"},
+        max_tokens=80,
+        max_batch=2,
+        prefill_chunk=CHUNK,
     )
     prompt = texts(4, 61)[5]
     weight = next(parameter for name, parameter in model.named_parameters() if "v_proj" in name)
@@ -175,7 +179,9 @@ def test_weights_that_change_leave_nothing_to_find(tmp_path: Path) -> None:
 
 def test_a_snapshot_needs_memory() -> None:
     fast = module("llama", "kivi")
-    with pytest.raises(PlanError, match="tokens in full are in no page, and snapshots of them have no memory"):
+    with pytest.raises(
+        PlanError, match="tokens in full are in no page, and snapshots of them have no memory"
+    ):
         Engine(fast, prefix_cache="on", snapshot_memory=0)
     with warnings.catch_warnings(), Stepped(fast, snapshot_memory=0) as engine:
         assert engine.stats().prefix_cache.startswith("off: ")

@@ -183,7 +183,9 @@ class Shadow:
         if group.scored and start > group.slots:  # scores have chosen: every slot depends on all of the text
             for slot in range(group.slots):
                 held = self.slots[number][table[slot // group.page_size]][slot % group.page_size]
-                assert held == self.held(text, number, start - 1), f"text {text.id} reads another's slot {slot}"
+                assert held == self.held(text, number, start - 1), (
+                    f"text {text.id} reads another's slot {slot}"
+                )
             return
         for position in range(max(start - group.unsettled, 0)):
             if group.sinks is not None and group.sinks <= position < start - (group.slots - group.sinks):

@@ -42,8 +42,14 @@ _COUNTED = {
     "completion_tokens": ("kvcompile_completion_tokens", "Tokens of texts."),
     "cached_tokens": ("kvcompile_prefix_cache_hit_tokens", "Tokens of prompts out of the prefix cache."),
     "found_device_tokens": ("kvcompile_prefix_found_device_tokens", "Tokens found on the device."),
-    "found_host_tokens": ("kvcompile_prefix_found_host_tokens", "Tokens found in the host's memory at the slowest."),
-    "found_store_tokens": ("kvcompile_prefix_found_store_tokens", "Tokens found in the store at the slowest."),
+    "found_host_tokens": (
+        "kvcompile_prefix_found_host_tokens",
+        "Tokens found in the host's memory at the slowest.",
+    ),
+    "found_store_tokens": (
+        "kvcompile_prefix_found_store_tokens",
+        "Tokens found in the store at the slowest.",
+    ),
     "preemptions": ("kvcompile_preemptions", "How often a sequence lost its place."),
     "recomputed_tokens": (
         "kvcompile_recomputed_tokens",
