@@ -18,7 +18,8 @@ from kvcompile.serve import Sampling
 from kvcompile.serve.capacity import capacity
 from kvcompile.serve.packing import unpacked_because
 from kvcompile.serve.passes import Passes
-from kvcompile.serve.schedule import Text
+from kvcompile.serve.texts import Text
+from kvcompile.serve.tiers import Tiers
 from kvcompile.specs import StateSlot
 from tests.serve.test_numerics import CHUNK, compare, module, texts
 from tests.support import carried_scores
@@ -168,7 +169,7 @@ def test_compiled_regions_give_the_same() -> None:
     found = []
     for mode in ("none", "default"):
         fast = kvcompile.optimize(model, "paged_int8", compile={"mode": mode}, **settings)
-        passes = Passes(fast, capacity(fast.plan, fast.cache.shape, fast.device, 4, None))
+        passes = Passes(fast, capacity(fast.plan, fast.cache.shape, fast.device, 4, None), Tiers())
         whole = [Text(n, (n, 0), prompt, len(prompt), b"") for n, prompt in enumerate(prompts[-3:])]
         for text in whole:
             text.tables = [[1 + 5 * text.id + page for page in range(5)]]
