@@ -92,9 +92,9 @@ SERVING = (
     ),
     broken(
         "salts share their pages",
-        "kvcompile/serve/engine.py",
-        'self.module.plan.scales or "", salt)',
-        'self.module.plan.scales or "")',
+        "kvcompile/serve/identity.py",
+        "*self._now(), salt)",
+        "*self._now())",
         SALTS,
     ),
     broken(
@@ -106,9 +106,9 @@ SERVING = (
     ),
     broken(
         "a ring is shared beyond its slots",
-        "kvcompile/serve/schedule.py",
-        "            if until is not None and end > until:",
-        "            if False:",
+        "kvcompile/serve/pages.py",
+        "if self.scored or (self.sinks is not None and tokens > self.slots):",
+        "if self.scored:",
         SCHEDULE,
     ),
     broken(
@@ -135,8 +135,8 @@ SERVING = (
     broken(
         "room on the host is not given back by who leaves",
         "kvcompile/serve/schedule.py",
-        "        self._on_host.pop(id, None)",
-        "        pass",
+        "        self._give_back(text)\n        self._came_back(id)",
+        "        self._give_back(text)",
         SOAK,
     ),
     broken(
