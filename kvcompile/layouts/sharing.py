@@ -117,12 +117,8 @@ def unsettled(layout: CacheLayout) -> int:
 
     What is kept in full gets its quantized form when it leaves, or a group of tokens when it is complete.
     """
-    found = 0
-    for storage in (layout.keys, layout.values):
-        found = max(found, storage.residual)
-        if isinstance(storage, Storage) and storage.channelwise:
-            found = max(found, storage.group)
-    return found
+    groups = [layout.keys.group, *([layout.values.group] if isinstance(layout.values, Storage) else [])]
+    return max(layout.residual, *(group for group in groups if group > 1), 0)
 
 
 def table() -> str:

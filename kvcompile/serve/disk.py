@@ -3,7 +3,7 @@
 | file | what |
 |---|---|
 | secret | 32 bytes that keys begin with and files are signed with, for its owner alone (mode 0600) |
-| <hash of the key>.safetensors | a tensor "data", uint8; metadata: the format, an HMAC-SHA256 of key and data |
+| <hash of the key>.safetensors | "data", uint8; the metadata has the format and an HMAC-SHA256 over key and data |
 
 A key begins with the secret, the plan, its scales, the weights and the code (`kvcompile/serve/identity.py`), and the
 signature has the key in it: so a file of another plan, of other weights or under another name is not taken for this

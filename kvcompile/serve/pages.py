@@ -45,7 +45,7 @@ class Group:
         return -(-min(tokens, self.slots) // self.page_size)
 
     def findable(self, tokens: int) -> int:
-        """The first pages of a text of so many tokens that are full, and depend on tokens up to their end alone."""
+        """The first pages of a text of so many tokens that are full, and a function of the tokens up to their end."""
         if self.scored or (self.sinks is not None and tokens > self.slots):
             return 0
         return max(tokens - self.unsettled, 0) // self.page_size

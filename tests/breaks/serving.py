@@ -12,6 +12,8 @@ NUMERICS, ENGINE, SCHEDULE, SALTS, SOAK = (
     "tests/serve/test_soak.py",
 )
 
+BITS, DISK = "tests/serve/test_shared_bits.py", "tests/serve/test_disk.py"
+
 SERVING = (
     broken(
         "a text comes back from the host without its pages",
@@ -92,9 +94,9 @@ SERVING = (
     ),
     broken(
         "salts share their pages",
-        "kvcompile/serve/identity.py",
-        "*self._now(), salt)",
-        "*self._now())",
+        "kvcompile/serve/engine.py",
+        "self._identity.root(salt)",
+        'self._identity.root("")',
         SALTS,
     ),
     broken(
@@ -107,8 +109,8 @@ SERVING = (
     broken(
         "a ring is shared beyond its slots",
         "kvcompile/serve/pages.py",
-        "if self.scored or (self.sinks is not None and tokens > self.slots):",
-        "if self.scored:",
+        "        if self.scored or (self.sinks is not None and tokens > self.slots):",
+        "        if self.scored:",
         SCHEDULE,
     ),
     broken(
@@ -135,8 +137,8 @@ SERVING = (
     broken(
         "room on the host is not given back by who leaves",
         "kvcompile/serve/schedule.py",
-        "        self._give_back(text)\n        self._came_back(id)",
-        "        self._give_back(text)",
+        "        self._on_host.pop(id, None)",
+        "        pass",
         SOAK,
     ),
     broken(
@@ -155,5 +157,82 @@ SERVING = (
         "            self.buffers[name][row, : len(written)] = 0\n            written.clear()",
         "            written.clear()",
         SOAK,
+    ),
+    broken(
+        "a snapshot is without what is beside pages",
+        "kvcompile/serve/rows.py",
+        "        unpack(row, self._fixed_parts(place, pages), self.device)",
+        "        pass",
+        BITS,
+    ),
+    broken(
+        "a snapshot is without its slots in the order of tokens",
+        "kvcompile/serve/rows.py",
+        "            unpack(item, self._slots(place, number * size, (number + 1) * size), self.device)",
+        "            pass",
+        BITS,
+    ),
+    broken(
+        "slots that settle late are not kept again",
+        "kvcompile/serve/rows.py",
+        "max(start - self._unsettled, 0) * (own - 1)",
+        "start * (own - 1)",
+        BITS,
+    ),
+    broken(
+        "a page comes up empty",
+        "kvcompile/serve/passes.py",
+        "                    self.rows.fill_page(group, page, fetched(key))",
+        "                    pass",
+        BITS,
+    ),
+    broken(
+        "pages are found before they have settled",
+        "kvcompile/serve/pages.py",
+        "        return max(tokens - self.unsettled, 0) // self.page_size",
+        "        return tokens // self.page_size",
+        SCHEDULE,
+    ),
+    broken(
+        "weights that change in place are not seen",
+        "kvcompile/serve/identity.py",
+        "if self._weights is None or versions != self._versions:",
+        "if self._weights is None:",
+        BITS,
+    ),
+    broken(
+        "a store does not ask whose weights it has",
+        "kvcompile/serve/identity.py",
+        "        return (module.weights_digest(), *how",
+        "        return (*how",
+        BITS,
+    ),
+    broken(
+        "a file is taken without its signature",
+        "kvcompile/serve/disk.py",
+        "        if not hmac.compare_digest(",
+        "        if False and not hmac.compare_digest(",
+        DISK,
+    ),
+    broken(
+        "a file is signed without its key",
+        "kvcompile/serve/disk.py",
+        '_FORMAT.encode() + b"\\0" + key, hashlib',
+        '_FORMAT.encode() + b"\\0", hashlib',
+        DISK,
+    ),
+    broken(
+        "a file appears before it is whole",
+        "kvcompile/serve/disk.py",
+        '        beside = path.with_name(f"{path.stem}.{os.getpid()}.{threading.get_ident()}{_PART}")',
+        "        beside = path",
+        DISK,
+    ),
+    broken(
+        "others may read the secret",
+        "kvcompile/serve/disk.py",
+        "os.O_EXCL, 0o600)",
+        "os.O_EXCL, 0o644)",
+        DISK,
     ),
 )

@@ -462,3 +462,13 @@ def test_a_prefix_is_found_by_those_of_its_salt_only(salt: str, cached: int) -> 
                 found = scheduler.texts[number].cached
                 scheduler.end(number)
     assert found == cached
+
+
+def test_pages_are_found_once_nothing_of_them_is_written_again() -> None:
+    plain, late = Group(4, 64, 9), Group(4, 64, 9, unsettled=3)
+    ring, scored = Group(4, 12, 9, sinks=3), Group(4, 12, 9, scored=True)
+    assert [plain.findable(n) for n in (3, 4, 8, 11, 12)] == [0, 1, 2, 2, 3]
+    assert [late.findable(n) for n in (1, 4, 6, 7, 8, 10, 11)] == [0, 0, 0, 1, 1, 1, 2]
+    assert [ring.findable(n) for n in (11, 12, 13)] == [2, 3, 0] and scored.findable(8) == 0
+    for tokens in range(40):
+        assert all(place >= late.findable(tokens) for place in late.written(tokens, tokens + 5))

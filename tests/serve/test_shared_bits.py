@@ -103,6 +103,15 @@ def test_what_is_found_gives_the_same_bits(kind: str, recipe: str) -> None:
     assert stats.found_device_tokens + stats.found_host_tokens == other + turn + again
 
 
+@pytest.mark.parametrize("recipe", ["kivi", "sinks in full"])
+def test_what_comes_token_by_token_gives_the_same_bits(recipe: str) -> None:
+    """Steps of one token settle what has left the newest in full; chunks settle more at once."""
+    fast = module("llama", recipe)
+    cold, _ = told(fast, prefix_cache="off", prefill_tokens=1)
+    warm, _ = told(fast, prefix_cache="on", prefill_tokens=1)
+    assert same(cold, warm) and warm[1][1] >= 40
+
+
 def test_nothing_of_prompts_in_one_piece_is_shared() -> None:
     for recipe in ("h2o", "snapkv"):
         with pytest.raises(PlanError, match="takes a prompt in one piece"):

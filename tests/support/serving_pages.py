@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvcompile.serve.schedule import Scheduler, State
+from kvcompile.serve.schedule import Scheduler
+from kvcompile.serve.texts import State
 
 
 def check(scheduler: Scheduler) -> None:
