@@ -17,6 +17,7 @@ from torch import Tensor
 from kvcompile.kernels.cpp.host import prefill
 from kvcompile.kernels.cpp.host.attention import cached_attention_one
 from kvcompile.kernels.inputs import AttendInputs
+from kvcompile.kernels.packed import PackedInputs, in_parts
 from kvcompile.kernels.reference import attention as reference
 from kvcompile.kernels.reference.retention.hooks import Attends
 from kvcompile.kernels.reference.selections import SELECT
@@ -40,6 +41,16 @@ def cached_attention(x: AttendInputs) -> Tensor:
     spec = replace(x.spec, rotary=None) if x.spec.rotates_on_append else x.spec
     x = replace(x, q=q, k=k, rope=rope, spec=spec)
     return cached_attention_one(x, SELECT[selection.kind](x))
+
+
+def cached_attention_packed(x: PackedInputs) -> Tensor:
+    """As `cached_attention`, of several sequences in one row: one call for those that decode, one for each other.
+
+    Raises:
+        KernelError: the kernel cannot be compiled.
+        ValueError: the numbers of `x` do not fit each other.
+    """
+    return in_parts(x, cached_attention)
 
 
 def attend_many(

@@ -64,6 +64,12 @@ def serve(
     prefix_cache: Annotated[
         str, typer.Option(help="auto: where the cache allows it; on: or else refuse; off.")
     ] = "auto",
+    packed: Annotated[
+        str,
+        typer.Option(
+            help="All texts of a step in one pass: auto: on GPUs that can; on: or else refuse; off."
+        ),
+    ] = "auto",
     host_memory: Annotated[
         str | None,
         typer.Option(
@@ -155,6 +161,7 @@ def serve(
         snapshot_memory=snapshot_memory,
         store=store,
         store_memory=store_memory,
+        packed=packed,
     )) as engine:  # fmt: skip
         logging.basicConfig(
             format="%(levelname)s %(name)s: %(message)s"

@@ -157,12 +157,17 @@ class Symbolic:
         self.shape, self.dtype, self.device = tuple(shape), dtype, device
 
 
+class Number:
+    """A placeholder's example: a whole number that goes by a name; "span" is that of the class of shapes."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+
 def _fake(tracer: Tracer, value: Any) -> Any:
     if isinstance(value, Symbolic):
         shape = [tracer.size(dim) if isinstance(dim, str) else dim for dim in value.shape]
         return tracer.empty(shape, value.dtype, value.device)
     if isinstance(value, Tensor):
         return tracer.static(value)
-    if value == "span":
-        return tracer.span
-    return value
+    return tracer.size(value.name) if isinstance(value, Number) else value

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcompile.compile.executor import Executor, Symbolic
+from kvcompile.compile.executor import Executor, Number, Symbolic
 from kvcompile.compile.inductor import Compiled, ShapeClass
 from kvcompile.errors import InputError, KVCompileError
 from kvcompile.original.adapters import Adapters
@@ -23,6 +23,7 @@ from kvcompile.runtime.cache_spec import CacheShape
 from kvcompile.runtime.chunked_prefill import in_passes
 from kvcompile.runtime.handle import CacheHandle
 from kvcompile.runtime.ids import check_ids, check_vocabulary, reads_at_once
+from kvcompile.runtime.packed import PackedProgram
 from kvcompile.runtime.padding import check_prompt, pads_of
 from kvcompile.runtime.program import Program
 from kvcompile.runtime.python_steps import tell_of_steps
@@ -60,6 +61,7 @@ class CachedModel(nn.Module):
         self._weights: Weights | None = None
         self._adapters: Adapters | None = None
         self._prepared: set[ShapeClass] = set()
+        self._packed: PackedProgram | None = None
         self.train(False)
 
     @property
@@ -69,6 +71,17 @@ class CachedModel(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.plan.torch_dtype
+
+    @property
+    def packed(self) -> PackedProgram:
+        """The program over tokens of several sequences in one row, made when it is first asked for.
+
+        Raises:
+            PlanError: there is none (`runtime/packed.py` says why).
+        """
+        if self._packed is None:
+            self._packed = PackedProgram(self)
+        return self._packed
 
     def forward(
         self,
@@ -301,7 +314,7 @@ class CachedModel(nn.Module):
             "seq_lens": Symbolic(("batch",), torch.int64, device),
             "logits_to_keep": Symbolic(("keep",), torch.int64, device),
             "past_length": Symbolic((), torch.int64, device),
-            "span": "span",
+            "span": Number("span"),
             "rows": Symbolic((2, "batch"), torch.int64, torch.device("cpu")),
             **program.constants,
         }

@@ -25,7 +25,8 @@ from kvcompile.serve.disk import Disk
 from kvcompile.serve.ends import Ends
 from kvcompile.serve.identity import Identity
 from kvcompile.serve.live import LiveRequest, LiveText
-from kvcompile.serve.moves import Chunk
+from kvcompile.serve.moves import Chunk, StepPlan
+from kvcompile.serve.packing import unpacked_because
 from kvcompile.serve.passes import Passes
 from kvcompile.serve.pick import Matcher, Picked, Picker, pick
 from kvcompile.serve.prompts import Prompt, bounds_of, ends_of, ids_of
@@ -66,6 +67,7 @@ class Engine:
         store: str | Path | None = None,
         store_memory: int | str = "10GiB",
         watermark: float = 0.01,
+        packed: str = "auto",
         **overrides: Any,
     ):
         """
@@ -89,10 +91,12 @@ class Engine:
                 model and plan may have one together.
             store_memory: bytes of its files; what was not used for longest goes first.
             watermark: share of the pages that stays available when a request comes in beside others.
+            packed: whether all texts of a step take one pass, which reads the weights once: "auto": on GPUs, where the
+                layouts allow it; "on": or else refuse; "off": one pass for all that decode, one for each chunk.
             overrides: of the recipe, as for `optimize`.
 
         Raises:
-            PlanError: prefix_cache="on", and some layout cannot.
+            PlanError: prefix_cache="on" or packed="on", and some layout cannot.
             LimitError: not one text fits the memory.
             InputError: `store` cannot be used: no folder, not writable, or others may read its secret.
             KVCompileError: as `optimize`.
@@ -133,6 +137,7 @@ class Engine:
         )
         self._identity = Identity(model, chunk, self._shared.disk)
         sharing, tiers = self._shared.sharing, self._shared.tiers
+        self._unpacked = unpacked_because(packed, model, deterministic)
         self._passes = Passes(model, room, tiers)
         chunks = sharing.chunks or deterministic
         rules = Rules(
@@ -160,7 +165,7 @@ class Engine:
         requests = ("requests", "finished", "failed", "cancelled")
         tokens = ("prompt_tokens", "completion_tokens", "cached_tokens")
         self._counts: dict[str, int] = dict.fromkeys((*requests, *tokens), 0)
-        self._steps = 0
+        self._steps = self._packed_steps = 0
         self._speed = Speed()
         self._inbox: list[tuple[list[int], Callable[[], None]]] = []  # which texts, and what of them
         self._changed = threading.Condition()
@@ -254,6 +259,8 @@ class Engine:
         for batch, tokens in ((1, 2), (1, 1), (2, 1)):
             if batch <= self._scheduler.rules.rows:
                 self.module.prepare(batch, tokens)
+        if self._unpacked is None:
+            self.module.packed.prepare()
 
     def stats(self) -> Stats:
         """What it is at and has done."""
@@ -269,6 +276,7 @@ class Engine:
                 recomputed_tokens=scheduler.recomputed,
                 swapped_bytes=scheduler.swapped,
                 steps=self._steps,
+                packed_steps=self._packed_steps,
                 pages=sum(pages.group.pages for pages in scheduler.pages),
                 pages_held=sum(pages.held for pages in scheduler.pages),
                 pages_cached=sum(pages.cached for pages in scheduler.pages),
@@ -279,6 +287,7 @@ class Engine:
                 found_host_tokens=scheduler.found["host"],
                 found_store_tokens=scheduler.found["store"],
                 **self._shared.stats(),
+                packed="on" if self._unpacked is None else f"off: {self._unpacked}",
                 **self._counts,
             )
 
@@ -372,6 +381,9 @@ class Engine:
         except Exception as error:
             self._fail([*plan.texts, *plan.moved], error)
             return
+        if self._unpacked is None and len(plan.chunks) + bool(plan.decodes) > 1:
+            self._guarded(plan.texts, partial(self._pack, plan))
+            return
         for batch in self._passes.batches(plan.decodes):
             self._guarded(batch, partial(self._decode, batch))
         for chunk in plan.chunks:
@@ -396,11 +408,36 @@ class Engine:
         """A piece of a prompt, and after the last one the first token of every text of this prompt."""
         live = self._texts[chunk.text]
         _, logits = self._passes.run([live.text], chunk.end)
-        snapshot = self._scheduler.computed(chunk.text, chunk.end)
+        self._computed(chunk.text, chunk.end)
+        self._after(chunk, logits)
+
+    def _pack(self, plan: StepPlan) -> None:
+        """A token of every text that decodes and a piece of every prompt, in one pass."""
+        texts = [self._texts[id].text for id in plan.texts]
+        ends = [len(text.tokens) for text in texts[: len(plan.decodes)]] + [c.end for c in plan.chunks]
+        logits = self._passes.run_packed(texts, ends)
+        self._packed_steps += 1
+        for text, end in zip(texts, ends, strict=True):
+            self._computed(text.id, end)
+        decoded, pieces = logits[: len(plan.decodes)], logits[len(plan.decodes) :]
+        if plan.decodes:
+            lives = [self._texts[id] for id in plan.decodes]
+            self._guarded(plan.decodes, partial(self._choose, lives, decoded))
+        for chunk, row in zip(plan.chunks, pieces, strict=True):
+            if chunk.text in self._texts:  # a text of the same request may have failed in this step
+                self._guarded([chunk.text], partial(self._after, chunk, row[None]))
+
+    def _computed(self, id: int, end: int) -> None:
+        """Tokens of a text up to `end` are in the cache; what of them is in no page may be kept."""
+        snapshot = self._scheduler.computed(id, end)
         if snapshot is not None:
             self._passes.keep(snapshot)
+
+    def _after(self, chunk: Chunk, logits: Tensor) -> None:
+        """What comes after a piece of a prompt that is computed, from its last logits [1, V]."""
         if not chunk.last:
             return
+        live = self._texts[chunk.text]
         lives = [live]
         for fork in self._scheduler.fork(chunk.text):
             self._passes.fork(fork)

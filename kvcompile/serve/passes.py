@@ -93,6 +93,23 @@ class Passes:
         """Texts that take their next token together."""
         return [[text] for text in texts] if self._apart else [list(texts)] if texts else []
 
+    def run_packed(self, texts: Sequence[Text], ends: Sequence[int]) -> Tensor:
+        """Run tokens of texts up to `ends` in one row; texts with one token come first.
+
+        Returns the logits [R, V] after the last of these tokens of each text.
+        """
+        for text in texts:
+            self.rows.place(text.id)
+            self.rows.write_tables(text.id, text.tables)
+        ids = [text.tokens[text.computed : end] for text, end in zip(texts, ends, strict=True)]
+        with self.module.turns.alone():
+            self.module.check_call()
+            inputs = self.rows.inputs_of([text.id for text in texts])
+            logits = self.module.packed.run(ids, [text.computed for text in texts], inputs)
+        for text, end in zip(texts, ends, strict=True):
+            self.rows.note(text.id, end)
+        return logits.float()
+
     def run(self, texts: Sequence[Text], end: int | None = None) -> tuple[list[Text], Tensor]:
         """Run what is left of texts; several have one token left each.
 

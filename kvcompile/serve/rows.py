@@ -205,6 +205,15 @@ class Rows:
         whole, inputs = self._in_pools, self._inputs
         return {name: buffer if name in whole else buffer[first:end] for name, buffer in inputs.items()}
 
+    def inputs_of(self, texts: Sequence[int]) -> dict[str, Tensor]:
+        """The buffers as a packed pass over these texts takes them: of what is in no page, a copy of their rows.
+
+        Only for layouts that write nothing but pages (`layouts/packing.py`).
+        """
+        rows = torch.tensor([self.place(text) for text in texts], device=self.device)
+        whole = self._in_pools
+        return {name: buffer if name in whole else buffer[rows] for name, buffer in self._inputs.items()}
+
     # ---- what goes to the host and comes back
 
     def state(self, text: int, tables: Tables) -> dict[str, Tensor]:

@@ -15,7 +15,8 @@ class Stats:
     of the prefix cache; found_device_tokens, .. host .., .. store ..: of texts that came in, by the slowest of where
     what they found was. pages: over all pools. bytes: of pools and rows. host_pages, snapshots: that the host's memory
     has (a snapshot's slots in the order of tokens count as another), host_bytes: of both. store_bytes: of files.
-    tokens_per_second: of texts, over the last seconds. prefix_cache: "on", or "off: why"."""
+    tokens_per_second: of texts, over the last seconds. prefix_cache, packed: "on", or "off: why";
+    packed_steps: those in which all texts took one pass."""
 
     waiting: int = 0
     running: int = 0
@@ -34,6 +35,7 @@ class Stats:
     recomputed_tokens: int = 0
     swapped_bytes: int = 0
     steps: int = 0
+    packed_steps: int = 0
     pages: int = 0
     pages_held: int = 0
     pages_cached: int = 0
@@ -44,6 +46,7 @@ class Stats:
     store_bytes: int = 0
     tokens_per_second: float = 0.0
     prefix_cache: str = "off"
+    packed: str = "off"
 
 
 class Speed:

@@ -61,7 +61,8 @@ def _rows(stats: Stats, speeds: deque[float]) -> Iterator[tuple[str, str]]:
     share = stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
     yield "hits", f"{share:.0%} of {stats.prompt_tokens:,} prompt tokens; prefix cache {stats.prefix_cache}"
     yield "tokens/s", f"{stats.tokens_per_second:,.1f}  {_sparks(speeds)}"
-    yield "tokens", f"{stats.completion_tokens:,} in {stats.steps:,} steps"
+    packed = "" if stats.packed.startswith("off") else f", {stats.packed_steps:,} of them packed"
+    yield "tokens", f"{stats.completion_tokens:,} in {stats.steps:,} steps{packed}"
     lost = f"{stats.recomputed_tokens:,} tokens again, {format_bytes(stats.swapped_bytes)} moved"
     yield "preempted", f"{stats.preemptions:,} times: {lost}"
 

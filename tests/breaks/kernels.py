@@ -234,7 +234,7 @@ KERNELS = (
     broken(
         "a step of generated kernels leaves no scores",
         "kernels/triton/host/attention.py",
-        "        retention.note(call, found)\n",
+        "    retention.note(call, found)\n",
         "",
         "tests/kernels/triton/host/test_attention.py",
     ),

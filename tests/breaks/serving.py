@@ -137,8 +137,8 @@ SERVING = (
     broken(
         "room on the host is not given back by who leaves",
         "kvcompile/serve/schedule.py",
-        "        self._on_host.pop(id, None)",
-        "        pass",
+        "        self._give_back(text)\n        self._came_back(id)",
+        "        self._give_back(text)",
         SOAK,
     ),
     broken(

@@ -106,6 +106,7 @@ def test_every_option_is_used(made: Made) -> None:
         made,
         *("--model", "tiny", "--recipe", "int8", "--served-model-name", "mine", "--memory", "1GiB"),
         *("--max-sequences", "5", "--max-queue", "6", "--prefix-cache", "off", "--host-memory", "2MiB"),
+        *("--packed", "off", "--snapshot-memory", "3MiB", "--store", "pages", "--store-memory", "4MiB"),
         *("--max-body", "3KiB", "--max-prompt-tokens", "7", "--max-completion-tokens", "8", "--timeout", "9"),
         *("--drain", "10", "--allow-host", "a.example", "--dtype", "float32", "--device", "cpu"),
         *("--set", "runtime.max_tokens=77", "--scales", "s.json", "--no-compile", "--verify", "off"),
@@ -118,7 +119,11 @@ def test_every_option_is_used(made: Made) -> None:
         "max_sequences": 5,
         "max_queue": 6,
         "prefix_cache": "off",
-        "host_memory": 2 << 20,
+        "packed": "off",
+        "host_memory": "2MiB",
+        "snapshot_memory": "3MiB",
+        "store": "pages",
+        "store_memory": "4MiB",
     }
     options = made.app.state.service.options
     assert options.name == "mine" and options.hosts == (*http.LOOPBACK, "a.example")

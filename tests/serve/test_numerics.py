@@ -200,3 +200,8 @@ def test_every_layout(recipe: str) -> None:
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_kind_of_model(kind: str) -> None:
     compare(kind, "paged", seed=2)
+
+
+def test_latent_rows_in_packed_steps() -> None:
+    """`tests/serve/test_packed.py` has the other layouts and models."""
+    assert compare("deepseek_v3", "paged", seed=2, packed="on").stats().packed_steps > 4

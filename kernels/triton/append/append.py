@@ -16,6 +16,7 @@ an output, that is zeros.
 | full | rows in full are written as well: tokens that stay |
 | only_full | nothing but the rows in full |
 | staged | the slot of a token is its place in the call: an array of the call's tokens alone |
+| packed | the tokens of all sequences stand in one row (`kernels/triton/packed.py`), those of that array as well |
 | in_basis | k and v are k_out and v_out of another launch |
 | interpreted | for Triton's interpreter |
 
@@ -31,6 +32,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvcompile.kernels.triton import packed
 from kvcompile.kernels.triton.append import residual as append_residual
 from kvcompile.kernels.triton.append import slots, transform
 from kvcompile.kernels.triton.append.encode import Tile, encoded
@@ -45,7 +47,7 @@ from kvcompile.specs import RotaryForm
 
 OPTIONS = {
     *("one", "rope", "rope_q", "capped", "based", "q_out", "k_out", "v_out"),
-    *("full", "only_full", "staged", "in_basis", "interpreted"),
+    *("full", "only_full", "staged", "packed", "in_basis", "interpreted"),
 }
 _ELEMENTS = 2048  # of a tile of many tokens
 
@@ -93,8 +95,24 @@ def generate(spec: KernelSpec) -> KernelSource:
         branches=branches,
         needs_last=any("last - " in line for line in lines),
         needs_start=_has(spec, "based"),
+        packed=packed.prologue(params, f"tl.program_id(0) * {spec.block_n} >= tokens", of_row(spec))
+        if _has(spec, packed.OPTION)
+        else [],
     )
     return KernelSource("append", params, module(text))
+
+
+def of_row(spec: KernelSpec) -> tuple[str, ...]:
+    """Names of the parts that have a row of the call's tokens: of an array of these, but what is each sequence's."""
+    if not _has(spec, "staged"):
+        return ()
+    dtype = spec.torch_dtype
+    return tuple(
+        f"{side.name}_{part.name}"
+        for side in sides(spec)
+        for part in side.storage.parts(side.dim, dtype)
+        if not part.fixed
+    )
 
 
 def grid(spec: KernelSpec, batch: int, tokens: int) -> tuple[int, int, int]:
@@ -138,6 +156,8 @@ def _params(spec: KernelSpec) -> tuple[Param, ...]:
     found.append(TensorParam("positions", torch.int64, 2))
     found += transform.tables() if _form(spec) else ()
     found += [] if _has(spec, "only_full") else slots.params(spec)
+    if _has(spec, packed.OPTION):
+        return (*found, packed.STARTS)
     return (*found, ScalarParam("tokens"))
 
 

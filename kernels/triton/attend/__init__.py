@@ -16,6 +16,7 @@ Options of the two roles
     logits        decode: scores in base 2 are stored, [B, Hkv, group, slots] float32, for `score`
     lse           prefill: the log-sum-exp in base 2 of each query is stored, [B, Hq, tokens] float32, for `columns`
     chosen        decode: the slots are those of the pages in `pages_read`, int32 [B, Hkv, K] (`layouts/selection/`)
+    packed        prefill: the tokens of all sequences stand in one row, `out` as well, [row_tokens, Hq, Dv]
     new           prefill: the new tokens are not in the slots; they come as a source of their own
     interpreted   see `dots.py`
     one_bias      the site's bias has one head
@@ -27,7 +28,7 @@ as `q_sinks` where they turn at other places toward sinks (`places.py`).
 
 from __future__ import annotations
 
-from kvcompile.kernels.triton import helpers
+from kvcompile.kernels.triton import helpers, packed
 from kvcompile.kernels.triton.attend import keys
 from kvcompile.kernels.triton.attend.context import Attend
 from kvcompile.kernels.triton.attend.qk import products
@@ -69,6 +70,9 @@ def generate(spec: KernelSpec) -> KernelSource:
         params=params,
         spec=spec,
         many=attend.many,
+        packed=packed.prologue(params, f"tl.program_id(0) * {spec.block_m} >= tokens * {spec.group}")
+        if attend.packed
+        else [],
         row_tiles=row_tiles(spec),
         options=spec.options,
         queries=[*constants(attend), *scale, *queries(attend)],

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvcompile.kernels.triton import packed
 from kvcompile.kernels.triton.attend.combine import weighed
 from kvcompile.kernels.triton.params import Param, ScalarParam, TensorParam
 from kvcompile.kernels.triton.spec import KernelSpec
@@ -31,6 +32,11 @@ class Attend:
     def many(self) -> bool:
         """Whether there are many queries per sequence."""
         return self.spec.role != "decode"
+
+    @property
+    def packed(self) -> bool:
+        """Whether the new tokens of all sequences stand in one row (`kernels/triton/packed.py`)."""
+        return packed.OPTION in self.spec.options
 
     @property
     def in_order(self) -> bool:
@@ -110,7 +116,7 @@ class Attend:
 
     @property
     def new(self) -> SlotArray:
-        return SlotArray("new_", "tokens", self.spec.num_kv_heads, self.spec.block_n)
+        return SlotArray("new_", "tokens", self.spec.num_kv_heads, self.spec.block_n, packed=self.packed)
 
     @property
     def sources(self) -> tuple[SlotArray, ...]:
@@ -154,7 +160,8 @@ class Attend:
         found += scores.params(spec)
         if self.many:
             found += [TensorParam("sinks", torch.float32)] if spec.site.score.sinks else []
-            found += [TensorParam("out", spec.torch_dtype), ScalarParam("tokens")]
+            found.append(TensorParam("out", spec.torch_dtype))
+            found += [packed.STARTS, packed.ROW_TOKENS] if self.packed else [ScalarParam("tokens")]
             found += [TensorParam("lse", torch.float32)] if "lse" in options else []
         else:
             found += [TensorParam("partial", torch.float32), TensorParam("sums", torch.float32)]

@@ -50,15 +50,29 @@ def cached_attention(x: AttendInputs) -> Tensor:
     `seq_lens` says no more than positions do. A site whose scores have an expression that no kernel computes is refused
     when a plan is made (`supports.py`).
     """
-    call, layout = _call(x), x.spec.layout
-    retention, first = retained(layout.retention), call.one or layout.in_order
-    new = _written(call, retention.slot(call)) if first else staged(call)
+    call = call_of(x)
+    return _attend_one(call, x) if call.one else attend_many(call, x)
+
+
+def _attend_one(call: Call, x: AttendInputs) -> Tensor:
+    """One new token a sequence."""
+    layout, retention = x.spec.layout, retained(x.spec.layout.retention)
+    new = _written(call, retention.slot(call))
     pages = SELECT[layout.selection.kind](call, x.span) if layout.selection.selects else None
     standing = retention.standing(call)
-    if call.one:
-        out, *found = decode(call, new.q, x.span, retention.tracked(call), *standing, pages)
-        retention.note(call, found)
-        return out
+    out, *found = decode(call, new.q, x.span, retention.tracked(call), *standing, pages)
+    retention.note(call, found)
+    return out
+
+
+def attend_many(call: Call, x: AttendInputs) -> Tensor:
+    """Many new tokens a sequence; `call` is that of `x`, or of its tokens in one row (`host/packed.py`)."""
+    layout, retention = x.spec.layout, retained(x.spec.layout.retention)
+    first = layout.in_order
+    new = _written(call, retention.slot(call)) if first else staged(call)
+    if layout.selection.selects:
+        SELECT[layout.selection.kind](call, x.span)
+    standing = retention.standing(call)
     out, *found = prefill(call, new, retention.many, *standing)
     if x.spec.share in ("none", "last"):
         if not first:
@@ -77,7 +91,7 @@ def _written(call: Call, slots: Tensor | None) -> New:
     return New(transformed(call), call.k, call.v, [])
 
 
-def _call(x: AttendInputs) -> Call:
+def call_of(x: AttendInputs) -> Call:
     """The call as kernels take its tensors."""
     site, q, k, v, bias = x.spec, x.q, x.k, x.v, x.bias
     if site.score.mod is not None and (problem := expression.refusal(site.score.mod)):

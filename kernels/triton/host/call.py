@@ -14,6 +14,7 @@ from torch import Tensor
 from kvcompile.kernels.shared.hadamard import hadamard
 from kvcompile.kernels.shared.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton import packed
 from kvcompile.kernels.triton.attend import row_tiles
 from kvcompile.kernels.triton.attend.combine import turns
 from kvcompile.kernels.triton.device import device_of
@@ -31,6 +32,8 @@ class Call:
     buffers: K's parts, then V's
     leaves:  those that the site's expression reads, in the order of their numbers, as kernels take them
     notes:   what is noted of slots or pages
+    starts:  int64 [B + 1], of a packed call (`host/packed.py`): all new tokens stand in one row, [1, .., S, ..]
+    longest: new tokens of one of its sequences, at most
     """
 
     kernels: Kernels
@@ -45,6 +48,8 @@ class Call:
     page_table: Tensor | None
     leaves: list[Tensor] = field(default_factory=list)
     notes: list[Tensor] = field(default_factory=list)
+    starts: Tensor | None = None
+    longest: int = 0
 
     @property
     def site(self) -> SiteSpec:
@@ -53,7 +58,12 @@ class Call:
     @property
     def one(self) -> bool:
         """Whether there is one new token a sequence."""
-        return self.q.shape[2] == 1
+        return self.q.shape[2] == 1 and self.starts is None
+
+    @property
+    def dialect(self) -> tuple[str, ...]:
+        """The options of kernels over many tokens that say how these stand."""
+        return () if self.starts is None else (packed.OPTION,)
 
     @property
     def rope_read(self) -> list[Tensor]:
@@ -188,7 +198,9 @@ def append(call: Call, options: Sequence[str], slots: Tensor | None = None) -> l
         call.rope if turns_now else [],
         slots,
         None if "only_full" in options else call.page_table,
-        call.kernels.appends(options),
+        call.kernels.appends((*options, *call.dialect)),
+        call.starts,
+        call.longest,
     )
     return outs
 
@@ -210,7 +222,7 @@ def prefill(
     """The output of many queries, in the basis of the values, and with option lse, their log-sum-exp."""
     made, site = call.kernels, call.site
     own = made.config("prefill")
-    spec = made.spec("prefill", (*options, *(["new"] if new.parts else [])))
+    spec = made.spec("prefill", (*options, *(["new"] if new.parts else []), *call.dialect))
     in_full = made.in_full
     q_sinks = None
     if call.rope_read and cache_positions.two_queries(spec, many=True):
@@ -234,6 +246,8 @@ def prefill(
         own.num_warps,
         own.num_stages,
         spec.to_json(),
+        call.starts,
+        call.longest,
     )
     return outs
 
@@ -252,8 +266,9 @@ def query_places(call: Call) -> Tensor:
     if not retention.in_cache:
         return call.positions
     budget = int(retention.budget())
-    if call.positions.shape[1] == 1:
+    if call.one:
         return call.positions.clamp(max=budget - 1)
+    assert call.starts is None, "many tokens of a ring turn where they are staged"
     return call.positions - (call.positions[:, :1].clamp(min=0) - budget).clamp(min=0)
 
 

@@ -14,10 +14,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcompile.kernels.inputs import AttendInputs
+from kvcompile.kernels.packed import PackedInputs
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.device import Device, acting_as
 from kvcompile.kernels.triton.host.attention import cached_attention
 from kvcompile.kernels.triton.host.launch import recording
+from kvcompile.kernels.triton.host.packed import cached_attention_packed
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tile import expression
 from kvcompile.layouts import Paged
@@ -47,6 +49,43 @@ def launches(
     """
     with recording() as found, acting_as(device), FakeTensorMode():
         call(site, heads, dims, dtype, limit, 2, tokens)
+    return tuple(Launch(for_hardware(one.kernel.spec), one.num_warps, one.num_stages) for one in found)
+
+
+def packed_launches(
+    site: SiteSpec,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    device: Device,
+    tokens: int = 64,
+    limit: int = 4096,
+) -> tuple[Launch, ...]:
+    """Those of a packed call of two sequences that have `tokens` new tokens each, of a layout that can be packed."""
+    layout, (queries, kv_heads), (dim, v_dim) = site.layout, heads, dims
+    assert isinstance(layout.placement, Paged), layout
+    pages = -(-layout.slots(limit) // layout.placement.page_size)
+    specs = layout.buffers(kv_heads, dim, v_dim, dtype, limit)
+    width = site.rotary.rotary_dim if site.rotary else 0
+    with recording() as found, acting_as(device), FakeTensorMode():
+        q, k = (torch.empty(1, count, 2 * tokens, dim, dtype=dtype) for count in (queries, kv_heads))
+        v = k[..., :v_dim] if layout.in_keys else torch.empty(1, kv_heads, 2 * tokens, v_dim, dtype=dtype)
+        rows = AttendInputs(
+            q,
+            k,
+            v,
+            [torch.empty(2 * pages + 1 if s.paged else 2, *s.shape, dtype=s.dtype) for s in specs],
+            torch.empty(1, 2 * tokens, dtype=torch.int64),
+            torch.empty(2, dtype=torch.int64),
+            [torch.empty(limit, width), torch.empty(limit, width)] if site.rotary else [],
+            limit,
+            site,
+            torch.empty(queries) if site.score.sinks else None,
+            _bias(site, queries, limit),
+            _leaves(site, limit, None),
+            torch.empty(2, pages, dtype=torch.int32),
+        )
+        cached_attention_packed(PackedInputs(rows, torch.empty(3, dtype=torch.int64), 0, tokens))
     return tuple(Launch(for_hardware(one.kernel.spec), one.num_warps, one.num_stages) for one in found)
 
 

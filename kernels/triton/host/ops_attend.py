@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcompile.kernels.triton import packed
 from kvcompile.kernels.triton.attend import row_tiles
 from kvcompile.kernels.triton.attend.combine import weighed
 from kvcompile.kernels.triton.host.launch import launch
@@ -115,6 +116,8 @@ def prefill(
     num_warps: int,
     num_stages: int,
     spec: str,
+    query_start_loc: Tensor | None = None,
+    max_query_len: int = 0,
 ) -> list[Tensor]:
     """Many queries against the slots and, with option new, against the tokens of the pass; see `attend/`.
 
@@ -122,14 +125,19 @@ def prefill(
         q, q_sinks: [B, Hq, S, D]; k, v: [B, Hkv, S, D] in the basis of the storage, where some stand in full.
         new: the parts of the new tokens, as `buffers` has those of the slots, dense over S.
         positions: int64 [B, S]; the others as for `decode` and `combine`.
+        query_start_loc, max_query_len: with option packed: int64 [B + 1], and a number. q, positions and new parts have
+            one row then, [1, .., S, ..], and so has `out`; tokens of no sequence have anything in it.
 
     Returns:
-        out [B, Hq, S, Dv] (of turned values still turned), and with option lse, float32 [B, Hq, S] in base 2.
+        out [B, Hq, S, Dv] (of turned values still turned; packed: the heads of a token side by side), and with option
+        lse, float32 [B, Hq, S] in base 2.
     """
     kernel = kernel_of(spec)
     own = kernel.spec
     batch, _, tokens, _ = q.shape
     outs = {"out": q.new_empty((batch, own.num_qo_heads, tokens, weighed(own)), dtype=own.torch_dtype)}
+    if query_start_loc is not None:
+        outs["out"] = q.new_empty((tokens, own.num_qo_heads, weighed(own)), dtype=own.torch_dtype)
     if "lse" in own.options:
         outs["lse"] = q.new_empty((batch, own.num_qo_heads, tokens), dtype=torch.float32)
     given = {"q": q, "q_sinks": q_sinks, "k": k, "v": v, "positions": positions, "sinks": sinks, "bias": bias}
@@ -141,6 +149,14 @@ def prefill(
         **_leaves(kernel, leaves),
     }
     sizes = _sizes(kernel, buffers, bias, rope) | _leaf_sizes(kernel, leaves) | {"tokens": tokens}
+    if query_start_loc is not None:
+        batch = query_start_loc.shape[0] - 1
+        there = {name: tensor for name, tensor in given.items() if tensor is not None}
+        row = packed.launched(there, batch) | {"query_start_loc": query_start_loc}
+        sizes |= {"row_tokens": tokens}
+        tiles = (max_query_len * own.group + own.block_m - 1) // own.block_m
+        _launch(kernel, (tiles, own.num_kv_heads, batch), row, sizes, num_warps, num_stages)
+        return [outs["out"].transpose(0, 1)[None]]
     tiles = (tokens * own.group + own.block_m - 1) // own.block_m
     _launch(kernel, (tiles, own.num_kv_heads, batch), given, sizes, num_warps, num_stages)
     return list(outs.values())

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvcompile.kernels.triton import packed
 from kvcompile.kernels.triton.append import append as append_role
 from kvcompile.kernels.triton.append import group as group_role
 from kvcompile.kernels.triton.append import page_copy as page_copy_role
@@ -43,6 +44,8 @@ def append(
     slots: Tensor | None,
     page_table: Tensor | None,
     spec: str,
+    query_start_loc: Tensor | None = None,
+    max_query_len: int = 0,
 ) -> list[Tensor]:
     """New tokens into the cache; see `append/append.py` for the spec's options.
 
@@ -53,6 +56,8 @@ def append(
         rope: [cos, sin], float32 [P, R] each, where something turns; else [].
         slots: int32 [B, Hkv or 1, S] for a retention by scores, -1: nowhere.
         page_table: int32 [B, pages], where the layout is paged.
+        query_start_loc, max_query_len: with option packed: int64 [B + 1], and a number; q, k, v, positions, what is
+            returned, and buffers that are an array of the call's tokens, then have one row, [1, .., S, ..].
 
     Returns:
         q_out [B, Hq, S, D], k_out [B, Hkv, S, D], v_out [B, Hkv, S, Dv]: those that the spec has, dense.
@@ -84,6 +89,11 @@ def append(
     tensors = {name: tensor for name, tensor in found if tensor is not None}
     sizes = {"tokens": tokens, **({"table_rows": rope[0].shape[0]} if "cos" in tensors else {})}
     width = power_of_two(max(own.head_dim, own.v_head_dim))
+    if query_start_loc is not None:
+        batch, tokens = query_start_loc.shape[0] - 1, max_query_len
+        tensors = packed.launched(tensors, batch, append_role.of_row(own))
+        tensors["query_start_loc"] = query_start_loc
+        del sizes["tokens"]
     launch(kernel, append_role.grid(own, batch, tokens), tensors, sizes, num_warps=warps(own.block_n * width))
     return outs
 

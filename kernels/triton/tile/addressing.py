@@ -32,6 +32,7 @@ class SlotArray:
     prefix: of the names of its tensors ("" for the cache, "new_" for new tokens)
     slots:  how many there are, an expression or a number
     page_size: 0: dense
+    packed: whether the tokens of all sequences stand in one row (`kernels/triton/packed.py`)
     chosen: tokens of a page, where only pages that were chosen are read (`attend/keys.py`); 0: all slots are
     """
 
@@ -41,6 +42,7 @@ class SlotArray:
     block_n: int
     page_size: int = 0
     chosen: int = 0
+    packed: bool = False
 
     @property
     def at(self) -> str:
@@ -71,6 +73,8 @@ class SlotArray:
     def params(self) -> tuple[Param, ...]:
         if self.page_size:
             return (TensorParam("page_table", torch.int32, 2),)
+        if self.packed:
+            return ()
         return (ScalarParam(self.slots),) if not self.slots.isdigit() else ()
 
     def base(self, multiple: int = 1) -> str:
@@ -83,6 +87,8 @@ class SlotArray:
     def located(self, multiples: Iterable[int], masked: bool) -> list[str]:
         """Lines that define `base` for each of `multiples`. masked: slots beyond `inside` have no row."""
         heads = self.num_kv_heads
+        if self.packed and not self.page_size:
+            return [f"base = head.to(tl.int64) * row_tokens + query_start + {self.at}"]
         if not self.page_size:
             return [
                 f"{self.base(of)} = (batch * {heads} + head) * {self._rows(of)} + {self.at}"

@@ -1,0 +1,77 @@
+"""`cached_attention_packed` by generated Triton kernels, interpreted: what they give each sequence alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from kvcompile.layouts import CacheLayout, InKeys, Paged, SinkWindow, fp8, int8, nf4, uint, with_hadamard
+from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
+from tests.support.packed import Packed, check, packed, schedule
+from tests.support.triton_attention import Case
+from tests.support.triton_write import kernels_folder  # noqa: F401  (a fixture)
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+LENGTHS = {"chunks": (24,), "pads": (0, 0, 0)}
+CASES = {
+    "plain": Case(CacheLayout(placement=Paged(8)), (4, 2), (16, 16), **LENGTHS),
+    "int4, int8": Case(
+        CacheLayout(uint(4, 16), int8(), Paged(16)),
+        (4, 2),
+        (16, 24),
+        score=ScoreSpec(4.0, BiasSpec("alibi"), True),
+        rotary=RotaryForm("half", 0, 16),
+        **LENGTHS,
+    ),
+    "ring, in cache": Case(
+        CacheLayout(uint(3, 8), nf4(16), Paged(8), SinkWindow(3, 6, "in_cache")),
+        (2, 2),
+        rotary=RotaryForm("interleaved", 8, 8),
+        **LENGTHS,
+    ),
+    "ring, calibrated": Case(
+        CacheLayout(fp8(scale="head"), with_hadamard(int8()), Paged(8), SinkWindow(3, 9)),
+        (4, 2),
+        mask=MaskSpec("sliding", 6),
+        **LENGTHS,
+    ),
+    "latent": Case(CacheLayout(int8(), InKeys(16), Paged(16)), (4, 1), (48, 16), **LENGTHS),
+}
+AROUND = (((0, 5), (1, 3)), ((0, 1), (1, 9), (2, 12)), ((2, 1), (0, 1)))
+
+
+@pytest.mark.parametrize("name", ["ring, in cache", "plain"])
+def test_sites_that_share_a_cache(name: str) -> None:
+    """The first writes before, the last after; each turns its queries, at the places of their own sequences."""
+    case = replace(CASES[name], heads=(2, 1))
+    beyond = (((0, 11), (1, 2)), ((1, 1), (2, 4), (0, 3)))
+    check(Packed(case, beyond, (0, 1)), "triton", shares=("first", "last"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chunks_beside_decodes_go_round(name: str) -> None:
+    check(Packed(CASES[name], AROUND, (0, 1, 2)), "triton")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@settings(
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+    max_examples=40,
+)
+@given(one=packed("triton"))
+def test_any_site_in_any_steps(one: Packed) -> None:
+    check(one, "triton")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("seed", range(20))
+def test_sites_in_many_steps(name: str, seed: int) -> None:
+    check(schedule(CASES[name], random.Random(seed).randint), "triton")
