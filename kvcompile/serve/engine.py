@@ -135,7 +135,7 @@ class Engine:
             None if snapshot_memory is None else _bytes(snapshot_memory),
             None if store is None else Disk(store, parse_bytes(store_memory)),
         )
-        self._identity = Identity(model, chunk, self._shared.disk)
+        self._identity = Identity(model, chunk, deterministic, self._shared.disk)
         sharing, tiers = self._shared.sharing, self._shared.tiers
         self._unpacked = unpacked_because(packed, model, deterministic)
         self._passes = Passes(model, room, tiers)

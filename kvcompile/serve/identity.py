@@ -23,12 +23,14 @@ from kvcompile.util.code_digest import code_digest
 class Identity:
     """Of one engine; any thread may ask."""
 
-    def __init__(self, module: CachedModel, chunk: int, disk: Disk | None):
+    def __init__(self, module: CachedModel, chunk: int, alone: bool, disk: Disk | None):
         """
         chunk: tokens of prompts in one pass
+        alone: whether all that is shared was computed in whole chunks, each in a pass of its own
         disk:  the store that pages may outlive the engine in
         """
-        self._module, self._chunk, self._disk = module, chunk, disk
+        self._module, self._disk = module, disk
+        self._pieces = f"{chunk} alone" if alone else str(chunk)
         self._secret = secrets.token_bytes(32) if disk is None else disk.secret
         saved = set(module.model.state_dict(keep_vars=True))
         named = [*module.model.named_parameters(), *module.model.named_buffers()]
@@ -59,4 +61,4 @@ class Identity:
             where = torch.cuda.get_device_name(device)
         compiled = str(module.recipe.compile) if module.recipe is not None else ""
         how = (code_digest(), torch.__version__, compiled, str(module.executor.compiled))
-        return (module.weights_digest(), *how, device.type, where, str(self._chunk))
+        return (module.weights_digest(), *how, device.type, where, self._pieces)

@@ -194,6 +194,13 @@ SERVING = (
         BITS,
     ),
     broken(
+        "a store does not ask in which passes",
+        "kvcompile/serve/identity.py",
+        'f"{chunk} alone" if alone else str(chunk)',
+        "str(chunk)",
+        BITS,
+    ),
+    broken(
         "a store does not ask whose weights it has",
         "kvcompile/serve/identity.py",
         "        return (module.weights_digest(), *how",

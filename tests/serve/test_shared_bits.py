@@ -153,6 +153,15 @@ def test_another_engine_finds_what_one_has_stored(recipe: str, tmp_path: Path) -
     assert again[0][1] >= 32 and stats.found_store_tokens > 0
 
 
+def test_a_deterministic_engine_finds_nothing_of_another_one(tmp_path: Path) -> None:
+    """Which stores pages that steps of one token have filled."""
+    fast = module("llama", "paged")
+    cold, _ = told(fast, prefix_cache="off")
+    told(fast, store=tmp_path, deterministic=False)
+    own, stats = told(fast, store=tmp_path)
+    assert same(cold, own) and not stats.found_store_tokens
+
+
 def test_weights_that_change_leave_nothing_to_find(tmp_path: Path) -> None:
     """In place: in the same engine, in the next one on the same folder, and back again."""
     from tests.support.models import tiny_hf
