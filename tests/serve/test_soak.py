@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,7 +26,7 @@ from tests.support.soaking import Ends, Known, Mishaps, known_prompts, left_over
 
 SECONDS = float(os.environ.get("KVCOMPILE_SOAK_SECONDS", "600"))
 SLICE = 12.0  # seconds of one engine
-GROWTH = 24 << 20  # bytes that a process may grow by in all of it, after the first round
+GROWTH = 16 << 20  # bytes that a process may grow by in the second half of the rounds
 CHUNK, MOST, NEW = 16, 40, 12
 MARGIN = 1e-3  # of the likeliest token before the next: more than batches of other sizes round
 
@@ -109,7 +111,7 @@ def test_nothing_stays_behind(case: str, caplog: pytest.LogCaptureFixture) -> No
 def test_soak(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     """Every layout in turn, a new engine each time, until the time is over."""
     caplog.set_level(logging.CRITICAL, "kvcompile")
-    rounds = max(2, round(SECONDS / (SLICE * len(CASES))))
+    rounds = max(4, round(SECONDS / (SLICE * len(CASES))))
     total, mishaps, sizes = Ends(), Mishaps(), []
     preempted = swapped = 0
     for turn in range(rounds):
@@ -120,6 +122,8 @@ def test_soak(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixtu
             preempted, swapped = preempted + stats.preemptions, swapped + stats.swapped_bytes
             assert not left_over(), f"{case}, round {turn}"
         gc.collect()
+        with suppress(AttributeError):  # not glibc, which keeps what was freed
+            ctypes.CDLL(None).malloc_trim(0)
         sizes.append(psutil.Process().memory_info().rss)
         with capsys.disabled():
             print(
@@ -129,4 +133,5 @@ def test_soak(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixtu
                 flush=True,
             )
     assert preempted and swapped and total.of["cancelled"] and total.of["failed"] and total.refused
-    assert sizes[-1] - sizes[0] < GROWTH, sizes
+    # Threads take memory of their own as more of them meet, and keep it: that ends, and what leaks does not.
+    assert sizes[-1] - sizes[(len(sizes) - 1) // 2] < GROWTH, sizes
