@@ -79,6 +79,7 @@ ANEW = [
     "passes/detect/test_shared_kv",
     "passes/recurrent/test_state",
     "serve/test_numerics",
+    "serve/test_packed",
     "runtime/test_threads",
     "passes/capture/test_traced_once",
 ]
