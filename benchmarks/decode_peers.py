@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import venv
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,11 +137,15 @@ def start(name: str, model: Path, tokens: int, threads: int) -> Peer:
     """
     engine, storage = PEERS[name]
     python = environment(engine)
-    log = python.parents[1] / f"{name}.log"
     command = [str(python), str(Path(__file__).parent / engine.worker), str(model), storage]
+    return begin(name, python.parents[1] / f"{name}.log", [*command, str(threads), str(tokens)])
+
+
+def begin(name: str, log: Path, command: Sequence[str]) -> Peer:
+    """The process of a command that says when it is ready, stopped until it is asked; raises as `start`."""
     with log.open("w") as said:
         process = subprocess.Popen(
-            [*command, str(threads), str(tokens)],
+            list(command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,

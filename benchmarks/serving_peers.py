@@ -8,16 +8,13 @@ float32; OpenVINO reads none of those, so its file has float16 and it computes i
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from decode_peers import Engine, Peer, environment, gguf_of
+from decode_peers import Engine, Peer, begin, environment, gguf_of
 from serving_loads import Ask, offline
 from serving_speed import Bench, offline_figures
 from serving_watch import run
@@ -127,18 +124,7 @@ def start(name: str, bench: Bench) -> Peer:
     path = checkpoint(bench.model) if weights == "folder" else gguf(bench.model, weights)
     log = path.parent / f"serving_{name}.log"
     script = Path(__file__).parent / engine.worker
-    with log.open("w") as said:
-        process = subprocess.Popen(
-            [str(python), str(script), str(path), str(bench.threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            text=True,
-        )
-    peer = Peer(name, log, process)
-    peer.version = str(peer.answer()["ready"])
-    os.kill(process.pid, signal.SIGSTOP)
-    return peer
+    return begin(name, log, [str(python), str(script), str(path), str(bench.threads)])
 
 
 def checkpoint(model: str) -> Path:

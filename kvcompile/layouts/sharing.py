@@ -48,8 +48,8 @@ class Sharing:
     def given_up(self) -> str:
         """How a text gets its cache back."""
         if self.recomputes:
-            return "gives up its pages, and is computed again"
-        return "never gives up its pages: computed again, it would not be the same"
+            return "is computed again"
+        return "keeps what it has until it ends: computed again, it would not be the same"
 
     def __str__(self) -> str:
         """What a prefix is: "any number of pages", "ends of chunks, with a snapshot of recurrent state"."""
@@ -89,13 +89,13 @@ def of_layout(layout: CacheLayout) -> Sharing:
     retention = layout.retention
     reason = f"'{retention}' takes a prompt in one piece, and what it keeps depends on where that ends"
     beside: list[str] = []
-    until = None
+    fits = 0  # tokens that are all in pages
     if retention.by_score:
         beside.append("slots and scores")
     elif not isinstance(layout.placement, Paged):
         beside.append("the ring" if layout.bounded else "contiguous slots")
     elif layout.bounded:
-        until = layout.slots(None)
+        fits = layout.slots(None)
         beside.append("the ring")
     if layout.selection.selects:
         beside.append("summaries of pages")
@@ -106,7 +106,7 @@ def of_layout(layout: CacheLayout) -> Sharing:
     return Sharing(
         reason if retention.whole_prompts else "",
         tuple(beside),
-        until if until and len(beside) == 1 else 0 if beside else None,
+        fits if beside == ["the ring"] else 0 if beside else None,
         not layout.chunk_invariant,
         layout.chunk_invariant and not retention.whole_prompts,
     )

@@ -70,8 +70,9 @@ class Disk:
         self._told = False
         self.nbytes = 0
         self._make_room()
-        self._thread = threading.Thread(target=self._write_all, name="kvcompile store", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = (
+            None  # from the first item on: an engine that is refused leaves none
+        )
 
     # ---- what engines do
 
@@ -112,6 +113,9 @@ class Disk:
                 return
             self._waiting[key] = item
             self._bytes_waiting += item.nbytes
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_all, name="kvcompile store", daemon=True)
+                self._thread.start()
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -119,12 +123,13 @@ class Disk:
         with self._changed:
             self.closed = True
             self._changed.notify_all()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def drain(self) -> None:
         """Wait until all that waits is written, or could not be."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting or not self._thread.is_alive())
+            self._changed.wait_for(lambda: not self._waiting)
 
     # ---- the writing thread
 

@@ -281,10 +281,10 @@ class Scheduler:
             len(table) * each for table, each in zip(text.tables, self.rules.page_bytes, strict=True)
         )
         # One that has computed nothing since it came in has what it found, which may be found again.
-        if text.computed and not text.fresh and size + sum(self._on_host.values()) <= self.rules.host_bytes:
+        if text.computed and not text.fresh and size <= self._host_room:
             moves.append(Out(text.id, _frozen(text.tables)))
             self._on_host[text.id] = size
-            self._below.limit(self.rules.host_bytes - sum(self._on_host.values()))
+            self._below.limit(self._host_room)
             text.swapped += size
             self.swapped += size
             text.state = State.SWAPPED
@@ -301,7 +301,12 @@ class Scheduler:
     def _came_back(self, id: int) -> None:
         """A text has nothing on the host any more."""
         if self._on_host.pop(id, None) is not None:
-            self._below.limit(self.rules.host_bytes - sum(self._on_host.values()))
+            self._below.limit(self._host_room)
+
+    @property
+    def _host_room(self) -> int:
+        """Bytes on the host beside the texts that are there."""
+        return self.rules.host_bytes - sum(self._on_host.values())
 
     def _give_back(self, text: Text) -> None:
         for pages, table in zip(self.pages, text.tables, strict=True):

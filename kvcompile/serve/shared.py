@@ -21,10 +21,10 @@ _OF_CACHE = 4  # snapshots have this part of the cache's bytes, if nobody says h
 
 @dataclass(frozen=True)
 class Shared:
-    """sharing: of the plan; told: whether the prefix cache is on, and why not; tiers: where pages and snapshots are."""
+    """sharing: of the plan; off: why the prefix cache is, "" where it is on; tiers: where pages and snapshots are."""
 
     sharing: Sharing
-    told: str
+    off: str
     tiers: Tiers
     disk: Disk | None
 
@@ -57,12 +57,17 @@ class Shared:
         if prefix_cache == "off":
             reason = "asked for"
         if reason:
-            return Shared(own, f"off: {reason}", Tiers(), disk)
-        return Shared(own, "on", Tiers(host_memory, snapshot_memory, disk), disk)
+            return Shared(own, reason, Tiers(), disk)
+        return Shared(own, "", Tiers(host_memory, snapshot_memory, disk), disk)
 
     @property
     def on(self) -> bool:
-        return self.told == "on"
+        return not self.off
+
+    @property
+    def told(self) -> str:
+        """As `Stats` has it."""
+        return f"off: {self.off}" if self.off else "on"
 
     def stats(self) -> dict[str, int]:
         """As `Stats` has them."""

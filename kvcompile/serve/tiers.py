@@ -61,19 +61,19 @@ class Tiers:
         return any(store is not None and store.lookup(key) for store in stores)
 
     def fetch(self, pages: Iterable[Key], snapshots: Iterable[Key]) -> Tier | None:
-        slowest: Tier | None = "host"
-        for host, keys in ((self.pages, pages), (self.snapshots, snapshots)):
-            for key in keys:
-                found = self._fetched.get(key) or self._find(host, key)
-                if found is None:
-                    slowest = (
-                        None  # the others are looked at all the same: what is not whole is removed at once
-                    )
-                    continue
-                self._fetched[key] = found
-                if slowest is not None and found[1] == "store":
-                    slowest = "store"
-        return slowest
+        wanted = [(self.pages, key) for key in pages] + [(self.snapshots, key) for key in snapshots]
+        # All are looked at, whatever the others are: what is not whole is removed at once.
+        found = [self._at_hand(host, key) for host, key in wanted]
+        if None in found:
+            return None
+        return "store" if "store" in found else "host"
+
+    def _at_hand(self, host: Host, key: Key) -> Tier | None:
+        found = self._fetched.get(key) or self._find(host, key)
+        if found is None:
+            return None
+        self._fetched[key] = found
+        return found[1]
 
     def _find(self, host: Host, key: Key) -> tuple[Item, Tier] | None:
         item = host.load(key)

@@ -13,6 +13,20 @@ KERNELS = (
         "tests/kernels/cpp/test_linear.py",
     ),
     broken(
+        "of rows of weights that are no whole block, the last is left out",
+        "kernels/cpp/include/linear_few.h",
+        "for (int64_t own = row; own < end; ++own) sums<1>",
+        "for (int64_t own = row; own + 1 < end; ++own) sums<1>",
+        "tests/kernels/cpp/test_linear.py",
+    ),
+    broken(
+        "few rows of float32 are left to the library",
+        "kernels/cpp/include/launch.h",
+        "if (rows > kv::FEW_ROWS && x.scalar_type()",
+        "if (rows > 1 && x.scalar_type()",
+        "tests/kernels/cpp/test_linear.py",
+    ),
+    broken(
         "linear layers of one vector are calls of their own",
         "kvcompile/compile/gemv.py",
         "elif len(of_x[-1]) < _TOGETHER:",

@@ -21,7 +21,8 @@ from kvcompile.serve.passes import Passes
 from kvcompile.serve.texts import Text
 from kvcompile.serve.tiers import Tiers
 from kvcompile.specs import StateSlot
-from tests.serve.test_numerics import CHUNK, compare, module, texts
+from kvcompile.verify.compare import allowed
+from tests.serve.test_numerics import CHUNK, compare, error, module, noise, texts
 from tests.support import carried_scores
 from tests.support.models import tiny_hf
 from tests.support.serving import Stepped
@@ -181,7 +182,7 @@ def test_compiled_regions_give_the_same() -> None:
         found.append(torch.stack(seen))
         classes = fast.packed.executor.compile_seconds
         assert len(classes) == (mode != "none")
-    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+    assert error(found[1], found[0]) <= allowed(noise(module("llama", "paged_int8"), prompts), torch.float32)
 
 
 def test_what_else_is_refused() -> None:
