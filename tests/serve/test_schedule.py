@@ -6,6 +6,7 @@ or after it should, is seen.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -437,8 +438,6 @@ BREAKS = [
     (_in_any_pieces, Aligned),
     (_in_any_pieces, Summed),
     (_damaged_is_taken, Lowered),
-    (_found_before_it_came_up, Lowered),
-    (_moved_texts_go_on, Lowered),
 ]
 
 
@@ -447,6 +446,37 @@ def test_what_is_broken_is_seen(broken: object, case: type[Served], monkeypatch:
     broken(monkeypatch)  # type: ignore[operator]
     with pytest.raises(BaseException):  # noqa: B017  # hypothesis gathers what was raised
         run_state_machine_as_test(case, settings=UNSHRUNK)  # type: ignore[no-untyped-call]
+
+
+def _broken_off(done: int) -> None:
+    """Pages come up for a text whose first chunk has no room in the step, and the moves break off."""
+    machine, begins = Lowered(), list(COMMON)
+    machine.submit([*begins, 0], 1, 1, "a")
+    machine.teardown()
+    machine.submit([2] * 45, 1, 1, "a")  # takes all pages: what was found goes down
+    machine.teardown()
+    assert machine.shadow.below.items and not machine.scheduler.texts
+    machine.submit([1] * 5, 1, 1, "a")
+    machine.submit([*begins, 1, 1, 1, 1, 1, 1], 2, 1, "a")
+    machine.fail(done)
+    assert machine.number == 4
+    for _ in range(2):
+        machine.submit([*begins, 1, 1, 1, 1, 1, 1], 2, 1, "a")
+        machine.teardown()
+
+
+@pytest.mark.parametrize("done", [0, 1, 2, 3])
+def test_moves_that_break_off_leave_nothing_behind(done: int) -> None:
+    _broken_off(done)
+
+
+@pytest.mark.parametrize("broken", [_found_before_it_came_up, _moved_texts_go_on], ids=lambda x: x.__name__)
+def test_what_moves_that_broke_off_leave_behind_is_seen(
+    broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch)
+    with pytest.raises(AssertionError, match="reads another's slot"):
+        _broken_off(0)
 
 
 @pytest.mark.parametrize(("salt", "cached"), [("a", 8), ("b", 0)])
