@@ -15,7 +15,7 @@ and one of `kernels/cpp/include/linear_many.cpp` takes its place:
 | rows | why |
 |---|---|
 | any, where the processor has no products of the weights' dtype | bfloat16 with AVX2 alone: 18 GFLOP/s, float32 110 |
-| up to 64, in float32, which is seen when they come | weights are read once: 8 rows of SmolLM2 27 ms, BLAS 80 |
+| up to 64, in float32, which is seen when they come | weights are read once: 8 rows of SmolLM2 30 ms, BLAS 92 |
 
 Layers of one vector (queries, keys and values; gate and up) are one call of the kernel: threads begin, and wait for
 each other at the end, once for all of them. With a neighbour on a core, that wait is most of a step.
