@@ -55,31 +55,41 @@ def serve(
         str | None, typer.Option(help="The name in requests; by default that of --model.")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Of the cache, such as 8GiB; by default a share of what is free.")
+        str | None,
+        typer.Option(help="Of the cache, such as 8GiB; by default the recipe's, or a share of what is free."),
     ] = None,
     max_sequences: Annotated[
-        int | None, typer.Option(min=1, help="Texts at a time; by default runtime.max_batch.")
+        int | None,
+        typer.Option(min=1, help="Texts at a time; by default the recipe's, or runtime.max_batch."),
     ] = None,
-    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get 429.")] = 1024,
+    max_queue: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests that may wait; more get 429. By default the recipe's, or 1024."),
+    ] = None,
     prefix_cache: Annotated[
-        str, typer.Option(help="auto: where the cache allows it; on: or else refuse; off.")
-    ] = "auto",
-    packed: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="All texts of a step in one pass: auto: on GPUs that can; on: or else refuse; off."
+            help="auto: where the cache allows it; on: or else refuse; off. By default the recipe's, or auto."
         ),
-    ] = "auto",
+    ] = None,
+    packed: Annotated[
+        str | None,
+        typer.Option(
+            help="All texts of a step in one pass: auto: on GPUs that can; on: or else refuse; off. By default the "
+            "recipe's, or auto."
+        ),
+    ] = None,
     host_memory: Annotated[
         str | None,
         typer.Option(
-            help="For texts that give up their pages, and for evicted pages; without it both are computed again."
+            help="For texts that give up their pages, and for evicted pages; by default the recipe's, or none: both "
+            "are computed again."
         ),
     ] = None,
     snapshot_memory: Annotated[
         str | None,
         typer.Option(
-            help="On the host, for what prefixes have in no page; by default a quarter of the cache's."
+            help="On the host, for what prefixes have in no page; by default the recipe's, or a quarter of the cache's."
         ),
     ] = None,
     store: Annotated[
@@ -157,7 +167,7 @@ def serve(
         max_sequences=max_sequences,
         max_queue=max_queue,
         prefix_cache=prefix_cache,
-        host_memory=host_memory or 0,
+        host_memory=host_memory,
         snapshot_memory=snapshot_memory,
         store=store,
         store_memory=store_memory,

@@ -17,6 +17,7 @@ from kvcompile.recipe.retention import KINDS
 from kvcompile.recipe.scales import Scales
 from kvcompile.recipe.schema import CacheConfig, Recipe, RuntimeConfig, merge_cache
 from kvcompile.recipe.selection import KINDS as SELECTION_KINDS
+from kvcompile.recipe.serve import ServeConfig
 from kvcompile.recipe.yaml_text import YamlProblems, read_yaml
 from kvcompile.util.console import shown
 
@@ -142,7 +143,7 @@ def _validate(data: dict[str, Any], where: str) -> Recipe:
         # JSON mode of strictness: YAML has lists where the schema has tuples.
         recipe = Recipe.model_validate(_tuples(data))
     except ValidationError as error:
-        problems += [_say(item) for item in error.errors()]
+        problems += [say(item) for item in error.errors()]
     if recipe is not None and recipe.scales is not None:
         try:
             Scales.load(recipe.scales)
@@ -172,7 +173,7 @@ def _rule_problems(data: dict[str, Any]) -> list[str]:
                 axis = item["loc"][0] if item["loc"] else None
                 # What is wrong in `cache` alone is reported there.
                 if axis is None or axis in change:
-                    problems.append(_say(item, prefix=("layers", number, "cache")))
+                    problems.append(say(item, prefix=("layers", number, "cache")))
     return problems
 
 
@@ -183,7 +184,7 @@ def _tuples(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _say(item: Any, prefix: tuple[str | int, ...] = ()) -> str:
+def say(item: Any, prefix: tuple[str | int, ...] = ()) -> str:
     """One pydantic error as `path: what was expected, got what came`."""
     whole = (*prefix, *item["loc"])
     loc = [part for i, part in enumerate(whole) if not (i and _is_tag(whole[i - 1], part))]
@@ -221,6 +222,7 @@ def _allowed(loc: list[Any]) -> str:
         "values": storage.StorageConfig,
         "placement": schema.PlacementConfig,
         "runtime": RuntimeConfig,
+        "serve": ServeConfig,
         "compile": schema.CompileConfig,
         "where": schema.Where,
         "layers": schema.LayerRule,

@@ -4,6 +4,7 @@ cache:     keys, values, placement, retention, selection   the four axes, K and 
 layers:    [{where: ..., cache: ...}]           later entries win
 scales:    a file of calibrated scales
 runtime:   max_batch, max_tokens, prefill_chunk
+serve:     what an engine goes by
 compile:   mode, kernels
 verify:    quick | thorough | off
 """
@@ -30,6 +31,7 @@ from kvcompile.recipe.retention import (
     Strict,
 )
 from kvcompile.recipe.selection import AllTokensConfig, SelectionConfig
+from kvcompile.recipe.serve import ServeConfig
 from kvcompile.recipe.storage import CALIBRATED, KeysConfig, StorageConfig
 
 
@@ -193,6 +195,7 @@ class Recipe(Strict):
         description="the file that `kvcompile calibrate` wrote, for `scale: tensor` and `head`",
     )
     runtime: RuntimeConfig = RuntimeConfig()
+    serve: ServeConfig = ServeConfig()
     compile: CompileConfig = CompileConfig()
     verify: VerifyMode = "quick"
 
@@ -238,8 +241,9 @@ class Recipe(Strict):
         return CacheConfig.model_validate(data), tuple(applied)
 
     def digest(self) -> str:
-        """A short stable hash of all that the recipe says, but where its scales are: a plan hashes what they are."""
-        text = json.dumps(self.model_dump(mode="json", exclude={"scales"}), sort_keys=True)
+        """A short stable hash of all that the recipe says of a module, but where its scales are: a plan hashes what
+        they are."""
+        text = json.dumps(self.model_dump(mode="json", exclude={"scales", "serve"}), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @classmethod

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from kvcompile.errors import BusyError, InputError, KVCompileError, LimitError, ServeError
 from kvcompile.recipe import Recipe
+from kvcompile.recipe.serve import bytes_of
 from kvcompile.runtime.module import CachedModel
 from kvcompile.serve.capacity import capacity
 from kvcompile.serve.disk import Disk
@@ -33,6 +34,7 @@ from kvcompile.serve.prompts import Prompt, bounds_of, ends_of, ids_of
 from kvcompile.serve.request import Handle, Result, TokenLogprob
 from kvcompile.serve.sampling import Sampling
 from kvcompile.serve.schedule import Scheduler
+from kvcompile.serve.settings import settings
 from kvcompile.serve.shared import Shared
 from kvcompile.serve.stats import Speed, Stats
 from kvcompile.serve.structure import matcher
@@ -58,47 +60,50 @@ class Engine:
         name: str | None = None,
         memory: int | str | None = None,
         max_sequences: int | None = None,
-        max_queue: int = 1024,
+        max_queue: int | None = None,
         prefill_tokens: int | None = None,
-        prefix_cache: str = "auto",
-        deterministic: bool = False,
-        host_memory: int | str = 0,
+        prefix_cache: str | None = None,
+        deterministic: bool | None = None,
+        host_memory: int | str | None = None,
         snapshot_memory: int | str | None = None,
         store: str | Path | None = None,
         store_memory: int | str = "10GiB",
-        watermark: float = 0.01,
-        packed: str = "auto",
+        watermark: float | None = None,
+        packed: str | None = None,
         **overrides: Any,
     ):
-        """
+        """What is None is as the section `serve` of the module's recipe has it; the defaults told here are that one's.
+
         Args:
             model: an optimized module, or a decoder that is optimized here.
             recipe: of a decoder that is not optimized yet; "paged" by default.
             tokenizer: a transformers tokenizer: prompts and results may then be texts.
             name: that the model goes by; its class by default.
-            memory: bytes of the cache, or "8GiB"; None: a share of what is free, and no more than could be used.
-            max_sequences: texts at a time; None: the recipe's runtime.max_batch.
-            max_queue: requests that may wait.
-            prefill_tokens: tokens of prompts in one step; None: the recipe's runtime.prefill_chunk.
-            prefix_cache: "auto": on where the layouts allow it; "on": or else refuse; "off".
+            memory: bytes of the cache, or "8GiB"; by default a share of what is free, and no more than could be used.
+            max_sequences: texts at a time; by default the recipe's runtime.max_batch.
+            max_queue: requests that may wait; 1024.
+            prefill_tokens: tokens of prompts in one step; by default the recipe's runtime.prefill_chunk.
+            prefix_cache: "auto", the default: on where the layouts allow it; "on": or else refuse; "off".
             deterministic: a prefix that is found was computed in the same pieces, and ends with one, so that the rest
                 gives the same bits as without the prefix cache.
-            host_memory: bytes on the host for texts that give up their pages, and then for evicted pages; 0: texts are
-                computed again, and evicted pages are forgotten.
-            snapshot_memory: bytes on the host for what prefixes have in no page; None: a quarter of the cache's, where
-                they have any; 0: none.
+            host_memory: bytes on the host for texts that give up their pages, and then for evicted pages; 0, the
+                default: texts are computed again, and evicted pages are forgotten.
+            snapshot_memory: bytes on the host for what prefixes have in no page; by default a quarter of the cache's,
+                where they have any; 0: none.
             store: a folder where pages and snapshots outlive the engine; made if it is not there. Engines of the same
                 model and plan may have one together.
             store_memory: bytes of its files; what was not used for longest goes first.
-            watermark: share of the pages that stays available when a request comes in beside others.
-            packed: whether all texts of a step take one pass, which reads the weights once: "auto": on GPUs, where the
-                layouts allow it; "on": or else refuse; "off": one pass for all that decode, one for each chunk.
+            watermark: share of the pages that stays available when a request comes in beside others; 0.01.
+            packed: whether all texts of a step take one pass, which reads the weights once: "auto", the default: on
+                GPUs, where the layouts allow it; "on": or else refuse; "off": one for all that decode, and one for
+                each chunk.
             overrides: of the recipe, as for `optimize`.
 
         Raises:
             PlanError: prefix_cache="on" or packed="on", and some layout cannot.
             LimitError: not one text fits the memory.
-            InputError: `store` cannot be used: no folder, not writable, or others may read its secret.
+            InputError: an argument that is none; `store` cannot be used: no folder, not writable, or others may read
+                its secret.
             KVCompileError: as `optimize`.
         """
         if not isinstance(model, CachedModel):
@@ -109,37 +114,44 @@ class Engine:
             raise InputError(
                 "recipe: this module is optimized already; give the original model, or no recipe"
             )
-        if prefix_cache not in ("auto", "on", "off"):
-            raise InputError(f"prefix_cache: expected auto, on or off, got {prefix_cache!r}")
-        if not 0 <= watermark < 1:
-            raise InputError(f"watermark: expected a share from 0 to below 1, got {watermark!r}")
+        given = {
+            "memory": memory,
+            "max_sequences": max_sequences,
+            "max_queue": max_queue,
+            "prefill_tokens": prefill_tokens,
+            "prefix_cache": prefix_cache,
+            "deterministic": deterministic,
+            "host_memory": host_memory,
+            "snapshot_memory": snapshot_memory,
+            "watermark": watermark,
+            "packed": packed,
+        }
+        config = settings(model.recipe, given)
         self.module = model
         self.tokenizer = tokenizer
         self.name = name or type(model.model).__name__
         plan = model.plan
         limits = plan.limits
         self.max_tokens = limits.max_tokens
-        self._max_queue = _positive("max_queue", max_queue)
-        wanted = limits.max_batch if max_sequences is None else _positive("max_sequences", max_sequences)
-        bytes_given = None if memory is None else parse_bytes(memory)
+        self._max_queue = config.max_queue
+        wanted = config.max_sequences or limits.max_batch
+        bytes_given = None if config.memory is None else bytes_of(config.memory)
         room = capacity(plan, model.cache.shape, model.device, wanted, bytes_given)
-        chunk = (
-            limits.prefill_chunk if prefill_tokens is None else _positive("prefill_tokens", prefill_tokens)
-        )
-        host_bytes = _bytes(host_memory)
+        chunk = config.prefill_tokens or limits.prefill_chunk
+        host_bytes = bytes_of(config.host_memory)
         self._shared = Shared.of(
             model,
             room,
-            prefix_cache,
+            config.prefix_cache,
             host_bytes,
-            None if snapshot_memory is None else _bytes(snapshot_memory),
+            None if config.snapshot_memory is None else bytes_of(config.snapshot_memory),
             None if store is None else Disk(store, parse_bytes(store_memory)),
         )
-        self._identity = Identity(model, chunk, deterministic, self._shared.disk)
+        self._identity = Identity(model, chunk, config.deterministic, self._shared.disk)
         sharing, tiers = self._shared.sharing, self._shared.tiers
-        self._unpacked = unpacked_because(packed, model, deterministic)
+        self._unpacked = unpacked_because(config.packed, model, config.deterministic)
         self._passes = Passes(model, room, tiers)
-        chunks = sharing.chunks or deterministic
+        chunks = sharing.chunks or config.deterministic
         rules = Rules(
             rows=room.rows,
             chunk=chunk,
@@ -150,7 +162,7 @@ class Engine:
             chunks=chunks,
             aligned=chunk if chunks else 1,
             recomputes=sharing.recomputes,
-            watermark=watermark,
+            watermark=config.watermark,
             page_bytes=room.page_bytes,
             row_bytes=room.row_bytes,
             host_bytes=host_bytes,
@@ -512,13 +524,3 @@ class Engine:
                 self._over(request)
             told = error if isinstance(error, KVCompileError) else f"{type(error).__name__}: {error}"
             request.handle.fail(ServeError(f"a step of this request failed: {told}"))
-
-
-def _bytes(given: int | str) -> int:
-    return 0 if given in (0, "0") else parse_bytes(given)
-
-
-def _positive(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name}: expected a whole number of at least 1, got {value!r}")
-    return value

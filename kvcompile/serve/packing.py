@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from kvcompile.errors import InputError, PlanError
+from kvcompile.recipe.serve import Switch
 from kvcompile.runtime.module import CachedModel
 from kvcompile.runtime.packed import refusal
 
-Packing = Literal["auto", "on", "off"]
 
-
-def unpacked_because(wanted: str, module: CachedModel, deterministic: bool) -> str | None:
+def unpacked_because(wanted: Switch, module: CachedModel, deterministic: bool) -> str | None:
     """Why steps are not packed; None: they are.
 
     Args:
         wanted: "auto": where the module can and it pays; "on": or else refuse; "off".
 
     Raises:
-        InputError: none of those, or "on" with `deterministic`.
+        InputError: "on" with `deterministic`.
         PlanError: "on", and the module has no packed form.
     """
-    if wanted not in ("auto", "on", "off"):
-        raise InputError(f"packed: expected auto, on or off, got {wanted!r}")
     if wanted == "off":
         return "asked for"
     if deterministic:

@@ -323,8 +323,14 @@ def of_type(annotation: Any, metadata: list[Any]) -> str:
         return "mapping"
     if most is not None:
         return f"integer {least} to {most}"
+    if annotation is bool:
+        return "`true`, `false`"
     name = {str: "text", int: "integer", float: "number"}[annotation]
-    return name + ("" if least is None else f" >= {least}")
+    below = (
+        next((item.lt for item in metadata if isinstance(item, Lt)), None) if annotation is float else None
+    )
+    bounds = [f">= {least}"] * (least is not None) + [f"< {below}"] * (below is not None)
+    return f"{name} {' and '.join(bounds)}".rstrip()
 
 
 def default_of(field: FieldInfo) -> str:
@@ -332,6 +338,8 @@ def default_of(field: FieldInfo) -> str:
         return "required"
     if field.default == "":
         return "empty"
+    if isinstance(field.default, bool):  # as YAML has it
+        return f"`{str(field.default).lower()}`"
     return "none" if field.default is None else f"`{field.default}`"
 
 

@@ -205,8 +205,11 @@ def test_a_full_queue_and_a_name_twice() -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "told"),
     [
-        ({"prefix_cache": "maybe"}, InputError, "auto, on or off"),
+        ({"prefix_cache": "maybe"}, InputError, r"prefix_cache: expected .auto., .on. or .off., got .maybe."),
         ({"max_sequences": 0}, InputError, "max_sequences"),
+        ({"memory": "0"}, InputError, "memory: expected at least one byte"),
+        ({"host_memory": "much"}, InputError, "host_memory: expected a size"),
+        ({"max_queue": 0, "packed": "no"}, InputError, r"max_queue: .*; packed: "),
         ({"watermark": float("nan")}, InputError, "watermark"),
         ({"memory": 1000}, LimitError, "takes at least"),
         ({"recipe": "int8"}, InputError, "optimized already"),
@@ -215,6 +218,22 @@ def test_a_full_queue_and_a_name_twice() -> None:
 def test_bad_settings(settings: dict[str, Any], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
         Engine(module(), **settings)
+
+
+def test_the_recipe_says_how_it_is_served() -> None:
+    served = {"prefix_cache": False, "max_sequences": 3, "max_queue": 1, "memory": "20KiB"}  # YAML's word off
+    paged = {"placement": {"kind": "paged", "page_size": 8}}
+    fast = kvcompile.optimize(
+        tiny_hf(), {"cache": paged, "serve": served}, verify="off", compile={"mode": "none"}, max_tokens=64
+    )
+    with Stepped(fast) as engine:
+        stats = engine.stats()
+        assert stats.prefix_cache == "off: asked for" and 16 << 10 < stats.bytes <= 20 << 10
+        engine.submit([5], SOME)
+        with pytest.raises(BusyError, match="1 request"):
+            engine.submit([5], SOME)
+    with Stepped(fast, prefix_cache="on", max_sequences=2) as engine:  # the caller has the last word
+        assert engine.stats().prefix_cache == "on"
 
 
 def test_what_shares_nothing_says_so() -> None:

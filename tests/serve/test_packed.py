@@ -141,7 +141,7 @@ def test_what_cannot_be_packed_says_why(kind: str, recipe: str, reason: str) -> 
 
 def test_settings() -> None:
     fast = module("llama", "paged")
-    with pytest.raises(InputError, match="packed: expected auto, on or off, got 'yes'"):
+    with pytest.raises(InputError, match=r"packed: expected .auto., .on. or .off., got .yes."):
         Stepped(fast, packed="yes")
     with pytest.raises(InputError, match="packed: on, and deterministic"):
         Stepped(fast, packed="on", deterministic=True)
