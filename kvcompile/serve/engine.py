@@ -188,6 +188,11 @@ class Engine:
     # ---- what callers do
 
     @property
+    def closed(self) -> bool:
+        """Whether nothing runs any more: it was closed, or its thread has ended by a defect."""
+        return self._closed
+
+    @property
     def vocabulary(self) -> int:
         """Ids are below this."""
         return self._bounds[1] + 1

@@ -137,6 +137,10 @@ class FakeEngine:
                 prefix_cache="on",
             )
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def close(self, drain: float = 0.0) -> None:
         with self._changed:
             self._closed = True
