@@ -115,9 +115,25 @@ class Builder:
         operands = {} if is_whole(result) else backward(form, result)
         if operands is None or forward(form, node, operands) != result:
             result, operands = whole(len(result)), {}
+        if not is_whole(result):
+            operands = {each: self._as_it_is(form, each, own, result) for each, own in operands.items()}
         if not is_whole(result) and self.wishes.is_linear(node):
             self.built.columns.add(node)
         self._emit(node, operands, result, form)
+
+    def _as_it_is(self, form: Form, operand: Node, wanted: Placement, result: Placement) -> Placement:
+        """The placement that an operand has, where it gives the result as well as the wanted one does."""
+        natural = self.natural.get(operand)
+        if natural is None or natural == wanted:
+            return wanted
+        ties = form.ties_of(operand)
+        tied = {dim for tie in ties for dim in tie.source}
+        if any(cut is not None and dim not in tied for dim, cut in enumerate(natural)):
+            return wanted
+        for tie in ties:
+            if tie.forward(natural) != tuple(result[dim] for dim in tie.result):
+                return wanted
+        return natural
 
     def attend(self, node: Node, operands: Mapping[Node, Placement], result: Placement) -> None:
         """An attention site on the heads of each rank."""
@@ -348,7 +364,7 @@ def _fixed(node: Node) -> int | None:
 
 
 def tensor_of(module: GraphModule, piece: Piece, rank: int) -> Tensor:
-    """A rank's part of a weight: a view of it where that is one run of indices in each dimension."""
+    """A rank's part of a weight, as it is held: contiguous, a view where that is one run of rows."""
     value = fetch_attr(module, piece.path).detach()
     for dim, cut in enumerate(piece.placement):
         if cut is None:
@@ -360,7 +376,7 @@ def tensor_of(module: GraphModule, piece: Piece, rank: int) -> Tensor:
             parts = [value.narrow(dim, start, stop - start) for start, stop in runs]
             value = torch.cat(parts, dim)
     assert isinstance(value, Tensor)
-    return value
+    return value if is_whole(piece.placement) else value.contiguous()
 
 
 def told(node: Node) -> str:

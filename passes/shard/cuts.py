@@ -73,9 +73,9 @@ def _runs(own: Indices) -> Runs:
     return tuple((int(a), int(b)) for a, b in zip(starts, stops, strict=True))
 
 
-def blocks(size: int, ranks: int) -> Cut | None:
-    """`size` in one run for each rank, as even as can be; None for one rank."""
-    edges = [size * rank // ranks for rank in range(ranks + 1)]
+def blocks(size: int, ranks: int, unit: int = 1) -> Cut | None:
+    """`size` in one run for each rank, as even as can be, each of whole units; None for one rank."""
+    edges = [size // unit * rank // ranks * unit for rank in range(ranks)] + [size]
     return cut_of(size, [np.arange(a, b) for a, b in zip(edges, edges[1:], strict=False)])
 
 

@@ -74,7 +74,7 @@ class Wishes:
                 self.because[node] = f"{size} columns are fewer than the ranks"
                 continue
             fixed = self._made_by_site(operand, dim)
-            placement = fixed or _one(operand, dim, blocks(size, ranks))
+            placement = fixed or _one(operand, dim, blocks(size, ranks, _unit(operand, size, ranks)))
             problem = _Walk(self, {(node, operand): placement}, strict=True).run()
             if problem:
                 self.because[node] = problem
@@ -211,6 +211,12 @@ class _Walk:
             if tie is None or tie.forward(merged) is None or tie.forward(merged) != tie.forward(want):
                 return None, differing
         return merged, ""
+
+
+def _unit(operand: Node, size: int, ranks: int) -> int:
+    """How many elements are cut together: 16 bytes, as kernels want rows aligned, where there are enough."""
+    unit = 16 // max(operand.meta["val"].element_size(), 1)
+    return unit if size % unit == 0 and size // unit >= ranks else 1
 
 
 def _union(parts: Iterable[Indices]) -> Indices:

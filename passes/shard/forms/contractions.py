@@ -84,6 +84,10 @@ def _grouped(node: Node) -> Form | None:
         return None
     if not isinstance(ends, Node) or ends in (x, weight):
         return None
+    # Its kernels want rows of whole 16 bytes: what is cut, is cut so (`wishes.py`), or is not cut.
+    unit = 16 // weight.meta["val"].element_size()
+    if any((size or 0) % unit for size in sizes(weight)[1:]):
+        return None
     ties = (Tie(weight, (2,), (1,)),)
     return Form(ties, Sum(x, 1, weight, 1), (node.target, (x, weight, ends)))
 
