@@ -27,6 +27,7 @@ from kvcompile.passes.rewrite.absorb import absorb
 from kvcompile.passes.rewrite.canonicalize import canonicalize
 from kvcompile.passes.rewrite.insert_cache import Rewritten, insert_cache
 from kvcompile.passes.rewrite.positions import offset_positions
+from kvcompile.passes.shard.shard import Sharding, shard
 from kvcompile.plan import INDUCTOR, Decision, Plan
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.scales import ModelId
@@ -51,6 +52,7 @@ class Front:
     max_tokens: int | None  # what the model was made for, where that is known
     device: torch.device
     model: ModelId
+    sharding: Sharding | None = None  # over ranks; the canonical graph is the whole one all the same
 
     @property
     def ragged(self) -> bool:
@@ -164,6 +166,16 @@ def absorbed(front: Front, plan: Plan) -> Front:
     layers = [decision.layer for decision in plan.decisions if decision.latent]
     canonical, sites = absorb(front.canonical, front.sites, layers)
     return replace(front, canonical=canonical, sites=sites)
+
+
+def sharded(front: Front, plan: Plan, ranks: int) -> Front:
+    """`front` over ranks, each with its heads and weights.
+
+    Raises:
+        PlanError: its heads do not divide over so many ranks, or the plan has a layout that needs all heads of a layer.
+    """
+    front = absorbed(front, plan)
+    return replace(front, sharding=shard(front.canonical, front.sites, plan, ranks))
 
 
 def rewrite(front: Front, plan: Plan) -> tuple[Rewritten, dict[str, Tensor]]:

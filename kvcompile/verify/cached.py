@@ -1,24 +1,31 @@
 """The cached graph, run chunk by chunk from an empty cache, as the runtime would feed it.
 
+Of a graph that is sharded, those of all ranks run in step (`ranks.py`), and what comes out is put together again: so
+everything that is compared with an oracle is what the ranks compute.
+
 What the runtime would not write must not matter: slots hold something that is not zero, and pages stand in no order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from kvcompile.errors import VerificationError
 from kvcompile.kernels.ops import cached_attention as ops
 from kvcompile.layouts import PageGroup
-from kvcompile.passes.rewrite.insert_cache import Rewritten
+from kvcompile.passes.rewrite.insert_cache import Rewritten, insert_cache
+from kvcompile.passes.shard.shard import localized
 from kvcompile.pipeline import Front, example_inputs
 from kvcompile.plan import Plan
 from kvcompile.verify.oracle import Enough
-from kvcompile.verify.runs import Run, chosen, of_every_token
+from kvcompile.verify.ranks import InStep, whole_of
+from kvcompile.verify.runs import REPORT, Run, chosen, of_every_token
 from kvcompile.verify.steps import Steps
 
 
@@ -49,18 +56,50 @@ class Kept:
 class _Tap(Steps):
     """Runs the cached graph and notes what every site gives."""
 
-    def __init__(self, module: GraphModule, sites: int):
+    def __init__(self, module: GraphModule):
         super().__init__(module)
         self.outputs: list[Tensor] = []
-        self.count = sites
 
     def run_node(self, node: Node) -> Any:
         result = super().run_node(node)
         if node.target is ops.cached_attention:
             self.outputs.append(result)
-            if len(self.outputs) == self.count:
-                raise Enough
         return result
+
+
+class _Taps(InStep):
+    """The taps of all ranks, until so many sites have run."""
+
+    def __init__(self, each: Sequence[_Tap], sites: int):
+        super().__init__(each)
+        self.first, self.count = each[0], sites
+
+    def after(self, node: Node) -> None:
+        if node.target is ops.cached_attention and len(self.first.outputs) == self.count:
+            raise Enough
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank runs: its plan, its graph, its caches."""
+
+    plan: Plan
+    rewritten: Rewritten
+    caches: dict[str, Tensor]
+    tap: _Tap
+    kept: Kept
+
+
+def _parts(front: Front, plan: Plan, rewritten: Rewritten) -> list[tuple[Plan, Rewritten]]:
+    """Plan and graph of every rank; the whole ones where the graph is not sharded."""
+    sharding = front.sharding
+    if sharding is None:
+        return [(plan, rewritten)]
+    found = []
+    for own in sharding.shards:
+        local = localized(plan, sharding, own.rank)
+        found.append((local, insert_cache(own.graph_module, own.sites, local)))
+    return found
 
 
 def cached_run(
@@ -87,35 +126,16 @@ def cached_run(
         for seed, group in enumerate(groups)
         for layer in group.layers
     }
-    caches = {
-        # A slot that was never written must not matter: it is not zero.
-        name: spec.written(
-            torch.full(
-                (int(pages[d.kv_source].max()) + 2 if spec.paged else batch, *spec.shape),
-                3,
-                dtype=spec.dtype,
-                device=device,
-            )
-        )
-        for names, d in zip(rewritten.caches, plan.decisions, strict=True)
-        for name, spec in zip(
-            names,
-            d.buffers(plan.torch_dtype, limit),
-            strict=True,
-        )
-    }
-    caches |= {
-        name: torch.full((batch, *slot.shape), 3, dtype=slot.torch_dtype, device=device)
-        for names, state in zip(rewritten.states, plan.states, strict=True)
-        for name, slot in zip(names, state.slots, strict=True)
-    }
+    parts = []
+    for own_plan, own in _parts(front, plan, rewritten):
+        caches = _caches(own_plan, own, pages, batch, device)
+        parts.append(_Part(own_plan, own, caches, _Tap(own.graph_module), Kept(own_plan, own)))
     seq_lens = torch.zeros(batch, dtype=torch.int64, device=device)
-    names = [n.name for n in rewritten.graph_module.graph.nodes if n.op == "placeholder"]
+    names = [n.name for n in parts[0].rewritten.graph_module.graph.nodes if n.op == "placeholder"]
     logits, outputs, start = [], [], 0
-    kept = Kept(plan, rewritten)
-    tap = _Tap(rewritten.graph_module, -1 if sites is None or sites >= len(plan.decisions) else sites)
+    taps = _Taps([part.tap for part in parts], -1 if sites is None or sites >= len(plan.decisions) else sites)
     for size in chunks:
-        inputs = example_inputs(front, batch, size) | constants | caches
+        inputs = example_inputs(front, batch, size) | constants
         positions = (seq_lens - (pads - start).clamp(0, size))[:, None] + torch.arange(size, device=device)
         inputs |= {
             "input_ids": ids[:, start : start + size],
@@ -135,23 +155,95 @@ def cached_run(
         fewer = wanted is not None and "logits_to_keep" in inputs
         if fewer:
             inputs["logits_to_keep"] = wanted
-        tap.outputs = []
+        for own_part in parts:
+            own_part.tap.outputs = []
         part = ids[:, start : start + size]
         try:
             with torch.no_grad():
-                out = tap.run(*[inputs[name] for name in names])[front.captured.logits_index]
+                given = [[(inputs | each.caches)[name] for name in names] for each in parts]
+                out = _same([each[front.captured.logits_index] for each in taps.run(given)])
             if fewer and wanted is not None:
                 logits.append(of_every_token(out, part[:, : len(wanted)]))
             else:
                 logits.append(chosen(out, part, wanted))
         except Enough:
             logits.append(part.new_zeros(*part.shape, 0))
-        outputs.append(tap.outputs)
+        outputs.append(_whole_outputs(front, [each.tap.outputs for each in parts]))
         seq_lens = positions[:, -1] + 1
-        kept.note(caches, seq_lens)
+        for each in parts:
+            each.kept.note(each.caches, seq_lens)
         start += size
-    whole = tuple(torch.cat(parts, dim=2) for parts in zip(*outputs, strict=True))
-    return Run(torch.cat(logits, dim=1), whole, kept.by_layer)
+    whole = tuple(torch.cat(chunk, dim=2) for chunk in zip(*outputs, strict=True))
+    return Run(torch.cat(logits, dim=1), whole, _whole_kept(front, plan, [each.kept.by_layer for each in parts]))
+
+
+def _caches(
+    plan: Plan, rewritten: Rewritten, pages: Mapping[int, Tensor], batch: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Empty caches and states by name; a slot that was never written must not matter: it is not zero."""
+    limit = plan.limits.max_tokens
+    caches = {
+        name: spec.written(
+            torch.full(
+                (int(pages[d.kv_source].max()) + 2 if spec.paged else batch, *spec.shape),
+                3,
+                dtype=spec.dtype,
+                device=device,
+            )
+        )
+        for names, d in zip(rewritten.caches, plan.decisions, strict=True)
+        for name, spec in zip(
+            names,
+            d.buffers(plan.torch_dtype, limit),
+            strict=True,
+        )
+    }
+    return caches | {
+        name: torch.full((batch, *slot.shape), 3, dtype=slot.torch_dtype, device=device)
+        for names, state in zip(rewritten.states, plan.states, strict=True)
+        for name, slot in zip(names, state.slots, strict=True)
+    }
+
+
+def _same(logits: Sequence[Tensor]) -> Tensor:
+    """The logits of all ranks, which must be the same to the last bit: each rank goes on with what they say.
+
+    Raises:
+        VerificationError: they are not.
+    """
+    for rank, other in enumerate(logits[1:], 1):
+        if not torch.equal(logits[0], other):
+            raise VerificationError(
+                f"verification failed: rank {rank} has other logits than rank 0, from the same tokens. {REPORT}"
+            )
+    return logits[0]
+
+
+def _whole_outputs(front: Front, outputs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """What each site gives, all heads, from what it gives on each rank."""
+    if front.sharding is None:
+        return list(outputs[0])
+    divisions = front.sharding.divisions
+    return [
+        whole_of(division.queries, parts, 1)
+        for division, parts in zip(divisions, zip(*outputs, strict=True), strict=False)
+    ]
+
+
+def _whole_kept(
+    front: Front, plan: Plan, kept: Sequence[Mapping[int, Sequence[Tensor]]]
+) -> Mapping[int, Sequence[Tensor]]:
+    """What each layer kept, all heads, from what the ranks kept."""
+    if front.sharding is None:
+        return kept[0]
+    cuts = {
+        decision.layer: division.keys
+        for decision, division in zip(plan.decisions, front.sharding.divisions, strict=True)
+    }
+    return {
+        layer: [whole_of(cuts[layer], parts, 1) for parts in zip(*(own[layer] for own in kept), strict=True)]
+        for layer in kept[0]
+    }
 
 
 def _pages(group: PageGroup, batch: int, device: torch.device, seed: int) -> Tensor:

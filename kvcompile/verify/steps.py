@@ -14,16 +14,17 @@ class Steps:
     """Runs a graph. An `Interpreter` notes for each node where an error or a new node would come from; nobody asks
     for that here, and it takes longer than small operators do.
 
-    also: nodes that a node reads besides its arguments
-    env:  values of nodes that are still needed, while it runs
+    also:  nodes that a node reads besides its arguments
+    env:   values of nodes that are still needed, while it runs
+    order: its nodes, each with those that nobody needs after it
     """
 
     def __init__(self, module: GraphModule, also: Mapping[Node, Iterable[Node]] | None = None):
         last = _last_uses(module.graph, also or {})
         self.env: dict[Node, Any] = {}
-        self._order = [(node, last.get(node, ())) for node in module.graph.nodes]
+        self.order = [(node, last.get(node, ())) for node in module.graph.nodes]
         self._held = {
-            node: fetch_attr(module, str(node.target)) for node, _ in self._order if node.op == "get_attr"
+            node: fetch_attr(module, str(node.target)) for node, _ in self.order if node.op == "get_attr"
         }
 
     def run(self, *inputs: Any) -> Any:
@@ -31,7 +32,7 @@ class Steps:
         given = iter(inputs)
         env = self.env
         try:
-            for node, done in self._order:
+            for node, done in self.order:
                 if node.op == "output":
                     return map_arg(node.args[0], env.__getitem__)
                 env[node] = next(given) if node.op == "placeholder" else self.run_node(node)
