@@ -20,7 +20,7 @@ from kvcompile.layouts.layout import CacheLayout
 from kvcompile.layouts.placement import Paged, Ring, Slots
 from kvcompile.layouts.retention import Scored, SinkWindow
 from kvcompile.layouts.selection import TopPages
-from kvcompile.layouts.storage import Storage, per_channel, uint, with_residual
+from kvcompile.layouts.storage import per_channel, uint, with_residual
 
 
 @dataclass(frozen=True)
@@ -110,15 +110,6 @@ def of_layout(layout: CacheLayout) -> Sharing:
         not layout.chunk_invariant,
         layout.chunk_invariant and not retention.whole_prompts,
     )
-
-
-def unsettled(layout: CacheLayout) -> int:
-    """How many of a text's newest tokens may have slots that are written when later tokens come.
-
-    What is kept in full gets its quantized form when it leaves, or a group of tokens when it is complete.
-    """
-    groups = [layout.keys.group, *([layout.values.group] if isinstance(layout.values, Storage) else [])]
-    return max(layout.residual, *(group for group in groups if group > 1), 0)
 
 
 def table() -> str:

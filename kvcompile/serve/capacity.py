@@ -13,7 +13,7 @@ from kvcompile.errors import LimitError
 from kvcompile.layouts.buffer import BufferSpec
 from kvcompile.layouts.pages import SPARE_PAGES, TABLE_BYTES, PageGroup
 from kvcompile.layouts.placement import Ring
-from kvcompile.layouts.sharing import unsettled
+from kvcompile.layouts.sharing import sharing
 from kvcompile.plan import Plan
 from kvcompile.runtime.cache_spec import CacheShape
 from kvcompile.serve.pages import Group
@@ -107,7 +107,7 @@ def _group(plan: Plan, kind: PageGroup, pages: int) -> Group:
     # Layers of equally many slots share pages, whatever they do with them.
     sinks = {layout.retention.sinks if isinstance(layout.logical, Ring) else None for layout in layouts}
     anywhere = len(sinks) > 1 or any(layout.retention.by_score for layout in layouts)
-    newest = max(unsettled(layout) for layout in layouts)
+    newest = max(layout.unsettled for layout in layouts)
     return Group(kind.page_size, kind.slots, pages, None if anywhere else sinks.pop(), anywhere, newest)
 
 
