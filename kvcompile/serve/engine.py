@@ -122,10 +122,10 @@ class Engine:
         self._max_queue = _positive("max_queue", max_queue)
         wanted = limits.max_batch if max_sequences is None else _positive("max_sequences", max_sequences)
         bytes_given = None if memory is None else parse_bytes(memory)
-        room = capacity(plan, model.cache.shape, model.device, wanted, bytes_given)
         chunk = (
             limits.prefill_chunk if prefill_tokens is None else _positive("prefill_tokens", prefill_tokens)
         )
+        room = capacity(plan, model.cache.shape, model.device, wanted, bytes_given, chunk)
         host_bytes = _bytes(host_memory)
         self._shared = Shared.of(
             model,

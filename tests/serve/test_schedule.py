@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from kvcompile.errors import LimitError
+from kvcompile.layouts.pages import Released as Behind
 from kvcompile.serve.lookup import Lookup
 from kvcompile.serve.moves import Down, Fork, Out, Snapshot, StepPlan
 from kvcompile.serve.pages import Group, Key, Pages
@@ -73,7 +74,7 @@ class Served(RuleBasedStateMachine):
         try:
             self.scheduler.check(len(prompt), most)
         except LimitError:
-            assert any(g.pages_for(most) > g.pages for g in self.groups)
+            assert any(g.most(0, most, self.goes_by.chunk) > g.pages for g in self.groups)
             return
         first = self.number
         for index in range(texts):
@@ -230,10 +231,41 @@ class Summed(Scored):
     goes_by = replace(Scored.goes_by, in_order=True)
 
 
+class Released(Served):
+    """A window that gives back its pages beside layers that keep every token."""
+
+    groups = (Group(4, 64, 14), Group(4, 64, 8, released=Behind(3, 7)))
+    goes_by = replace(Served.goes_by, page_bytes=(1, 1))
+
+
+class ReleasedAlone(Served):
+    """Texts of 40 tokens in five pages."""
+
+    groups = (Group(4, 64, 5, released=Behind(0, 6)),)
+
+
+class ReleasedSwapped(Released):
+    goes_by = replace(Released.goes_by, host_bytes=12, shares=False)
+
+
+class ReleasedLowered(Released):
+    goes_by = replace(Released.goes_by, host_bytes=6)
+    room = 12
+
+
+class ReleasedSettling(Served):
+    """And the newest tokens in full beside."""
+
+    groups = (Group(4, 64, 9, unsettled=3, released=Behind(5, 6)),)
+    goes_by = replace(Served.goes_by, until=0, host_bytes=7, chunk=4, aligned=4)
+    room = 12
+
+
 QUICK = settings(max_examples=80, stateful_step_count=30, deadline=None)
 UNSHRUNK = settings(QUICK, max_examples=3000, phases=[Phase.generate], database=None, derandomize=True)
 CASES = [
     *(Served, Swapped, Ringed, Aligned, Kept, Rowed, Lowered, LoweredRing, Settling, Pieced, Scored, Summed),
+    *(Released, ReleasedAlone, ReleasedSwapped, ReleasedLowered, ReleasedSettling),
 ]
 
 
