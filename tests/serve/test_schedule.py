@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 
 from kvcompile.errors import LimitError
 from kvcompile.layouts.pages import Released as Behind
-from kvcompile.serve.lookup import Lookup
+from kvcompile.serve.lookup import Lookup, _There
 from kvcompile.serve.moves import Down, Fork, Out, Snapshot, StepPlan
 from kvcompile.serve.pages import Group, Key, Pages
 from kvcompile.serve.prefix import Chain, root
@@ -452,6 +452,46 @@ def _moved_texts_go_on(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepPlan, "moved", ())
 
 
+def _released_early(patch: pytest.MonkeyPatch) -> None:
+    """A page is given back of which the next token sees one."""
+    inner = Behind.behind
+
+    def behind(self: Behind, tokens: int, page_size: int) -> range:
+        return inner(self, tokens + 1, page_size)
+
+    patch.setattr(Behind, "behind", behind)
+
+
+def _sinks_released(patch: pytest.MonkeyPatch) -> None:
+    """The last page of the sinks is not only theirs, and goes."""
+    inner = Behind.behind
+
+    def behind(self: Behind, tokens: int, page_size: int) -> range:
+        return inner(replace(self, sinks=self.sinks // page_size * page_size), tokens, page_size)
+
+    patch.setattr(Behind, "behind", behind)
+
+
+def _sinks_not_looked_for(patch: pytest.MonkeyPatch) -> None:
+    """A prefix is found without the page of the sinks."""
+    inner = _There.__init__
+
+    def init(self: _There, *of: Any) -> None:
+        inner(self, *of)
+        if self._group.released is not None:
+            self._group = replace(self._group, released=replace(self._group.released, sinks=0))
+
+    patch.setattr(_There, "__init__", init)
+
+
+def _holes_are_held(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("kvcompile.serve.pages.HOLE", -1)
+
+
+def _holes_are_swapped(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Group, "filled", lambda self, tokens: list(range(self.pages_for(tokens))))
+
+
 BREAKS = [
     (_no_copies, Served),
     (_found_early, Served),
@@ -470,6 +510,11 @@ BREAKS = [
     (_in_any_pieces, Aligned),
     (_in_any_pieces, Summed),
     (_damaged_is_taken, Lowered),
+    (_released_early, Released),
+    (_sinks_released, Released),
+    (_sinks_not_looked_for, Released),
+    (_holes_are_held, Released),
+    (_holes_are_swapped, ReleasedSwapped),
 ]
 
 

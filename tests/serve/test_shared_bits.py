@@ -42,7 +42,7 @@ RECIPES |= {
 FOUND = [
     ("llama", recipe)
     for recipe in RECIPES
-    if recipe not in ("h2o", "snapkv", "h2o in pages", "few pages, int4", OWN)
+    if recipe not in ("h2o", "snapkv", "h2o in pages", "few pages, int4", "few pages, released", OWN)
 ] + [
     *((kind, "paged") for kind in ("bamba", "lfm2", "gpt_oss", "gemma2")),
     *((kind, OWN) for kind in ("mistral", "gpt_oss", "gemma2")),

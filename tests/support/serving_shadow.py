@@ -100,6 +100,7 @@ class Shadow:
                 case Drop(text):
                     self.rows.pop(text, None)
                 case Out(text, tables):
+                    assert all(map(all, tables)), "nobody's page goes to the host"
                     self.host[text] = (
                         [[dict(self.slots[g].get(page, {})) for page in t] for g, t in enumerate(tables)],
                         self.rows[text],
@@ -115,6 +116,7 @@ class Shadow:
                 case Up(_, group, page, key):
                     self.slots[group][page] = dict(self.below.at_hand[key])
                 case Restore(text, _, row, slots, pages):
+                    assert all(map(all, pages)), "nobody's page is filled"
                     fixed, filled = self.below.at_hand[row]
                     self.rows[text] = Row(fixed)
                     for key in slots:
