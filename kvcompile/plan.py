@@ -22,10 +22,14 @@ from kvcompile.layouts import (
     PageGroup,
 )
 from kvcompile.layouts import symbols as sy
-from kvcompile.layouts.pages import TABLE_BYTES
+from kvcompile.layouts.pages import TABLE_BYTES, Released
 from kvcompile.specs import PROSE, RecurrentState, RotaryForm, SiteFacts, StateSlot
 
 INDUCTOR = "inductor"  # the backend that is always there
+
+
+# What layers have in common that share a page table: layers that give back other pages must not.
+_Table = tuple[Paged, sympy.Expr, Released | None]
 
 
 @dataclass(frozen=True)
@@ -193,7 +197,7 @@ class Plan:
     def page_groups(self) -> tuple[PageGroup, ...]:
         """Layers that share a page table, at the plan's limit; none without paged layers."""
         tokens = self.limits.max_tokens
-        found: dict[tuple[Paged, sympy.Expr], list[Decision]] = {}
+        found: dict[_Table, list[Decision]] = {}
         for key, decision in self._paged():
             found.setdefault(key, []).append(decision)
         return tuple(
@@ -203,8 +207,9 @@ class Plan:
                 placement.page_size,
                 members[0].layout.slots(tokens),
                 placement.pages,
+                released,
             )
-            for number, ((placement, _), members) in enumerate(found.items())
+            for number, ((placement, _, released), members) in enumerate(found.items())
         )
 
     @property
@@ -212,16 +217,17 @@ class Plan:
         """Bytes of all page tables, in B and T."""
         tables = {key: decision.layout for key, decision in self._paged()}
         entries = [
-            placement.pages_per_sequence(layout.retention) for (placement, _), layout in tables.items()
+            placement.pages_per_sequence(layout.retention) for (placement, _, _), layout in tables.items()
         ]
         return sympy.Add(*(sy.B * TABLE_BYTES * count for count in entries))
 
-    def _paged(self) -> Iterator[tuple[tuple[Paged, sympy.Expr], Decision]]:
+    def _paged(self) -> Iterator[tuple[_Table, Decision]]:
         """The paged layers that own their cache, each with what those of one table have in common."""
         for decision in self.decisions:
             placement = decision.layout.placement
             if decision.owns and isinstance(placement, Paged):
-                yield (placement, decision.layout.num_slots), decision
+                layout = decision.layout
+                yield (placement, layout.num_slots, placement.gives_back(layout.retention)), decision
 
     @property
     def state_bytes(self) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.buffer import BufferSpec
-from kvcompile.layouts.pages import SPARE_PAGES, offset, page_index
+from kvcompile.layouts.pages import SPARE_PAGES, Released, offset, page_index
 from kvcompile.layouts.placement import Contiguous, Paged, Placement, Ring, Slots, placement_from
 from kvcompile.layouts.retention import Full, Retention, retention_from
 from kvcompile.layouts.selection import AllTokens, Selection, selection_from
@@ -50,7 +50,18 @@ class CacheLayout:
                 f"sinks: {sinks} keeps tokens in full that retention '{self.retention}' forgets: use a retention with "
                 f"as many sinks, or sinks: {self.retention.sinks}"
             )
-        return self._check_selection() or self.placement.check(self.retention) or self._check_groups()
+        placement = self.placement.check(self.retention)
+        return self._check_selection() or placement or self._check_groups() or self._check_released()
+
+    def _check_released(self) -> str | None:
+        """Why pages behind the window cannot be given back, or None."""
+        released, newest = self.released, self.unsettled
+        if released is None or newest < released.window:
+            return None
+        return (
+            f"the newest {newest} tokens come to their pages late, and pages behind a window of {released.window} are given "
+            f"back by then: leave out released, or use a window of more than {newest}"
+        )
 
     def _check_selection(self) -> str | None:
         """Why pages cannot be selected here, or None."""
@@ -106,6 +117,15 @@ class CacheLayout:
     def residual(self) -> int:
         """Newest tokens that K or V keep beside in the model's dtype, at most; 0: none."""
         return max(self.keys.residual, self.values.residual)
+
+    @property
+    def unsettled(self) -> int:
+        """How many of a sequence's newest tokens may have slots that are written when later tokens come.
+
+        What is kept in full gets its quantized form when it leaves, or a group of tokens when it is complete.
+        """
+        groups = [self.keys.group, *([self.values.group] if isinstance(self.values, Storage) else [])]
+        return max(self.residual, *(group for group in groups if group > 1), 0)
 
     @property
     def in_full(self) -> bool:
@@ -231,7 +251,14 @@ class CacheLayout:
         data = asdict(self)
         if not self.selection.selects:  # which says nothing that a layout without it does not
             del data["selection"]
+        if not data["placement"].get("released", True):  # nor does this
+            del data["placement"]["released"]
         return data
+
+    @property
+    def released(self) -> Released | None:
+        """What of a sequence stays, where pages behind a window may be given back; None: all that the slots hold."""
+        return self.placement.gives_back(self.retention) if isinstance(self.placement, Paged) else None
 
     def to_json(self) -> str:
         """A stable text of the layout, carried by graph nodes and hashed into digests."""

@@ -7,7 +7,8 @@ or page_size / group where tokens share a row. Layers with equally many slots an
 they have one table [sequences, pages of a sequence], int32, and a page number means the same in all their pools.
 
 Page 0 belongs to nobody: an entry of the table that has no page yet is 0, so what is written where no page is
-(padding) does no harm, and what is read there is never seen.
+(padding) does no harm, and what is read there is never seen. Neither is what is behind a window: where slots stand in
+the order of tokens, pages that lie there may be given back, and their entries are 0 again (`Released`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,26 @@ def check_page_size(page_size: int) -> str | None:
 
 
 @dataclass(frozen=True)
+class Released:
+    """What stays of a sequence whose slots stand in the order of tokens: the first `sinks`, and a window."""
+
+    sinks: int
+    window: int
+
+    def behind(self, tokens: int, page_size: int) -> range:
+        """The places in its table of pages that nothing which comes after so many tokens sees: wholly out of the
+        window, and without any of the sinks."""
+        first = -(-self.sinks // page_size)
+        return range(first, max(first, (tokens - self.window + 1) // page_size))
+
+    def most(self, tokens: int, page_size: int) -> int:
+        """Pages of a sequence at any time, at most, if at most `tokens` come at once: those of the sinks, and those that
+        what the first of them sees and the last of them can lie on."""
+        reached = self.window - 1 + tokens
+        return -(-self.sinks // page_size) + (reached - 2) // page_size + 2
+
+
+@dataclass(frozen=True)
 class PageGroup:
     """Layers whose sequences have the same pages.
 
@@ -48,6 +69,7 @@ class PageGroup:
     layers: those that own their cache, in order
     slots:  of one sequence, at the limit of tokens
     pages:  of each pool; None: it grows
+    released: what of a sequence stays, where pages behind a window may be given back; None: all of it
     """
 
     name: str
@@ -55,6 +77,7 @@ class PageGroup:
     page_size: int
     slots: int
     pages: int | None
+    released: Released | None = None
 
     @property
     def pages_per_sequence(self) -> int:

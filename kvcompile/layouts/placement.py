@@ -6,6 +6,7 @@
 | Ring | pos below `sinks`, else sinks + (pos - sinks) mod window | sinks + window |
 | Slots | pos below the budget, else the slot `given_up` by the lowest score | the budget |
 | Paged | as Contiguous, as Ring where the retention has a window, as Slots where it goes by scores | the same |
+| Paged, released | as Contiguous, under a window | the limit of tokens, of which those behind the window have no page |
 
 Eviction never compacts: in a ring the new token overwrites the slot of the token that leaves the window.
 
@@ -20,7 +21,7 @@ from typing import Any, Literal
 import sympy
 
 from kvcompile.layouts import symbols as sy
-from kvcompile.layouts.pages import check_page_size
+from kvcompile.layouts.pages import Released, check_page_size
 from kvcompile.layouts.retention import Retention
 
 
@@ -125,15 +126,19 @@ class Slots:
 class Paged:
     """Slots in pages of `page_size`, which sequences take from a pool when they need them (Kwon et al. 2023).
 
-    pages: what each layer's pool has for all sequences together; None: it grows
+    pages:    what each layer's pool has for all sequences together; None: it grows
+    released: whether the slots of a window stand in the order of tokens, so that pages behind it can be given back
     """
 
     page_size: int = 16
     pages: int | None = None
     kind: Literal["paged"] = "paged"
+    released: bool = False
 
     def logical(self, retention: Retention) -> Contiguous | Ring | Slots:
         """What decides the slot: paging itself moves slots about, and their number and order stay."""
+        if self.released:
+            return Contiguous()
         own: tuple[Contiguous | Ring | Slots, ...] = (Contiguous(), Ring(), Slots())
         return next(placement for placement in own if placement.kind == retention.placement)
 
@@ -150,8 +155,27 @@ class Paged:
         """Pages of one sequence, in T."""
         return sympy.ceiling(self.num_slots(retention) / sympy.Integer(self.page_size))
 
+    def gives_back(self, retention: Retention) -> Released | None:
+        """What of a sequence stays while pages behind its window are given back; None: none ever are."""
+        if not self.released:
+            return None
+        assert retention.window is not None, "check() refuses released pages without a window"
+        return Released(retention.sinks, retention.window)
+
     def check(self, retention: Retention) -> str | None:
         problem = check_page_size(self.page_size)
+        if problem is None and self.released:
+            if retention.by_score:
+                return (
+                    f"released gives back pages behind a window, and {retention.name} keeps tokens wherever they are: "
+                    "leave out released"
+                )
+            if retention.window is None:
+                return (
+                    f"released gives back pages behind a window, which retention {retention.kind!r} has not: leave out "
+                    "released, or use a retention with a window"
+                )
+            return None
         if problem is None and self.pages is not None and not retention.keeps_all:
             wanted = int(self.pages_per_sequence(retention))
             if wanted > self.pages:
@@ -162,7 +186,8 @@ class Paged:
         return problem
 
     def __str__(self) -> str:
-        return f"paged {self.page_size}" + ("" if self.pages is None else f" x {self.pages}")
+        pages = "" if self.pages is None else f" x {self.pages}"
+        return f"paged {self.page_size}{pages}{', released' if self.released else ''}"
 
 
 Placement = Contiguous | Ring | Slots | Paged

@@ -20,7 +20,7 @@ from kvcompile.layouts.layout import CacheLayout
 from kvcompile.layouts.placement import Paged, Ring, Slots
 from kvcompile.layouts.retention import Scored, SinkWindow
 from kvcompile.layouts.selection import TopPages
-from kvcompile.layouts.storage import Storage, per_channel, uint, with_residual
+from kvcompile.layouts.storage import per_channel, uint, with_residual
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Sharing:
     until:      tokens up to which a prefix needs no snapshot; None: however many, 0: it always does
     chunks:     whether only what was computed in whole chunks is shared
     recomputes: whether a text that lost its cache gets the same one by being computed again, in any pieces
+    windows: whether a prefix needs but some pages of layers that give back those behind a window
     """
 
     reason: str = ""
@@ -39,6 +40,7 @@ class Sharing:
     until: int | None = None
     chunks: bool = False
     recomputes: bool = True
+    windows: bool = False
 
     @property
     def shares(self) -> bool:
@@ -56,7 +58,8 @@ class Sharing:
         if self.reason:
             return f"nothing: {self.reason}"
         if not self.beside:
-            return "full pages"
+            some = ", of released windows those of the sinks and of the last tokens" if self.windows else ""
+            return f"full pages{some}"
         snapshot = f"ends of chunks, with a snapshot of {' and '.join(self.beside)}"
         if self.until:
             return f"full pages up to {self.until:,} tokens; beyond, {snapshot}"
@@ -81,6 +84,7 @@ def sharing(layouts: Iterable[CacheLayout], states: bool = False, masked: bool =
         min(until, default=None),
         any(own.chunks for own in found),
         all(own.recomputes for own in found),
+        any(own.windows for own in found),
     )
 
 
@@ -109,16 +113,8 @@ def of_layout(layout: CacheLayout) -> Sharing:
         fits if beside == ["the ring"] else 0 if beside else None,
         not layout.chunk_invariant,
         layout.chunk_invariant and not retention.whole_prompts,
+        layout.released is not None,
     )
-
-
-def unsettled(layout: CacheLayout) -> int:
-    """How many of a text's newest tokens may have slots that are written when later tokens come.
-
-    What is kept in full gets its quantized form when it leaves, or a group of tokens when it is complete.
-    """
-    groups = [layout.keys.group, *([layout.values.group] if isinstance(layout.values, Storage) else [])]
-    return max(layout.residual, *(group for group in groups if group > 1), 0)
 
 
 def table() -> str:
@@ -131,6 +127,9 @@ def table() -> str:
         "every token, not in pages": of_layout(CacheLayout()),
         "tokens in full beside (KIVI, sinks), in pages": of_layout(CacheLayout(kivi, full, paged)),
         "sinks and a window, in pages": of_layout(CacheLayout(placement=paged, retention=window)),
+        "sinks and a window, in pages that are released": of_layout(
+            CacheLayout(placement=replace(paged, released=True), retention=window)
+        ),
         "sinks and a window, in a ring": of_layout(CacheLayout(placement=Ring(), retention=window)),
         "some pages read (Quest)": of_layout(CacheLayout(placement=paged, selection=pages)),
         "chosen by scores, `prefill: bounded`": of_layout(

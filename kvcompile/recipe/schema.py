@@ -43,17 +43,21 @@ class PlacementConfig(Strict):
     pages: Positive | None = Field(
         None, description="paged: pages of each layer's pool; absent: it grows on demand"
     )
+    released: bool = Field(
+        False,
+        description="paged, with a window: slots in the order of tokens, and pages behind the window given back",
+    )
 
     @model_validator(mode="after")
     def _keys_have_an_effect(self) -> PlacementConfig:
-        given = self.model_fields_set & {"page_size", "pages"}
+        given = self.model_fields_set & {"page_size", "pages", "released"}
         if given and self.kind != "paged":
             raise ValueError(f"{' and '.join(sorted(given))}: for kind paged only, not for {self.kind}")
         return self
 
     def build(self) -> layouts.Placement:
         if self.kind == "paged":
-            return layouts.Paged(self.page_size, self.pages)
+            return layouts.Paged(self.page_size, self.pages, released=self.released)
         return placement_from({"kind": self.kind})
 
 

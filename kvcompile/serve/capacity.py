@@ -11,14 +11,15 @@ import torch
 
 from kvcompile.errors import LimitError
 from kvcompile.layouts.buffer import BufferSpec
-from kvcompile.layouts.pages import SPARE_PAGES, TABLE_BYTES, PageGroup
+from kvcompile.layouts.pages import SPARE_PAGES, TABLE_BYTES, PageGroup, Released
 from kvcompile.layouts.placement import Ring
-from kvcompile.layouts.sharing import unsettled
+from kvcompile.layouts.sharing import sharing
 from kvcompile.plan import Plan
 from kvcompile.runtime.cache_spec import CacheShape
 from kvcompile.serve.pages import Group
 from kvcompile.util.console import format_bytes
 
+_OF_WINDOWS = 2  # times the pages of the texts that run: those of windows that prefixes are found by
 _OF_FREE = {"cpu": 0.25, "cuda": 0.8}  # what an engine takes of the memory that is free, if it is not told
 
 
@@ -46,12 +47,15 @@ class Capacity:
         return pools + self.rows * self.row_bytes
 
 
-def capacity(plan: Plan, shape: CacheShape, device: torch.device, rows: int, memory: int | None) -> Capacity:
+def capacity(
+    plan: Plan, shape: CacheShape, device: torch.device, rows: int, memory: int | None, chunk: int
+) -> Capacity:
     """Divide `memory` bytes: first a row for each text, then pages, equally many tokens in every group.
 
     Args:
         rows: texts at a time at most.
         memory: None: a share of what is free, and no more than `rows` texts of the longest could ever take.
+        chunk: tokens of a text in one pass.
 
     Raises:
         LimitError: not one text of one chunk fits.
@@ -63,7 +67,7 @@ def capacity(plan: Plan, shape: CacheShape, device: torch.device, rows: int, mem
     given = memory is not None
     left = _free(device) if memory is None else memory
     rows = min(rows, left // max(row, 1))
-    kinds = [pool.group for pool in shape.pools]
+    kinds = [_Kind(pool.group, _released(plan, pool.group), chunk) for pool in shape.pools]
     counts = _counts(kinds, pages, rows, left - rows * row)
     # A few texts with pages are more use than many without.
     while rows > 1 and counts is not None and min(counts, default=1) < 1:
@@ -75,40 +79,74 @@ def capacity(plan: Plan, shape: CacheShape, device: torch.device, rows: int, mem
             f"the engine's memory is {format_bytes(left)}{'' if given else ', a share of what is free'}, and one text "
             f"takes at least {format_bytes(least)}: give it more (memory=..), or choose a recipe that takes less"
         )
-    groups = tuple(_group(plan, kind, kind.pages or count) for kind, count in zip(kinds, counts, strict=True))
+    groups = tuple(_group(plan, kind, count) for kind, count in zip(kinds, counts, strict=True))
     return Capacity(rows, groups, pages, row)
 
 
-def _counts(kinds: Sequence[PageGroup], each: Sequence[int], rows: int, left: int) -> list[int] | None:
+@dataclass(frozen=True)
+class _Kind:
+    """The pages of a group, and what of a text stays there; chunk: tokens of a text in one pass."""
+
+    group: PageGroup
+    released: Released | None
+    chunk: int
+
+    def most(self, rows: int) -> int:
+        """Pages that `rows` texts of the longest can take, or what the recipe says.
+
+        Where texts give back pages behind their windows, as many again are of use: prefixes are found on them.
+        """
+        if self.group.pages is not None:
+            return self.group.pages
+        each = self.group.pages_per_sequence
+        if self.released is not None:
+            each = min(each, _OF_WINDOWS * self.released.most(self.chunk, self.group.page_size))
+        return rows * each
+
+    def count(self, rows: int, tokens: int) -> int:
+        """Pages of so many tokens, or what the recipe says."""
+        most = self.most(rows)
+        return most if self.group.pages is not None else min(most, tokens // self.group.page_size)
+
+
+def _counts(kinds: Sequence[_Kind], each: Sequence[int], rows: int, left: int) -> list[int] | None:
     """Pages of every group: as many tokens in all as fit `left` bytes; None: not even page 0."""
-    most = [rows * kind.pages_per_sequence if kind.pages is None else kind.pages for kind in kinds]
     spare = sum(SPARE_PAGES * size for size in each)
     if left < spare:
         return None if kinds else []
 
     def counts(tokens: int) -> list[int]:
-        return [
-            min(limit, tokens // kind.page_size) if kind.pages is None else limit
-            for kind, limit in zip(kinds, most, strict=True)
-        ]
+        return [kind.count(rows, tokens) for kind in kinds]
 
     def fits(tokens: int) -> bool:
         return sum(n * size for n, size in zip(counts(tokens), each, strict=True)) + spare <= left
 
-    low, high = 0, max((limit * kind.page_size for kind, limit in zip(kinds, most, strict=True)), default=0)
+    low, high = 0, max((kind.most(rows) * kind.group.page_size for kind in kinds), default=0)
     while low < high:
         middle = -(-(low + high) // 2)
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return counts(low)
 
 
-def _group(plan: Plan, kind: PageGroup, pages: int) -> Group:
-    layouts = [d.layout for d in plan.decisions if d.layer in kind.layers]
+def _released(plan: Plan, group: PageGroup) -> Released | None:
+    """What of a text stays in a group; None: all of it.
+
+    A text that must keep what it has until it ends has its pages from the start: it gives none back on its way.
+    """
+    if not sharing(decision.layout for decision in plan.decisions).recomputes:
+        return None
+    return group.released
+
+
+def _group(plan: Plan, kind: _Kind, pages: int) -> Group:
+    group = kind.group
+    layouts = [d.layout for d in plan.decisions if d.layer in group.layers]
     # Layers of equally many slots share pages, whatever they do with them.
     sinks = {layout.retention.sinks if isinstance(layout.logical, Ring) else None for layout in layouts}
     anywhere = len(sinks) > 1 or any(layout.retention.by_score for layout in layouts)
-    newest = max(unsettled(layout) for layout in layouts)
-    return Group(kind.page_size, kind.slots, pages, None if anywhere else sinks.pop(), anywhere, newest)
+    newest = max(layout.unsettled for layout in layouts)
+    ring = None if anywhere else sinks.pop()
+    return Group(group.page_size, group.slots, pages, ring, anywhere, newest, kind.released)
 
 
 def _nbytes(spec: BufferSpec) -> int:

@@ -136,8 +136,8 @@ class Engine:
         self._max_queue = config.max_queue
         wanted = config.max_sequences or limits.max_batch
         bytes_given = None if config.memory is None else bytes_of(config.memory)
-        room = capacity(plan, model.cache.shape, model.device, wanted, bytes_given)
         chunk = config.prefill_tokens or limits.prefill_chunk
+        room = capacity(plan, model.cache.shape, model.device, wanted, bytes_given, chunk)
         host_bytes = bytes_of(config.host_memory)
         self._shared = Shared.of(
             model,

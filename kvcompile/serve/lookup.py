@@ -1,7 +1,8 @@
 """What of a text is in the cache already, or in a store below it: the longest prefix of which all is there.
 
-Pages are found one by one, each by its key. Where a prefix is not all in pages, a snapshot must end with it, too, which
-chunks of prompts leave at multiples of `unit` tokens: ends of chunks, and of pages of every group.
+Pages are found one by one, each by its key. Of a group that gives back pages behind its window, a prefix needs those that
+are read after it: of the sinks, and of its last tokens. Where a prefix is not all in pages, a snapshot must end with it,
+too, which chunks of prompts leave at multiples of `unit` tokens: ends of chunks, and of pages of every group.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcompile.serve.pages import Group, Key, Pages
+from kvcompile.serve.pages import HOLE, Group, Key, Pages
 from kvcompile.serve.prefix import Chain, tagged
 from kvcompile.serve.texts import Rules, Text
 from kvcompile.serve.tiers import Below
 
 Found = tuple[int | None, Key]  # a page, or None where it is in a store below, and its key there
+_HOLE: Found = (HOLE, b"")  # a page that is not needed
 
 
 @dataclass(frozen=True)
 class Hit:
     """A prefix that is there.
 
-    pages: by group, the first pages
+    pages: by group, the first pages, and holes where the window has left them behind
     row, slots: keys of the snapshot that ends with it, as `Restore` has them; None: it needs none
     """
 
@@ -32,7 +34,7 @@ class Hit:
     slots: tuple[Key, ...] = ()
 
     def held(self, group: int) -> list[int | None]:
-        """Pages of a group that are there; None for those that come up."""
+        """Pages of a group that are there, and holes; None for those that come up."""
         return [page for page, _ in self.pages[group]]
 
     @property
@@ -68,35 +70,38 @@ class Lookup:
         if not rules.shares or (not self._pages and not below):
             return self.nothing()
         most = len(text.tokens) - 1  # one is left, after which the next is chosen
-        pages = [self._found(text, number, most, below) for number in range(len(self._pages))]
-        for own, found in zip(self._pages, pages, strict=True):
-            group = own.group
-            if not group.scored and group.sinks is None:
-                most = min(most, (len(found) + 1) * group.page_size - 1 + group.unsettled)
-        for tokens in range(most // self._step * self._step, 0, -self._step):
-            counts = [own.group.findable(tokens) for own in self._pages]
-            if any(len(found) < count for found, count in zip(pages, counts, strict=True)):
-                continue
-            kept = tuple(tuple(found[:count]) for found, count in zip(pages, counts, strict=True))
-            if not rules.needs_snapshot(tokens):
-                return Hit(tokens, kept)
-            if below and tokens % self.unit == 0:
-                row, slots = self.snapshot(text, tokens)
-                if all(self._below.lookup(key) for key in (row, *slots)):
-                    return Hit(tokens, kept, row, slots)
+        there = [_There(self, text, number, most, below) for number in range(len(self._pages))]
+        tokens = most // self._step * self._step
+        while tokens > 0:
+            reach = [own.reach(tokens) for own in there]
+            if min(reach, default=tokens) >= tokens:
+                hit = self._hit(text, tokens, there, below)
+                if hit is not None:
+                    return hit
+            tokens = min([tokens - self._step, *reach]) // self._step * self._step
         return self.nothing()
 
-    def _found(self, text: Text, number: int, most: int, below: bool) -> list[Found]:
-        """The first pages of a text that are there, of one group."""
-        pages, found = self._pages[number], []
-        for key in self.keys(text, pages.group, _in_order(pages.group, most)):
-            page, kept = pages.find(key), key
-            if page is None:
-                kept = self.key_below(number, key)
-                if not (below and self._below.takes_pages and self._below.lookup(kept)):
-                    break
-            found.append((page, kept))
-        return found
+    def _hit(self, text: Text, tokens: int, there: Sequence[_There], below: bool) -> Hit | None:
+        """A prefix of which all pages are there; None: it needs a snapshot, and there is none."""
+        kept = tuple(own.pages(tokens) for own in there)
+        if not self._rules.needs_snapshot(tokens):
+            return Hit(tokens, kept)
+        if below and tokens % self.unit == 0:
+            row, slots = self.snapshot(text, tokens)
+            if all(self._below.lookup(key) for key in (row, *slots)):
+                return Hit(tokens, kept, row, slots)
+        return None
+
+    def page(self, number: int, key: Key, below: bool) -> Found | None:
+        """The page of a group that goes by a key."""
+        page = self._pages[number].find(key)
+        if page is not None:
+            return page, key
+        key = self.key_below(number, key)
+        return (None, key) if below and self._below.takes_pages and self._below.lookup(key) else None
+
+    def group(self, number: int) -> Group:
+        return self._pages[number].group
 
     def keys(self, text: Text, group: Group, pages: int) -> list[Key]:
         """The keys of the first pages of a text."""
@@ -116,6 +121,42 @@ class Lookup:
         return tagged(ends[-1], "row"), slots
 
 
-def _in_order(group: Group, tokens: int) -> int:
-    """How many of a text's first pages could be found while it had fewer tokens."""
-    return 0 if group.scored else min(tokens, group.slots) // group.page_size
+class _There:
+    """What is there of one group's pages of a text; each is looked for once."""
+
+    def __init__(self, lookup: Lookup, text: Text, number: int, most: int, below: bool):
+        """most: tokens of a prefix, at most"""
+        self._lookup, self._number, self._below = lookup, number, below
+        self._group = group = lookup.group(number)
+        count = 0 if group.scored else min(most, group.slots) // group.page_size
+        self._keys = lookup.keys(text, group, count)
+        self._found: dict[int, Found | None] = {}
+        self._first = 0  # pages that are all there, where all are needed
+
+    def reach(self, tokens: int) -> int:
+        """`tokens` where all pages are there that a prefix of so many needs; else fewer: all prefixes that are longer, and
+        no longer than this one, need the first that is not."""
+        lacks = self._lacks(tokens)
+        if lacks is None:
+            return tokens
+        return (lacks + 1) * self._group.page_size - 1 + self._group.unsettled
+
+    def _lacks(self, tokens: int) -> int | None:
+        count = self._group.findable(tokens)
+        if self._group.released is not None:
+            places = self._group.read(tokens, count)
+            return next((place for place in places if self._at(place) is None), None)
+        while self._first < count and self._at(self._first) is not None:
+            self._first += 1
+        return self._first if self._first < count else None
+
+    def _at(self, place: int) -> Found | None:
+        if place not in self._found:
+            self._found[place] = self._lookup.page(self._number, self._keys[place], self._below)
+        return self._found[place]
+
+    def pages(self, tokens: int) -> tuple[Found, ...]:
+        """The first pages, all of which are there that are needed."""
+        count = self._group.findable(tokens)
+        needed = set(self._group.read(tokens, count))
+        return tuple((place in needed and self._at(place)) or _HOLE for place in range(count))

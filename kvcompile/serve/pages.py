@@ -10,6 +10,9 @@ A page is in one of four states:
 Taking a page forgets its key, and tells it: what the page holds until it is written may go elsewhere under it. Texts
 give their pages back last page first, so that a prefix goes from its end.
 
+In the table of a text, a page that was given back because the window has left it behind is a hole: page 0, of which
+nobody has a reference.
+
 Source: vLLM v1, whose list of free blocks is its LRU (docs: design/prefix_caching).
 """
 
@@ -19,7 +22,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from kvcompile.layouts.pages import Released
+
 Key = bytes
+HOLE = 0  # stands in a table for a page that was given back
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class Group:
     scored: whether any slot may be written once all are taken, as scores decide
     pages:  that there are, without page 0
     unsettled: newest tokens of a text whose slots may be written when later ones come
+    released: what of a text stays, where pages behind a window are given back; None: all that the slots hold
     """
 
     page_size: int
@@ -39,10 +46,30 @@ class Group:
     sinks: int | None = None
     scored: bool = False
     unsettled: int = 0
+    released: Released | None = None
 
     def pages_for(self, tokens: int) -> int:
-        """Pages of a text that has so many tokens."""
+        """Places in the table of a text that has so many tokens: its pages, and holes."""
         return -(-min(tokens, self.slots) // self.page_size)
+
+    def behind(self, tokens: int) -> range:
+        """The places that are holes once a text has so many tokens."""
+        return range(0) if self.released is None else self.released.behind(tokens, self.page_size)
+
+    def filled(self, tokens: int) -> list[int]:
+        """The places of pages that a text of so many tokens has."""
+        return self.read(tokens, self.pages_for(tokens))
+
+    def read(self, tokens: int, places: int) -> list[int]:
+        """Of the first places, those of pages that are read after so many tokens."""
+        gone = self.behind(tokens)
+        return [*range(min(gone.start, places)), *range(gone.stop, places)]
+
+    def most(self, start: int, end: int, chunk: int, beside: int = 0) -> int:
+        """Pages that a text of `start` tokens has for itself at a time until it has `end`, at most, if these come in pieces
+        of at most `chunk`; beside: pages among them that others have, too."""
+        ever = self.pages_for(end) - len(self.behind(start)) - beside
+        return ever if self.released is None else min(ever, self.released.most(chunk, self.page_size))
 
     def findable(self, tokens: int) -> int:
         """The first pages of a text of so many tokens that are full, and a function of the tokens up to their end."""
@@ -109,7 +136,9 @@ class Pages:
         return page, key
 
     def hold(self, page: int) -> None:
-        """Another text has this page, which is cached or held."""
+        """Another text has this page, which is cached or held; of a hole nothing is held."""
+        if page == HOLE:
+            return
         if not self._references[page]:
             del self._nobodys[page]
             self.cached -= page in self._key
@@ -117,7 +146,7 @@ class Pages:
 
     def release(self, pages: Iterable[int]) -> None:
         """A text gives these back, in the order of its table."""
-        for page in reversed(list(pages)):
+        for page in reversed([page for page in pages if page != HOLE]):
             assert self._references[page] > 0, f"page {page} is nobody's"
             self._references[page] -= 1
             if not self._references[page]:

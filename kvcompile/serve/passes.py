@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcompile.layouts.sharing import unsettled
 from kvcompile.runtime.module import CachedModel
 from kvcompile.serve.capacity import Capacity
 from kvcompile.serve.moves import Copy, Down, Drop, Fork, In, Move, Out, Restore, Snapshot, Up
@@ -31,7 +30,7 @@ class Passes:
         """
         self.module = module
         self.tiers = tiers
-        newest = max((unsettled(decision.layout) for decision in module.plan.decisions), default=0)
+        newest = max((decision.layout.unsettled for decision in module.plan.decisions), default=0)
         pages = [group.pages for group in room.groups]
         self.rows = Rows(module.cache.shape, module.device, room.rows, pages, newest)
         self._on_host: dict[int, dict[str, Tensor]] = {}

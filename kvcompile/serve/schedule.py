@@ -15,7 +15,7 @@ Sources: Kwon et al. 2023, section 4.5 (preemption); Agrawal et al. 2024 (chunks
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvcompile.errors import LimitError
@@ -35,7 +35,7 @@ from kvcompile.serve.moves import (
     Tables,
     Up,
 )
-from kvcompile.serve.pages import Group, Key, Pages
+from kvcompile.serve.pages import HOLE, Group, Key, Pages
 from kvcompile.serve.texts import Rules, State, Text
 from kvcompile.serve.tiers import Below, Tier, Tiers
 
@@ -73,7 +73,7 @@ class Scheduler:
             LimitError: even alone it lacks pages.
         """
         for pages in self.pages:
-            group, wanted = pages.group, pages.group.pages_for(most)
+            group, wanted = pages.group, pages.group.most(0, most, self.rules.chunk)
             if wanted > group.pages:
                 raise LimitError(
                     f"a prompt of {prompt:,} tokens that may come to {most:,} needs {wanted:,} pages of "
@@ -162,7 +162,7 @@ class Scheduler:
         hit, tier = found
         self._take_pages(text, hit, moves)
         if back:
-            moves.append(In(text.id, _frozen(text.tables)))
+            moves.append(In(text.id, self._filled(text)))
             self._came_back(text.id)
         else:
             if text.cached is None and tier is not None:
@@ -196,13 +196,24 @@ class Scheduler:
         holds = len(text.tokens) if self.rules.recomputes else text.most
         for number, pages in enumerate(self.pages):
             held = hit.held(number)
-            shared = [page for page in held if page is not None]
-            idle = sum(not pages.references(page) for page in shared)
-            left = pages.available - idle - (pages.group.pages_for(holds) - len(shared))
-            left -= self._copied(pages, held, hit.tokens, len(text.tokens))
+            others = sum(page is not None and pages.references(page) > 0 for page in held)
+            left = pages.available - pages.group.most(hit.tokens, holds, self.rules.chunk, others)
+            left -= self._copied(pages, held, hit.tokens, len(text.tokens)) + self._promised(number)
             if left < (math.ceil(self.rules.watermark * pages.group.pages) if beside else 0):
                 return False
         return True
+
+    def _promised(self, number: int) -> int:
+        """Pages that running texts do not have yet and were let in with: where pages are given back, no text has all that
+        it needs from the start."""
+        group = self.pages[number].group
+        if group.released is None:
+            return 0
+        lacking = 0
+        for text in self.running:
+            has = len(text.tables[number]) - len(group.behind(text.computed))
+            lacking += max(0, group.most(text.computed, len(text.tokens), self.rules.chunk) - has)
+        return lacking
 
     def _copied(self, pages: Pages, held: Sequence[int | None], start: int, end: int) -> int:
         """Pages of a prefix that others hold, too, and that are copied on the way from `start` to `end`."""
@@ -214,6 +225,9 @@ class Scheduler:
         holds = len(text.tokens) if self.rules.recomputes else text.most
         for number, pages in enumerate(self.pages):
             table, held = text.tables[number], hit.held(number)
+            gone = pages.group.behind(hit.tokens)
+            # A text whose pages are given back takes the others as it comes to them.
+            taken = pages.group.pages_for(holds if pages.group.released is None else hit.tokens)
             for page in held:
                 if page is not None:
                     pages.hold(page)
@@ -222,16 +236,14 @@ class Scheduler:
                     page = self._take(number, moves)
                     moves.append(Up(text.id, number, page, key))
                 table.append(page)
-            while len(table) < pages.group.pages_for(holds):
-                table.append(self._take(number, moves))
+            while len(table) < taken:
+                table.append(HOLE if len(table) in gone else self._take(number, moves))
             # What comes up is found here once a pass has followed it.
             text.registered[number] = held.index(None) if None in held else len(held)
         if hit.row is not None:
-            filled = (
-                table[len(own) : pages.group.pages_for(hit.tokens)]
-                for table, own, pages in zip(text.tables, hit.pages, self.pages, strict=True)
+            moves.append(
+                Restore(text.id, hit.tokens, hit.row, hit.slots, self._partial(text, hit.tokens))
             )
-            moves.append(Restore(text.id, hit.tokens, hit.row, hit.slots, _frozen(filled)))
 
     def _take(self, number: int, moves: list[Move]) -> int:
         """A page of a group, which others may have written: what is found on it goes down first."""
@@ -277,12 +289,13 @@ class Scheduler:
         """Take a text's pages: to the host where there is room, else they are computed again."""
         text.preemptions += 1
         self.preemptions += 1
+        filled = self._filled(text)
         size = self.rules.row_bytes + sum(
-            len(table) * each for table, each in zip(text.tables, self.rules.page_bytes, strict=True)
+            len(own) * each for own, each in zip(filled, self.rules.page_bytes, strict=True)
         )
         # One that has computed nothing since it came in has what it found, which may be found again.
         if text.computed and not text.fresh and size <= self._host_room:
-            moves.append(Out(text.id, _frozen(text.tables)))
+            moves.append(Out(text.id, filled))
             self._on_host[text.id] = size
             self._below.limit(self._host_room)
             text.swapped += size
@@ -323,14 +336,22 @@ class Scheduler:
         start, text.computed, text.fresh = text.computed, end, False
         if text.in_chunk and text.whole == start and end - start == self.rules.chunk:
             text.whole = end
-        if not self.rules.shares:
-            return None
+        snapshot = self._register(text, end) if self.rules.shares else None
+        for pages, table in zip(self.pages, text.tables, strict=True):
+            for place in range(pages.group.behind(start).stop, pages.group.behind(end).stop):
+                pages.release([table[place]])
+                table[place] = HOLE
+        return snapshot
+
+    def _register(self, text: Text, end: int) -> Snapshot | None:
         until = text.whole if self.rules.chunks else end
         for number, pages in enumerate(self.pages):
+            table = text.tables[number]
             count = min(pages.group.findable(end), pages.group.findable(until))
             keys = self._lookup.keys(text, pages.group, count)
             for place in range(text.registered[number], count):
-                pages.register(text.tables[number][place], keys[place])
+                if table[place] != HOLE:
+                    pages.register(table[place], keys[place])
             text.registered[number] = max(count, text.registered[number])
         return self._snapshot(text, end) if text.in_chunk and until == end else None
 
@@ -342,11 +363,21 @@ class Scheduler:
         row, slots = self._lookup.snapshot(text, end)
         if all(self._below.lookup(key) for key in (row, *slots[-1:])):
             return None
-        filled = (
-            table[pages.group.findable(end) : pages.group.pages_for(end)]
+        return Snapshot(text.id, end - unit, end, row, slots, self._partial(text, end))
+
+    def _filled(self, text: Text) -> Tables:
+        """The pages that hold something of a text."""
+        return tuple(
+            tuple(table[place] for place in pages.group.filled(text.computed))
             for table, pages in zip(text.tables, self.pages, strict=True)
         )
-        return Snapshot(text.id, end - unit, end, row, slots, _frozen(filled))
+
+    def _partial(self, text: Text, tokens: int) -> Tables:
+        """Of the pages that hold something of a text's first tokens, those that are found by no key."""
+        return tuple(
+            tuple(table[place] for place in own.group.filled(tokens) if place >= own.group.findable(tokens))
+            for table, own in zip(text.tables, self.pages, strict=True)
+        )
 
     def chosen(self, id: int, token: int) -> None:
         """The next token of a text, all of whose others are computed."""
@@ -387,7 +418,3 @@ class Scheduler:
             text.whole, text.cached = source.whole, source.computed
             forks.append(Fork(id, text.id, tuple(moves)))
         return forks
-
-
-def _frozen(tables: Iterable[Iterable[int]]) -> Tables:
-    return tuple(tuple(table) for table in tables)

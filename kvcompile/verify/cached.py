@@ -148,9 +148,14 @@ def cached_run(
         }
         for group in groups:
             own = pages[group.layers[0]]
-            taken = [group.pages_for(max(0, length)) for length in (positions[:, -1] + 1).tolist()]
-            has = torch.arange(own.shape[1], device=device) < torch.tensor(taken, device=device)[:, None]
-            inputs[group.name] = torch.where(has, own, 0)
+            has = torch.zeros(own.shape, dtype=torch.bool)
+            ends = (positions[:, -1] + 1).tolist()
+            for row, seen, end in zip(has, seq_lens.tolist(), ends, strict=True):
+                row[: group.pages_for(max(0, end))] = True
+                if group.released is not None:  # pages behind the window may be another sequence's by now
+                    gone = group.released.behind(max(0, seen), group.page_size)
+                    row[gone.start : gone.stop] = False
+            inputs[group.name] = torch.where(has.to(device), own, 0)
         wanted = None if keep is None else keep[(keep >= start) & (keep < start + size)] - start
         fewer = wanted is not None and "logits_to_keep" in inputs
         if fewer:

@@ -48,7 +48,7 @@ def shrink(plan: Plan) -> Plan:
         keys, values = _settling(decision.layout.keys), _settling(decision.layout.values)
         placement = decision.layout.placement
         if isinstance(placement, Paged):
-            placement = Paged(_SMALL_PAGE)  # several for a sequence
+            placement = Paged(_SMALL_PAGE, released=placement.released)  # several for a sequence
         selection = decision.layout.selection.small(_SMALL_PAGE, _SMALL_PAGES)
         layout = replace(
             decision.layout,

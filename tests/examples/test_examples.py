@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -139,10 +140,14 @@ def test_smollm2_says_the_same_on_onnx_runtime(
 @needs_smollm2
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("example", ["serve_ray"], indirect=True)
-def test_replicas_find_what_they_have_seen(example: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
+def test_replicas_find_what_they_have_seen() -> None:
+    """As a script: what a script defines goes to the replicas with it."""
     pytest.importorskip("ray")
-    assert example.main(["--demo", "--no-compile", "--port", "0", "--memory", "64MiB"]) == 0
-    rows = [line for line in capfd.readouterr().out.splitlines() if "tokens found" in line]
+    options = ["--demo", "--no-compile", "--port", "0", "--memory", "64MiB"]
+    ran = subprocess.run(
+        [sys.executable, EXAMPLES / "serve_ray.py", *options], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    rows = [line for line in ran.stdout.splitlines() if "tokens found" in line]
     found = [int(row.split()[1]) for row in rows]
     assert len(found) == 9 and found[:3] == [0, 0, 0] and min(found[3:]) >= 64, rows

@@ -40,6 +40,19 @@ RECIPES: dict[str, Any] = {
             "placement": {"kind": "paged", "page_size": 8},
         }
     },
+    "released": {
+        "cache": {
+            "retention": {"kind": "sink_window", "sinks": 3, "window": 11},
+            "placement": {"kind": "paged", "page_size": 8, "released": True},
+        }
+    },
+    "released, in full beside": {
+        "cache": {
+            "keys": {"dtype": "int8", "residual": 5},
+            "retention": {"kind": "sink_window", "sinks": 9, "window": 13},
+            "placement": {"kind": "paged", "page_size": 8, "released": True},
+        }
+    },
     "h2o in pages": {
         "cache": {
             "retention": {"kind": "h2o", "sinks": 2, "recent": 8, "heavy": 14},
@@ -59,6 +72,19 @@ RECIPES: dict[str, Any] = {
             }
         ],
     },
+}
+OWN = "released windows of the model"
+RECIPES[OWN] = {
+    "cache": {"placement": {"kind": "paged", "page_size": 8}},
+    "layers": [
+        {
+            "where": {"attention": "sliding"},
+            "cache": {
+                "retention": {"kind": "window"},
+                "placement": {"kind": "paged", "page_size": 8, "released": True},
+            },
+        }
+    ],
 }
 MODELS = ["mistral", "gemma2", "gpt2", "bloom", "deepseek_v3", "bamba", "lfm2", "gpt_oss", "nanogpt"]
 
@@ -158,14 +184,23 @@ RECIPES["few pages, int4"] = {
 }
 
 
+RECIPES["few pages, released"] = {
+    "cache": {
+        "retention": {"kind": "sink_window", "sinks": 3, "window": 21},
+        "placement": {**FEW["cache"]["placement"], "released": True},
+    }
+}
+
+
+@pytest.mark.parametrize("recipe", ["few pages", "few pages, released"])
 @pytest.mark.parametrize("host", [0, 1 << 20], ids=["computed again", "swapped"])
-def test_texts_that_give_up_their_pages(host: int) -> None:
-    stats = compare("llama", "few pages", seed=3, host_memory=host).stats()
+def test_texts_that_give_up_their_pages(host: int, recipe: str) -> None:
+    stats = compare("llama", recipe, seed=3, host_memory=host).stats()
     assert stats.preemptions > 0 and (stats.swapped_bytes > 0) == (host > 0)
     assert (stats.recomputed_tokens > 0) == (host == 0)
 
 
-@pytest.mark.parametrize("recipe", ["few pages", "few pages, int4", "kivi in pages"])
+@pytest.mark.parametrize("recipe", ["few pages", "few pages, int4", "few pages, released", "kivi in pages"])
 def test_swapped_texts_give_the_same_bits(recipe: str) -> None:
     """What goes to the host and comes back is what never went.
 
@@ -192,7 +227,7 @@ def test_swapped_texts_give_the_same_bits(recipe: str) -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if not name.startswith("few")])
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if not name.startswith("few") and name != OWN])
 def test_every_layout(recipe: str) -> None:
     compare("llama", recipe, seed=1)
 
@@ -200,6 +235,11 @@ def test_every_layout(recipe: str) -> None:
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_kind_of_model(kind: str) -> None:
     compare(kind, "paged", seed=2)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "gpt_oss"])
+def test_windows_of_models_that_are_released(kind: str) -> None:
+    assert compare(kind, OWN, seed=2).stats().found_device_tokens > 0
 
 
 def test_latent_rows_in_packed_steps() -> None:

@@ -170,7 +170,7 @@ def test_compiled_regions_give_the_same() -> None:
     found = []
     for mode in ("none", "default"):
         fast = kvcompile.optimize(model, "paged_int8", compile={"mode": mode}, **settings)
-        passes = Passes(fast, capacity(fast.plan, fast.cache.shape, fast.device, 4, None), Tiers())
+        passes = Passes(fast, capacity(fast.plan, fast.cache.shape, fast.device, 4, None, 16), Tiers())
         whole = [Text(n, (n, 0), prompt, len(prompt), b"") for n, prompt in enumerate(prompts[-3:])]
         for text in whole:
             text.tables = [[1 + 5 * text.id + page for page in range(5)]]

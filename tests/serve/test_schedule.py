@@ -22,7 +22,8 @@ from hypothesis.stateful import (
 )
 
 from kvcompile.errors import LimitError
-from kvcompile.serve.lookup import Lookup
+from kvcompile.layouts.pages import Released as Behind
+from kvcompile.serve.lookup import Lookup, _There
 from kvcompile.serve.moves import Down, Fork, Out, Snapshot, StepPlan
 from kvcompile.serve.pages import Group, Key, Pages
 from kvcompile.serve.prefix import Chain, root
@@ -73,7 +74,7 @@ class Served(RuleBasedStateMachine):
         try:
             self.scheduler.check(len(prompt), most)
         except LimitError:
-            assert any(g.pages_for(most) > g.pages for g in self.groups)
+            assert any(g.most(0, most, self.goes_by.chunk) > g.pages for g in self.groups)
             return
         first = self.number
         for index in range(texts):
@@ -230,10 +231,41 @@ class Summed(Scored):
     goes_by = replace(Scored.goes_by, in_order=True)
 
 
+class Released(Served):
+    """A window that gives back its pages beside layers that keep every token."""
+
+    groups = (Group(4, 64, 14), Group(4, 64, 8, released=Behind(3, 7)))
+    goes_by = replace(Served.goes_by, page_bytes=(1, 1))
+
+
+class ReleasedAlone(Served):
+    """Texts of 40 tokens in five pages."""
+
+    groups = (Group(4, 64, 5, released=Behind(0, 6)),)
+
+
+class ReleasedSwapped(Released):
+    goes_by = replace(Released.goes_by, host_bytes=12, shares=False)
+
+
+class ReleasedLowered(Released):
+    goes_by = replace(Released.goes_by, host_bytes=6)
+    room = 12
+
+
+class ReleasedSettling(Served):
+    """And the newest tokens in full beside."""
+
+    groups = (Group(4, 64, 9, unsettled=3, released=Behind(5, 6)),)
+    goes_by = replace(Served.goes_by, until=0, host_bytes=7, chunk=4, aligned=4)
+    room = 12
+
+
 QUICK = settings(max_examples=80, stateful_step_count=30, deadline=None)
 UNSHRUNK = settings(QUICK, max_examples=3000, phases=[Phase.generate], database=None, derandomize=True)
 CASES = [
     *(Served, Swapped, Ringed, Aligned, Kept, Rowed, Lowered, LoweredRing, Settling, Pieced, Scored, Summed),
+    *(Released, ReleasedAlone, ReleasedSwapped, ReleasedLowered, ReleasedSettling),
 ]
 
 
@@ -420,6 +452,46 @@ def _moved_texts_go_on(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepPlan, "moved", ())
 
 
+def _released_early(patch: pytest.MonkeyPatch) -> None:
+    """A page is given back of which the next token sees one."""
+    inner = Behind.behind
+
+    def behind(self: Behind, tokens: int, page_size: int) -> range:
+        return inner(self, tokens + 1, page_size)
+
+    patch.setattr(Behind, "behind", behind)
+
+
+def _sinks_released(patch: pytest.MonkeyPatch) -> None:
+    """The last page of the sinks is not only theirs, and goes."""
+    inner = Behind.behind
+
+    def behind(self: Behind, tokens: int, page_size: int) -> range:
+        return inner(replace(self, sinks=self.sinks // page_size * page_size), tokens, page_size)
+
+    patch.setattr(Behind, "behind", behind)
+
+
+def _sinks_not_looked_for(patch: pytest.MonkeyPatch) -> None:
+    """A prefix is found without the page of the sinks."""
+    inner = _There.__init__
+
+    def init(self: _There, *of: Any) -> None:
+        inner(self, *of)
+        if self._group.released is not None:
+            self._group = replace(self._group, released=replace(self._group.released, sinks=0))
+
+    patch.setattr(_There, "__init__", init)
+
+
+def _holes_are_held(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("kvcompile.serve.pages.HOLE", -1)
+
+
+def _holes_are_swapped(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Group, "filled", lambda self, tokens: list(range(self.pages_for(tokens))))
+
+
 BREAKS = [
     (_no_copies, Served),
     (_found_early, Served),
@@ -438,6 +510,11 @@ BREAKS = [
     (_in_any_pieces, Aligned),
     (_in_any_pieces, Summed),
     (_damaged_is_taken, Lowered),
+    (_released_early, Released),
+    (_sinks_released, Released),
+    (_sinks_not_looked_for, Released),
+    (_holes_are_held, Released),
+    (_holes_are_swapped, ReleasedSwapped),
 ]
 
 

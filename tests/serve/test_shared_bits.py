@@ -15,7 +15,7 @@ from kvcompile.errors import PlanError
 from kvcompile.runtime.module import CachedModel
 from kvcompile.serve import Engine, Sampling
 from kvcompile.serve.stats import Stats
-from tests.serve.test_numerics import CHUNK, RECIPES, module, texts
+from tests.serve.test_numerics import CHUNK, OWN, RECIPES, module, texts
 from tests.support.serving import Stepped
 
 SAMPLING = Sampling(max_tokens=6, ignore_eos=True)
@@ -42,8 +42,11 @@ RECIPES |= {
 FOUND = [
     ("llama", recipe)
     for recipe in RECIPES
-    if recipe not in ("h2o", "snapkv", "h2o in pages", "few pages, int4")
-] + [(kind, "paged") for kind in ("bamba", "lfm2", "gpt_oss", "gemma2")]
+    if recipe not in ("h2o", "snapkv", "h2o in pages", "few pages, int4", "few pages, released", OWN)
+] + [
+    *((kind, "paged") for kind in ("bamba", "lfm2", "gpt_oss", "gemma2")),
+    *((kind, OWN) for kind in ("mistral", "gpt_oss", "gemma2")),
+]
 
 
 def spoil(engine: Stepped) -> None:
@@ -118,7 +121,7 @@ def test_nothing_of_prompts_in_one_piece_is_shared() -> None:
             Engine(module("llama", recipe), prefix_cache="on")
 
 
-@pytest.mark.parametrize("recipe", ["few pages", "kivi in pages", "scored, bounded"])
+@pytest.mark.parametrize("recipe", ["few pages", "few pages, released", "kivi in pages", "scored, bounded"])
 @pytest.mark.parametrize("stored", [False, True], ids=["host", "store"])
 def test_what_was_evicted_gives_the_same_bits(recipe: str, stored: bool, tmp_path: Path) -> None:
     """Texts of other talks come between, so that no page of the first is left in the pool."""

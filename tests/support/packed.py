@@ -18,7 +18,7 @@ from kvcompile.kernels.ops.cached_attention_packed import cached_attention_packe
 from kvcompile.kernels.spec import Share
 from kvcompile.layouts import AllTokens, InKeys, Paged
 from kvcompile.layouts.packing import unpacked
-from tests.support.runner import shuffled
+from tests.support.runner import known, shuffled
 from tests.support.triton_attention import LIMIT, STORAGES, Case, Pick, case_of
 
 Step = tuple[
@@ -49,7 +49,8 @@ def packed_case(pick: Pick, kernels: str = "reference") -> Case:
     values = case.layout.values
     if not isinstance(values, InKeys):
         values = pick([s for s in storages if not s.check(case.dims[1])])
-    placement = Paged(pick((8, 16, 24, 32)))
+    released = case.layout.retention.window is not None and pick((False, True))
+    placement = Paged(pick((8, 16, 24, 32)), released=released)
     layout = replace(case.layout, keys=keys, values=values, placement=placement, selection=AllTokens())
     assert layout.check() is None and unpacked(layout) is None
     case = replace(case, layout=layout)
@@ -124,7 +125,7 @@ class _Given:
         self.who, self.sizes = (torch.tensor(numbers) for numbers in zip(*step, strict=True))
         self.seen = seen[self.who]
         self.ends = self.seen + self.sizes
-        self.tables = _known(case.layout, table[self.who], self.ends)
+        self.tables = known(case.layout, table[self.who], self.seen, self.ends)
         self.parts = [slice(a, b) for a, b in zip(self.seen.tolist(), self.ends.tolist(), strict=True)]
 
     def packed(self, buffers: list[Tensor], spec: str) -> Tensor:
@@ -208,13 +209,6 @@ def _rows(case: Case, buffers: Sequence[Tensor], who: Tensor) -> list[Tensor]:
     """The buffers, those in no page of these sequences alone."""
     sizes = case.layout.buffers(case.heads[1], *case.dims, case.dtype, LIMIT + 2)
     return [x if spec.paged else x[who] for spec, x in zip(sizes, buffers, strict=True)]
-
-
-def _known(layout: Any, table: Tensor, lengths: Tensor) -> Tensor:
-    """Tables with the pages of so many tokens alone."""
-    size = layout.placement.page_size
-    held = lengths.clamp(max=layout.slots(LIMIT + 2))
-    return table.where(torch.arange(table.shape[1]) * size < held[:, None], 0)
 
 
 def _bits(x: Tensor) -> Tensor:

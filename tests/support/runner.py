@@ -81,10 +81,7 @@ def run(
                 _seen(x, kind, part, span) for kind, x in zip(kinds, extra["leaves"], strict=True)
             ]
         if size:
-            lengths = (positions[:, -1] + 1).clamp(0, layout.slots(limit))
-            step["page_table"] = table.where(
-                torch.arange(table.shape[1], device=device) * size < lengths[:, None], 0
-            )
+            step["page_table"] = known(layout, table, seq_lens, positions[:, -1] + 1)
         new = [x[:, :, part] for x in qkv]
         outs.append(
             ops.cached_attention(*new, buffers, positions, seq_lens, list(rope), span, spec.to_json(), **step)
@@ -105,6 +102,20 @@ def _seen(leaf: Tensor, kind: str, part: slice, span: int) -> Tensor:
     if kind == "key":
         return leaf[:, :span]
     return leaf[:, part] if kind == "query" else leaf[:, part, :span]
+
+
+def known(layout: CacheLayout, table: Tensor, seen: Tensor, ends: Tensor) -> Tensor:
+    """The table [B, pages] as sequences have it that had `seen` tokens [B] and come to `ends` [B]: pages that no token has
+    come to, and those that are given back, are 0."""
+    assert isinstance(layout.placement, Paged)
+    size = layout.placement.page_size
+    place = torch.arange(table.shape[1], device=table.device)
+    has = place * size < ends.clamp(0, layout.slots(table.shape[1] * size))[:, None]
+    if layout.released is not None:
+        gone = [layout.released.behind(max(0, count), size) for count in seen.tolist()]
+        for row, own in zip(has, gone, strict=True):
+            row[own.start : own.stop] = False
+    return table.where(has, 0)
 
 
 def shuffled(layout: CacheLayout, batch: int, tokens: int, seed: int = 0) -> Tensor:

@@ -100,6 +100,7 @@ class Shadow:
                 case Drop(text):
                     self.rows.pop(text, None)
                 case Out(text, tables):
+                    assert all(map(all, tables)), "nobody's page goes to the host"
                     self.host[text] = (
                         [[dict(self.slots[g].get(page, {})) for page in t] for g, t in enumerate(tables)],
                         self.rows[text],
@@ -108,13 +109,14 @@ class Shadow:
                     pages, row = self.host.pop(text)
                     self.rows[text] = row
                     for number, (table, kept) in enumerate(zip(tables, pages, strict=True)):
-                        for page, held in zip(table, kept, strict=False):
+                        for page, held in zip(table, kept, strict=True):
                             self.slots[number][page] = held
                 case Down(group, page, key):
                     self.below.store(key, dict(self.slots[group][page]))
                 case Up(_, group, page, key):
                     self.slots[group][page] = dict(self.below.at_hand[key])
                 case Restore(text, _, row, slots, pages):
+                    assert all(map(all, pages)), "nobody's page is filled"
                     fixed, filled = self.below.at_hand[row]
                     self.rows[text] = Row(fixed)
                     for key in slots:
@@ -179,7 +181,9 @@ class Shadow:
 
     def _read(self, text: Text, number: int, group: Group, start: int) -> None:
         table = text.tables[number]
-        assert 0 not in table and len(set(table)) == len(table)
+        has = [page for page in table if page]
+        assert len(set(has)) == len(has)
+        assert {place for place, page in enumerate(table) if not page} == set(group.behind(start))
         if group.scored and start > group.slots:  # scores have chosen: every slot depends on all of the text
             for slot in range(group.slots):
                 held = self.slots[number][table[slot // group.page_size]][slot % group.page_size]
@@ -190,6 +194,8 @@ class Shadow:
         for position in range(max(start - group.unsettled, 0)):
             if group.sinks is not None and group.sinks <= position < start - (group.slots - group.sinks):
                 continue
+            if (own := group.released) is not None and own.sinks <= position <= start - own.window:
+                continue  # what no query from `start` on sees
             slot = self.slot(group, position)
             held = self.slots[number][table[slot // group.page_size]][slot % group.page_size]
             assert held == self.held(text, number, position), f"text {text.id} reads another's slot {slot}"

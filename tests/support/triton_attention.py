@@ -197,6 +197,8 @@ def case_of(pick: Pick, scored: bool, kernels: str = "triton") -> Case:
     before = retention.in_cache or pick((False, False, False, False, True))
     own = [Slots()] if scored else [Contiguous(), *([Ring()] if retention.window else [])]
     own += [*own, Paged(8), Paged(16), Paged(24), Paged(32)]
+    if retention.window:
+        own += [Paged(8, released=True), Paged(16, released=True)]
 
     def placed(keys: Storage, values: Storage) -> list[CacheLayout]:
         layouts = [CacheLayout(keys, values, placement, retention, before) for placement in own]

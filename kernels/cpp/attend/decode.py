@@ -11,7 +11,7 @@ import numpy as np
 
 from kvcompile.kernels.cpp.attend.expression import leaves_of
 from kvcompile.kernels.cpp.attend.side import side_text
-from kvcompile.kernels.cpp.attend.slots import slots_text
+from kvcompile.kernels.cpp.attend.slots import lowest, slots_text
 from kvcompile.kernels.cpp.attend.values import MODELS
 from kvcompile.kernels.cpp.render import real, rendered
 from kvcompile.kernels.cpp.spec import CppSpec
@@ -72,6 +72,7 @@ def generate(spec: CppSpec) -> str:
         expression=score.mod is not None,
         finishes=finishes,
         writes=site.share in ("none", "first"),
+        skips="chosen" not in spec.options and lowest(spec, "query") is not None,
         slots=slots_text(spec, places, finishes, query_place.replace("state.query(at.batch)", "length - 1")),
         sides=sides,
     )

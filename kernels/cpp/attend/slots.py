@@ -28,6 +28,7 @@ def slots_text(spec: CppSpec, places: bool, finishes: bool, query_place: str) ->
         if retention.by_score
         else printed(layout.token_at, {sy.slot: "slot_", sy.length: "length"}),
         visible=_visible(spec),
+        low=None if "chosen" in spec.options else lowest(spec, "query"),
         places=places,
         ranked=retention.by_score and retention.in_cache and places,
         in_cache=retention.in_cache,
@@ -40,6 +41,22 @@ def slots_text(spec: CppSpec, places: bool, finishes: bool, query_place: str) ->
         leaves=() if score.mod is None else sorted(expression.read(score.mod)),
         query_place=query_place,
     )
+
+
+def lowest(spec: CppSpec, query: str) -> str | None:
+    """The first slot that a query sees besides those of the sinks, where slots stand in the order of tokens and a window
+    hides the first; may be negative. None: there is no such window, or no such order."""
+    mask, retention = spec.site.mask, spec.layout.retention
+    if not spec.layout.in_order:
+        return None
+    found = [] if retention.window is None else [f"{query} - {retention.window - 1}"]
+    if mask.window is not None and mask.kind == "chunked":
+        found.append(f"{query} / {mask.window} * {mask.window}")
+    elif mask.window is not None:
+        found.append(f"{query} - {mask.window - 1}")
+    if not found:
+        return None
+    return found[0] if len(found) == 1 else f"std::max<int64_t>({', '.join(found)})"
 
 
 def _visible(spec: CppSpec) -> str:

@@ -46,6 +46,20 @@ CASES = {
     "half": Case(CacheLayout(), (3, 1), (32, 32), torch.bfloat16, score=ALL, chunks=ONES),
     "int8": Case(CacheLayout(int8(), int8()), (4, 2), (24, 16), torch.float16, chunks=ONES),
     "pages": Case(CacheLayout(uint(4, 16), fp8(scale="none"), Paged(16)), (5, 1), (80, 32), chunks=ONES),
+    "released": Case(
+        CacheLayout(int8(), int8(), Paged(16, released=True), SinkWindow(3, 70)),
+        (4, 2),
+        mask=MaskSpec("sliding", 90),
+        chunks=(200, 1, 1, 26, 1, 1),
+        pads=(0, 41),
+    ),
+    "released, many sinks": Case(
+        CacheLayout(int8(), uint(4, 16), Paged(8, released=True), SinkWindow(70, 20, "in_cache")),
+        (2, 1),
+        rotary=RotaryForm("half", 0, 16),
+        chunks=(120, 1, 110, 1, 1),
+        pads=(0, 9),
+    ),
     "pages by turns": Case(
         CacheLayout(placement=Paged(32)), (4, 2), (48, 16), score=SINKS, chunks=(20, 1, 1)
     ),

@@ -35,6 +35,9 @@ SITES = {
     "plain": SiteSpec(CacheLayout(), 0.125, rotary=ROPE),
     "int8": SiteSpec(CacheLayout(int8(), int8()), 0.125),
     "pages": SiteSpec(CacheLayout(uint(4, 32), uint(4, 32), Paged(16)), 0.125),
+    "released": SiteSpec(
+        CacheLayout(placement=Paged(16, released=True), retention=SinkWindow(4, 508)), 0.125
+    ),
     "ring": SiteSpec(CacheLayout(mxfp4(), int8(), Ring(), SinkWindow(4, 60, "in_cache")), 0.125, rotary=ROPE),
     "kivi": SiteSpec(CacheLayout(per_channel(2, 32, 128), with_residual(uint(2, 32), 128)), 0.125),
     "scored": SiteSpec(

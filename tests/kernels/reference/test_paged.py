@@ -29,6 +29,7 @@ from kvcompile.layouts import (
     Full,
     Paged,
     Ring,
+    Scored,
     SinkWindow,
     Window,
     float_dtype,
@@ -78,7 +79,7 @@ HQ, HKV, D, DV = 4, 2, 64, 32
 
 
 def without_pages(layout: CacheLayout) -> CacheLayout:
-    placement = Contiguous() if layout.retention.window is None else Ring()
+    placement = Contiguous() if layout.retention.window is None or layout.released else Ring()
     return CacheLayout(layout.keys, layout.values, placement, layout.retention)
 
 
@@ -103,6 +104,18 @@ def test_pages_change_nothing(storage: Any, retention: Any) -> None:
         assert storage.channelwise and (retention.window or 12 % storage.group)
         return
     for chunks in ([40], [13, 1, 1, 20, 1, 4], [11, *[1] * 14]):
+        same(layout, chunks, [0, 9, 3])
+
+
+@pytest.mark.parametrize("retention", [r for r in RETENTIONS if r.window is not None], ids=str)
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
+def test_pages_behind_a_window_are_not_missed(storage: Any, retention: Any) -> None:
+    layout = CacheLayout(storage, storage, Paged(12, released=True), retention)
+    if layout.check():
+        assert (storage.channelwise and 12 % storage.group) or layout.unsettled >= retention.window
+        return
+    assert layout.in_order and not layout.bounded
+    for chunks in ([40], [13, 1, 1, 20, 1, 4], [11, *[1] * 34]):
         same(layout, chunks, [0, 9, 3])
 
 
@@ -204,6 +217,15 @@ def test_names_and_axes() -> None:
         (CacheLayout(values=with_hadamard(per_channel(2, 64, 64)), placement=Paged(16)), "use 64"),
         (CacheLayout(per_channel(4, 16, 16), placement=Paged(16), retention=Window(9)), "order of tokens"),
         (CacheLayout(placement=Paged(16, 3), retention=SinkWindow(4, 60)), "takes 4 pages of 16 tokens"),
+        (CacheLayout(placement=Paged(16, released=True)), "retention 'full' has not: leave out released"),
+        (
+            CacheLayout(placement=Paged(16, released=True), retention=Scored(1, 2, 3)),
+            "keeps tokens wherever they are: leave out released",
+        ),
+        (
+            CacheLayout(per_channel(4, 8, 16), placement=Paged(16, released=True), retention=Window(16)),
+            "the newest 16 tokens come to their pages late",
+        ),
     ],
     ids=str,
 )
