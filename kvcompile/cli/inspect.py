@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,9 @@ from kvcompile.cli.common import (
     show,
     waiting,
 )
+
+if TYPE_CHECKING:
+    from kvcompile.report.estimate.cluster import ClusterEstimate
 
 
 @command
@@ -73,6 +76,19 @@ def estimate(
         str | None, typer.Option(help="Memory for the cache alone, such as 24GiB: say what fits in it.")
     ] = None,
     dtype: Dtype = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, help="Count weights, too, on so many devices, and bound the speed of decoding."),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="Of which kind: a100, h100, h200, b200, l4, l40s, rtx4090, rtx5090.")
+    ] = "h100",
+    parallel: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="tensor=8 or stages=2, repeatable: devices of one replica; the others are more replicas."
+        ),
+    ] = None,
     json: Json = False,
     settings: Settings = None,
     scales: ScalesFile = None,
@@ -80,16 +96,33 @@ def estimate(
 ) -> None:
     """Say what a recipe's cache costs for a model, from its config alone: no weights are read.
 
+    With --devices, --recipe all compares the shipped ones, and --memory is that of one device.
+
     Example: kvcompile estimate --config Llama-3.1-8B/config.json --recipe int8 --tokens 32768 --memory 24GiB
+
+    Example: kvcompile estimate --config Llama-3.1-70B --recipe all --devices 8 --parallel tensor=8 --tokens 32768
     """
     if model is not None and config is not None:
         raise typer.BadParameter("give --model or --config, not both")
     overrides = overrides_from(settings, scales)
+    source = config or model or "smollm2"
+    if devices is not None:
+        with waiting("reading the config"):
+            found = _on_devices(
+                source, recipe, device, memory, devices, _sizes(parallel), batch, tokens, dtype, overrides
+            )
+        if json:
+            typer.echo(jsonlib.dumps(found.to_dict(), indent=2))
+        else:
+            show(found)
+        return
+    if parallel:
+        raise typer.BadParameter("--parallel is for --devices: say how many there are")
     with waiting("reading the config"):
         from kvcompile.report.estimate import estimate as run
 
         cost = run(
-            config or model or "smollm2",
+            source,
             recipe,
             batch=batch,
             tokens=tokens,
@@ -101,6 +134,48 @@ def estimate(
         typer.echo(jsonlib.dumps(cost.to_dict(), indent=2))
     else:
         show(cost)
+
+
+def _sizes(parallel: list[str] | None) -> dict[str, int]:
+    """tensor=8, stages=2 as a dict."""
+    found = {}
+    for each in parallel or []:
+        name, equals, size = each.partition("=")
+        if name not in ("tensor", "stages") or not equals or not size.isdecimal():
+            raise typer.BadParameter(f"--parallel: expected tensor=8 or stages=2, got {each!r}")
+        found[name] = int(size)
+    return found
+
+
+def _on_devices(
+    source: str,
+    recipe: str,
+    device: str,
+    memory: str | None,
+    devices: int,
+    parallel: dict[str, int],
+    batch: int | None,
+    tokens: int | None,
+    dtype: str | None,
+    overrides: dict[str, Any],
+) -> ClusterEstimate:
+    from kvcompile.recipe import shipped_recipes
+    from kvcompile.report.estimate.cluster import estimate_cluster
+    from kvcompile.report.estimate.machines import machine
+
+    # One that chooses for a memory budget would be one of the others.
+    names = [name for name in shipped_recipes() if name != "auto"] if recipe == "all" else [recipe]
+    return estimate_cluster(
+        source,
+        names,
+        machine(device, memory),
+        devices=devices,
+        parallel=parallel,
+        batch=batch or 1,
+        tokens=tokens,
+        dtype=dtype,
+        **overrides,
+    )
 
 
 @command

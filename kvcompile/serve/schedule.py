@@ -241,9 +241,7 @@ class Scheduler:
             # What comes up is found here once a pass has followed it.
             text.registered[number] = held.index(None) if None in held else len(held)
         if hit.row is not None:
-            moves.append(
-                Restore(text.id, hit.tokens, hit.row, hit.slots, self._partial(text, hit.tokens))
-            )
+            moves.append(Restore(text.id, hit.tokens, hit.row, hit.slots, self._partial(text, hit.tokens)))
 
     def _take(self, number: int, moves: list[Move]) -> int:
         """A page of a group, which others may have written: what is found on it goes down first."""

@@ -188,7 +188,9 @@ class Builder:
             added = self.whole(form.added)
             locals_ = [
                 self._described(graph.call_function(aten.add.Tensor, (total, bias)), node, rank)
-                for rank, (graph, total, bias) in enumerate(zip(self.built.graphs, locals_, added, strict=True))
+                for rank, (graph, total, bias) in enumerate(
+                    zip(self.built.graphs, locals_, added, strict=True)
+                )
             ]
         self.built.moved.append(("sum", node))
         self.built.rows.add(node)
@@ -252,7 +254,9 @@ class Builder:
         path = str(node.target)
         name = path
         if not is_whole(placement):
-            taken = sum(piece.path == path and not is_whole(piece.placement) for piece in self.built.pieces.values())
+            taken = sum(
+                piece.path == path and not is_whole(piece.placement) for piece in self.built.pieces.values()
+            )
             name = f"{path.replace('.', '_')}_part_{taken}"
         self.built.pieces[name] = Piece(path, placement)
         made = []
@@ -284,7 +288,9 @@ class Builder:
                     assert place is not None
                     made.append(graph.call_function(aten.slice.Tensor, (value, dim, *place)))
             else:
-                index = self._index([self._tensor(cut.indices(rank), node) for rank in range(self.ranks)], node)
+                index = self._index(
+                    [self._tensor(cut.indices(rank), node) for rank in range(self.ranks)], node
+                )
                 for graph, value, at in zip(self.built.graphs, own, index, strict=True):
                     made.append(graph.call_function(aten.index_select.default, (value, dim, at)))
             for rank, new in enumerate(made):
@@ -383,4 +389,3 @@ def told(node: Node) -> str:
     """Where a call is, for people."""
     where = ", ".join(part for part in (module_path(node), source_line(node)) if part)
     return f"{target_name(node)} ({where})" if where else f"{target_name(node)} {node.name}"
-

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvcompile.decide.known import KnownModel, KnownSite
     from kvcompile.original.model_config import LayerShape, ModelShape
     from kvcompile.plan import Plan
+    from kvcompile.recipe import Recipe
 
 
 def plan_for(
@@ -39,13 +40,27 @@ def plan_for(
             return made, shape
     else:
         made, shape = None, shape_of(source)
-    loaded = Recipe.load("baseline" if recipe is None else recipe, **overrides)
-    if loaded.auto is not None:
-        given = loaded.auto.model_fields_set
-        missing = {key: value for key, value in asked.items() if value is not None and key not in given}
-        loaded = Recipe.load(loaded, auto=missing)
+    loaded = _told(Recipe.load("baseline" if recipe is None else recipe, **overrides), asked)
     chosen: torch.dtype = getattr(torch, dtype_name(dtype or shape.dtype or "bfloat16"))
     return make_plan(known_model(shape, chosen, made, _device(source)), loaded), shape
+
+
+def plan_of_shape(shape: ModelShape, dtype: str, recipe: Recipe, asked: Mapping[str, int | None]) -> Plan:
+    """The plan of shapes that no model need have, such as one rank's; asked: as `plan_for` has it."""
+    import torch
+
+    from kvcompile.decide import make_plan
+
+    return make_plan(known_model(shape, getattr(torch, dtype), None, None), _told(recipe, asked))
+
+
+def _told(recipe: Recipe, asked: Mapping[str, int | None]) -> Recipe:
+    """A recipe that chooses, with what it does not say itself; any other as it is."""
+    if recipe.auto is None:
+        return recipe
+    given = recipe.auto.model_fields_set
+    missing = {key: value for key, value in asked.items() if value is not None and key not in given}
+    return recipe.load(recipe, auto=missing)
 
 
 def known_model(
