@@ -58,7 +58,9 @@ def int8(bench: Bench) -> dict[str, Any]:
             max_batch=4096,
             **more,
         )
-        room = capacity(made.plan, made.cache.shape, torch.device("cpu"), 4096, MEMORY, made.plan.limits.prefill_chunk)
+        room = capacity(
+            made.plan, made.cache.shape, torch.device("cpu"), 4096, MEMORY, made.plan.limits.prefill_chunk
+        )
         # Rows are for as many texts as there are, not for the 4,096 that could be.
         pages = (MEMORY - 4096 * room.row_bytes) // room.page_bytes[0]
         size = room.groups[0].page_size

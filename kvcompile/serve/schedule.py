@@ -204,8 +204,10 @@ class Scheduler:
         return True
 
     def _promised(self, number: int) -> int:
-        """Pages that running texts do not have yet and were let in with: where pages are given back, no text has all that
-        it needs from the start."""
+        """Pages that running texts were let in with and do not have yet.
+
+        Where pages are given back, a text takes the others as it comes to them.
+        """
         group = self.pages[number].group
         if group.released is None:
             return 0
@@ -241,9 +243,7 @@ class Scheduler:
             # What comes up is found here once a pass has followed it.
             text.registered[number] = held.index(None) if None in held else len(held)
         if hit.row is not None:
-            moves.append(
-                Restore(text.id, hit.tokens, hit.row, hit.slots, self._partial(text, hit.tokens))
-            )
+            moves.append(Restore(text.id, hit.tokens, hit.row, hit.slots, self._partial(text, hit.tokens)))
 
     def _take(self, number: int, moves: list[Move]) -> int:
         """A page of a group, which others may have written: what is found on it goes down first."""

@@ -323,7 +323,7 @@ def of_type(annotation: Any, metadata: list[Any]) -> str:
         return "mapping"
     if most is not None:
         return f"integer {least} to {most}"
-    name = {str: "text", int: "integer", float: "number"}[annotation]
+    name = {str: "text", int: "integer", float: "number", bool: "boolean"}[annotation]
     return name + ("" if least is None else f" >= {least}")
 
 
@@ -332,6 +332,8 @@ def default_of(field: FieldInfo) -> str:
         return "required"
     if field.default == "":
         return "empty"
+    if isinstance(field.default, bool):  # as YAML has it
+        return f"`{str(field.default).lower()}`"
     return "none" if field.default is None else f"`{field.default}`"
 
 
