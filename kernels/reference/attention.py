@@ -83,6 +83,10 @@ def _placed(x: AttendInputs) -> tuple[AttendInputs, CacheLayout, Tensor]:
 
 def _stored(x: AttendInputs, length: Tensor, chosen: Tensor | None, retention: Hooks[Any]) -> Stored:
     """What sequences of `length` [B] read of the slots, all of them or those that a selection has chosen."""
+    reached = slots.reached(x) if chosen is None else None
+    if reached is not None:
+        keys, values = slots.read_at(x, reached)
+        return Stored(keys, values, torch.where(reached < length[:, None], reached, -1))
     keys, values = slots.read(x, chosen)
     if chosen is None:
         return Stored(keys, values, retention.held(x, length))

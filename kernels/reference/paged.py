@@ -77,6 +77,16 @@ def stored(storage: Storage | InKeys, parts: list[Tensor], table: Tensor, slots:
     return [part if of.fixed else found(part) for part, of in zip(parts, own, strict=True)]
 
 
+def stored_at(storage: Storage | InKeys, parts: list[Tensor], table: Tensor, slots: Tensor) -> list[Tensor]:
+    """The parts at `slots` [B, N], whose tokens share no rows: [B, Hkv, N, ...], or as they are where their rows are
+    fixed."""
+    own = storage.parts(128, torch.float32)
+    return [
+        part if of.fixed else read(part, table, slots.clamp(max=table.shape[1] * part.shape[2] - 1))
+        for part, of in zip(parts, own, strict=True)
+    ]
+
+
 def _index(pool: Tensor, table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pages, rows in them and heads, to index [B, Hkv, N] at once."""
     page, row = located(table, rows, pool.shape[2])

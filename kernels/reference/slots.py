@@ -75,6 +75,34 @@ def count(x: AttendInputs) -> int:
     return x.buffers[0].shape[2] if x.page_table is None else layout.slots(None)
 
 
+def reached(x: AttendInputs) -> Tensor | None:
+    """The slots int64 [B, N] that a call reads where pages behind a window are given back: those of the sinks, and all
+    from the first that its first token sees to its last. None: it reads the first `count` slots.
+
+    N is a matter of how many tokens come, and hardly of how many there are. Tokens in full, and groups of tokens, are
+    found from the beginning on, and graphs for elsewhere know no such slots: they read all.
+    """
+    layout, released = x.spec.layout, x.spec.layout.released
+    if released is None or layout.in_full or layout.keys.channelwise or layout.values.channelwise:
+        return None
+    if not current().in_blocks:
+        return None
+    device, last = x.seq_lens.device, torch.sym_min(x.span, released.window - 1 + x.k.shape[2])
+    first = (x.seq_lens - (released.window - 1)).clamp(min=released.sinks)[:, None]
+    sinks = torch.arange(released.sinks, device=device).expand(first.shape[0], -1)
+    return torch.cat([sinks, first + torch.arange(last, device=device)], dim=1)
+
+
+def read_at(x: AttendInputs, slots: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """As `read`, of the slots [B, T] of a layer in pages; those beyond the last page are of any."""
+    layout, parts, table = x.spec.layout, x.parts, x.page_table
+    assert table is not None, "only pages are given back"
+    keys, values = parts[: layout.num_key_parts], parts[layout.num_key_parts :]
+    return paged.stored_at(layout.keys, keys, table, slots), paged.stored_at(
+        layout.values, values, table, slots
+    )
+
+
 def read(x: AttendInputs, chosen: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
     """K's parts and V's, [B, Hkv, T, ...] each.
 

@@ -59,8 +59,8 @@ class CacheLayout:
         if released is None or newest < released.window:
             return None
         return (
-            f"the newest {newest} tokens come to their pages late, and pages behind a window of {released.window} are given "
-            f"back by then: leave out released, or use a window of more than {newest}"
+            f"the newest {newest} tokens come to their pages late, and pages behind a window of {released.window} are "
+            f"given back by then: leave out released, or use a window of more than {newest}"
         )
 
     def _check_selection(self) -> str | None:

@@ -55,8 +55,10 @@ class Released:
         return range(first, max(first, (tokens - self.window + 1) // page_size))
 
     def most(self, tokens: int, page_size: int) -> int:
-        """Pages of a sequence at any time, at most, if at most `tokens` come at once: those of the sinks, and those that
-        what the first of them sees and the last of them can lie on."""
+        """Pages of a sequence at any time, at most, if at most `tokens` come at once.
+
+        These are those of the sinks, and what all between the first token that is seen and the last new one can lie on.
+        """
         reached = self.window - 1 + tokens
         return -(-self.sinks // page_size) + (reached - 2) // page_size + 2
 

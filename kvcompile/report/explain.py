@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from kvcompile.report.released import released_notes
 from kvcompile.util.console import WIDTH, format_bytes, format_layers, render, table
 
 # Light on purpose: torch is imported when explain() is called.
@@ -49,6 +50,7 @@ class Explanation:
             "bytes_per_token": self.plan.bytes_per_token,
             "bytes_per_sequence": per_sequence,
             "texts_share": str(sharing_of(self.plan)),
+            "released_windows": list(released_notes(self.plan)),
             "state_bytes_per_sequence": self.plan.state_bytes,
             "bytes_at_max_batch": None if per_sequence is None else self.plan.bytes(limits.max_batch),
             "route": self.route,
@@ -147,6 +149,8 @@ class Explanation:
         shared = sharing_of(plan)
         made.add_row("texts may share", escape(str(shared)))
         made.add_row("a text without room", escape(shared.given_up))
+        for note in released_notes(plan):
+            made.add_row("released windows", escape(note))
         until = " until the budget is full, then nothing" if plan.bounded else ""
         made.add_row("a token takes", f"[bold]{format_bytes(plan.bytes_per_token)}[/bold]{until}")
         if limits.max_tokens is None and not plan.bounded:

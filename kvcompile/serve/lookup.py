@@ -1,8 +1,8 @@
 """What of a text is in the cache already, or in a store below it: the longest prefix of which all is there.
 
-Pages are found one by one, each by its key. Of a group that gives back pages behind its window, a prefix needs those that
-are read after it: of the sinks, and of its last tokens. Where a prefix is not all in pages, a snapshot must end with it,
-too, which chunks of prompts leave at multiples of `unit` tokens: ends of chunks, and of pages of every group.
+Pages are found one by one, each by its key. Of a group that gives back pages behind its window, a prefix needs those
+that are read after it: of the sinks, and of its last tokens. Where a prefix is not all in pages, a snapshot must end
+with it, too, which chunks of prompts leave at multiples of `unit` tokens: ends of chunks, and of pages of every group.
 """
 
 from __future__ import annotations
@@ -134,8 +134,10 @@ class _There:
         self._first = 0  # pages that are all there, where all are needed
 
     def reach(self, tokens: int) -> int:
-        """`tokens` where all pages are there that a prefix of so many needs; else fewer: all prefixes that are longer, and
-        no longer than this one, need the first that is not."""
+        """`tokens`, where all pages are there that a prefix of so many needs.
+
+        Else fewer: what is longer than that, and no longer than this prefix, needs the first page that is not there.
+        """
         lacks = self._lacks(tokens)
         if lacks is None:
             return tokens

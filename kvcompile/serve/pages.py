@@ -66,8 +66,10 @@ class Group:
         return [*range(min(gone.start, places)), *range(gone.stop, places)]
 
     def most(self, start: int, end: int, chunk: int, beside: int = 0) -> int:
-        """Pages that a text of `start` tokens has for itself at a time until it has `end`, at most, if these come in pieces
-        of at most `chunk`; beside: pages among them that others have, too."""
+        """Pages that a text of `start` tokens has for itself at a time until it has `end`, at most.
+
+        chunk: tokens that come at once, at most; beside: pages that others have, too
+        """
         ever = self.pages_for(end) - len(self.behind(start)) - beside
         return ever if self.released is None else min(ever, self.released.most(chunk, self.page_size))
 

@@ -204,8 +204,10 @@ class Scheduler:
         return True
 
     def _promised(self, number: int) -> int:
-        """Pages that running texts do not have yet and were let in with: where pages are given back, no text has all that
-        it needs from the start."""
+        """Pages that running texts were let in with and do not have yet.
+
+        Where pages are given back, a text takes the others as it comes to them.
+        """
         group = self.pages[number].group
         if group.released is None:
             return 0

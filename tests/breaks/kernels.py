@@ -6,6 +6,13 @@ from tests.breaks.broken import broken
 
 KERNELS = (
     broken(
+        "a step skips a block of slots that the window reaches",
+        "kernels/cpp/templates/slots.cpp.jinja",
+        "low / BLOCK * BLOCK - SINK_SLOTS",
+        "(low / BLOCK + 1) * BLOCK - SINK_SLOTS",
+        "tests/kernels/cpp/test_attention.py",
+    ),
+    broken(
         "of linear layers that are one call, the second writes over the first",
         "kernels/cpp/include/linear.cpp",
         "work.start[own] = outputs;",

@@ -12,6 +12,7 @@ NUMERICS, ENGINE, SCHEDULE, SALTS, SOAK = (
     "tests/serve/test_soak.py",
 )
 
+RELEASED = "tests/serve/test_released.py"
 BITS, DISK = "tests/serve/test_shared_bits.py", "tests/serve/test_disk.py"
 
 SERVING = (
@@ -119,6 +120,69 @@ SERVING = (
         "            victim = self.running[-1]",
         "            victim = self.running[0]",
         SCHEDULE,
+    ),
+    broken(
+        "a page is given back that the next token sees",
+        "kvcompile/layouts/pages.py",
+        "(tokens - self.window + 1) // page_size",
+        "(tokens - self.window + 2) // page_size",
+        RELEASED,
+    ),
+    broken(
+        "the sinks' last page is given back",
+        "kvcompile/layouts/pages.py",
+        "        first = -(-self.sinks // page_size)\n        return range",
+        "        first = self.sinks // page_size\n        return range",
+        RELEASED,
+    ),
+    broken(
+        "a prefix is found without the sinks' pages",
+        "kvcompile/serve/pages.py",
+        "        return [*range(min(gone.start, places)), *range(gone.stop, places)]",
+        "        return [*range(gone.stop, places)]",
+        RELEASED,
+    ),
+    broken(
+        "a hole counts as a page that a text has",
+        "kvcompile/serve/pages.py",
+        "        if page == HOLE:\n            return\n",
+        "",
+        SCHEDULE,
+    ),
+    broken(
+        "pages behind the window stay held",
+        "kvcompile/serve/schedule.py",
+        "                pages.release([table[place]])",
+        "                pass",
+        SCHEDULE,
+    ),
+    broken(
+        "texts are let in by what they hold, and not by what they need",
+        "kvcompile/serve/schedule.py",
+        " + self._promised(number)",
+        "",
+        RELEASED,
+    ),
+    broken(
+        "a text is let in by its length where its pages are given back",
+        "kvcompile/serve/pages.py",
+        "return ever if self.released is None else min(ever, self.released.most(chunk, self.page_size))",
+        "return ever",
+        RELEASED,
+    ),
+    broken(
+        "windows are given back beside what cannot be computed again",
+        "kvcompile/serve/capacity.py",
+        "    if not sharing(decision.layout for decision in plan.decisions).recomputes:\n        return None\n",
+        "",
+        RELEASED,
+    ),
+    broken(
+        "layers of other windows share a table",
+        "kvcompile/plan.py",
+        "placement.gives_back(layout.retention)), decision",
+        "None), decision",
+        RELEASED,
     ),
     broken(
         "a page that is written is still found",

@@ -316,3 +316,38 @@ def test_the_modules_are_light_to_import() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False", "False"]
+
+
+def test_released_windows_are_told_with_their_bytes() -> None:
+    """Gemma 3 in bfloat16: five of six layers see 512 tokens, with 4 KV heads of 256 channels in them."""
+    recipe = {
+        "cache": {"placement": {"kind": "paged"}},
+        "layers": [
+            {
+                "where": {"attention": "sliding"},
+                "cache": {
+                    "retention": {"kind": "window"},
+                    "placement": {"kind": "paged", "released": True},
+                },
+            }
+        ],
+        "runtime": {"prefill_chunk": 256},
+    }
+    config = Gemma3Config(
+        text_config={
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 512,
+            "max_position_embeddings": 8192,
+        },
+        dtype="bfloat16",
+    )
+    # What a chunk sees, 511 and 256 tokens, begins anywhere in its first page: 49 of 16 tokens.
+    size = format_bytes(49 * 16 * 5 * 4 * 256 * 2 * 2)
+    note = next(note for note in estimate(config, recipe, batch=1).notes if "behind the window" in note)
+    assert note == (
+        "layers 0-4: an engine gives back pages behind the window, so that a text of any length has at most 49 of 16 "
+        f"tokens there ({size}, prompts in chunks of 256); a module alone keeps them"
+    )
+    assert not [n for n in estimate(config, "paged", batch=1).notes if "behind" in n]

@@ -22,7 +22,7 @@ from kvcompile.serve.texts import Text
 from kvcompile.serve.tiers import Tiers
 from kvcompile.specs import StateSlot
 from kvcompile.verify.compare import allowed
-from tests.serve.test_numerics import CHUNK, compare, error, module, noise, texts
+from tests.serve.test_numerics import CHUNK, OWN, compare, error, module, noise, texts
 from tests.support import carried_scores
 from tests.support.models import tiny_hf
 from tests.support.serving import Stepped
@@ -36,6 +36,8 @@ SOME = Sampling(max_tokens=8, ignore_eos=True)
         ("llama", "paged"),
         ("llama", "paged_int8"),
         ("llama", "window in pages"),
+        ("llama", "released"),
+        ("gemma2", OWN),
         ("llama", "layers apart"),
         ("gemma2", "paged"),
         ("gpt_oss", "paged"),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -63,7 +64,7 @@ def test_no_text_has_more_pages_than_it_is_let_in_with(
     assert max(has) == released.most(chunk, page_size) == group.most(0, 10_000, chunk)
     for end in range(1, 150, 7):
         ends = [*range(0, end, chunk), end]
-        most = max(group.pages_for(b) - len(group.behind(a)) for a, b in zip(ends, ends[1:], strict=False))
+        most = max(group.pages_for(b) - len(group.behind(a)) for a, b in itertools.pairwise(ends))
         assert most <= group.most(0, end, chunk) <= group.pages_for(end)
 
 
@@ -170,6 +171,20 @@ def test_a_long_text_runs_in_a_pool_far_smaller_than_its_length() -> None:
         # The next turn of the talk finds the last pages of this one, though the first have gone.
         again = engine.submit([*prompt, *result.tokens, 5, 6], Sampling(max_tokens=2, ignore_eos=True))
         assert engine.finish([again])[0].usage.cached_tokens == 496
+
+
+def test_layers_of_other_windows_have_tables_of_their_own() -> None:
+    def windowed(size: int) -> dict[str, Any]:
+        placement = {"kind": "paged", "page_size": 8, "released": True}
+        return {"retention": {"kind": "window", "size": size}, "placement": placement}
+
+    recipe = {"cache": windowed(9), "layers": [{"where": {"index": 1}, "cache": windowed(17)}]}
+    groups = small("llama", recipe).plan.page_groups
+    assert [(group.layers, group.released) for group in groups] == [
+        ((0,), Released(0, 9)),
+        ((1,), Released(0, 17)),
+    ]
+    assert len(small("llama", {"cache": windowed(9)}).plan.page_groups) == 1
 
 
 def test_texts_that_cannot_be_computed_again_keep_their_pages() -> None:

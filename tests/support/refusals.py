@@ -103,10 +103,26 @@ RULES: tuple[Refusal, ...] = (
         "is required for scale: tensor and scale: head",
     ),
     Refusal(
-        "`page_size` or `pages` with another placement than `paged`",
+        "`page_size`, `pages` or `released` with another placement than `paged`",
         "it would have no effect",
         _cache(placement={"kind": "contiguous", "page_size": 16}),
         "for kind paged only",
+    ),
+    Refusal(
+        "`released` without a window, or where scores choose",
+        "no page is ever behind it",
+        _cache(placement={"kind": "paged", "released": True}),
+        "retention 'full' has not",
+    ),
+    Refusal(
+        "`released` with a window that is no longer than what settles late",
+        "its page would be gone by then",
+        _cache(
+            keys={"dtype": "int8", "residual": 64},
+            placement={"kind": "paged", "released": True},
+            retention={"kind": "window", "size": 64},
+        ),
+        "the newest 64 tokens come to their pages late",
     ),
     Refusal(
         "a `page_size` that is no multiple of the tokens that share a scale",
@@ -191,6 +207,7 @@ PLACEMENTS: tuple[tuple[str, Placement], ...] = (
     ("`ring`", layouts.Ring()),
     ("`slots`", layouts.Slots()),
     ("`paged`", layouts.Paged(32)),
+    ("`paged`, `released`", layouts.Paged(32, released=True)),
 )
 RETENTIONS: tuple[tuple[str, Retention], ...] = (
     ("`full`", layouts.Full()),

@@ -105,8 +105,10 @@ def _seen(leaf: Tensor, kind: str, part: slice, span: int) -> Tensor:
 
 
 def known(layout: CacheLayout, table: Tensor, seen: Tensor, ends: Tensor) -> Tensor:
-    """The table [B, pages] as sequences have it that had `seen` tokens [B] and come to `ends` [B]: pages that no token has
-    come to, and those that are given back, are 0."""
+    """The table [B, pages] of sequences that had `seen` tokens [B] and come to `ends` [B].
+
+    Pages that no token has come to, and those that are given back, are 0.
+    """
     assert isinstance(layout.placement, Paged)
     size = layout.placement.page_size
     place = torch.arange(table.shape[1], device=table.device)

@@ -44,8 +44,10 @@ def slots_text(spec: CppSpec, places: bool, finishes: bool, query_place: str) ->
 
 
 def lowest(spec: CppSpec, query: str) -> str | None:
-    """The first slot that a query sees besides those of the sinks, where slots stand in the order of tokens and a window
-    hides the first; may be negative. None: there is no such window, or no such order."""
+    """The first slot that a query sees besides those of the sinks, in C++; it may be negative.
+
+    None: slots do not stand in the order of tokens, or no window hides the first.
+    """
     mask, retention = spec.site.mask, spec.layout.retention
     if not spec.layout.in_order:
         return None

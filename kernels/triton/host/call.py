@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvcompile.kernels.shared.hadamard import hadamard
@@ -84,6 +85,21 @@ class New(NamedTuple):
     parts: list[Tensor]
 
 
+def most_read(site: SiteSpec, slots: Any, block_n: int) -> Any:
+    """Slots in the tiles that a step reads of one sequence, at most; an integer, or a symbol of one as `slots` is.
+
+    slots: of one sequence, at most; block_n: of a tile
+    """
+    layout = site.layout
+    if layout.bounded:
+        return layout.slots(None)
+    windows = [window for window in (layout.retention.window, site.mask.window) if window is not None]
+    if not layout.in_order or not windows:
+        return slots
+    # Tiles behind the window are skipped (`tile/block_bounds.py`); of the first and the last one slot may be read.
+    return torch.sym_min(slots, layout.retention.sinks + min(windows) + 2 * block_n)
+
+
 def decode(
     call: Call,
     q: Tensor,
@@ -104,7 +120,7 @@ def decode(
     few = ("chosen",) if pages is not None else ()
     spec = made.spec("decode", (*options, *wide, *few))
     programs = q.shape[0] * made.num_kv_heads * row_tiles(spec)
-    most = slots if not call.site.layout.bounded else call.site.layout.slots(None)
+    most = most_read(call.site, slots, own.block_n)
     selection = call.site.layout.selection
     if pages is not None and isinstance(selection, TopPages):
         most = selection.tokens

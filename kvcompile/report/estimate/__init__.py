@@ -13,6 +13,7 @@ from kvcompile.errors import ModelError
 from kvcompile.report.estimate import sizes
 from kvcompile.report.estimate.planned import plan_for
 from kvcompile.report.estimate.record import Estimate, Fit, LayerCost
+from kvcompile.report.released import released_notes
 from kvcompile.util.console import MOST_BYTES, format_bytes, parse_bytes, shown
 
 __all__ = ["Estimate", "Fit", "LayerCost", "estimate"]
@@ -82,6 +83,7 @@ def estimate(
         notes.append(f"{count} layers read the K/V of others and are counted with them")
     if shape.max_tokens and tokens > shape.max_tokens:
         notes.append(f"the model was made for {shape.max_tokens:,} tokens")
+    notes += released_notes(plan)
     for room in sizes.pools(plan, batch, tokens):
         if room.sequences < batch:
             notes.append(

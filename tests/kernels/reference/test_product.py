@@ -86,6 +86,7 @@ PLACEMENTS = st.one_of(
     st.sampled_from((Contiguous(), Ring(), Slots())),
     st.builds(Paged, st.integers(8, 20)),
     st.just(Paged(16)),
+    st.builds(Paged, st.integers(8, 20), released=st.just(True)),
 )
 MASKS = st.sampled_from(
     (MaskSpec("causal"), MaskSpec("causal"), MaskSpec("sliding", 7), MaskSpec("chunked", 9))
@@ -180,7 +181,7 @@ def test_the_oracle_turns_as_rope_does() -> None:
 
 def test_every_kind_is_drawn() -> None:
     """The strategy reaches every combination that is not refused."""
-    placements = (Contiguous(), Ring(), Slots(), Paged(16))
+    placements = (Contiguous(), Ring(), Slots(), Paged(16), Paged(16, released=True))
     retentions = (Full(), Window(9), SinkWindow(2, 9), Scored(2, 3, 4))
     allowed = [
         CacheLayout(s, s, p, r).check() is None for s in STORAGES for p in placements for r in retentions

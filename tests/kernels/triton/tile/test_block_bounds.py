@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.dead_lines import tidy
+from kvcompile.kernels.triton.host.call import most_read
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tile import block_bounds
 from kvcompile.kernels.triton.tile.channel_blocks import (
@@ -235,3 +236,22 @@ def test_slots_in_any_order_are_visited_up_to_what_they_hold(held: int) -> None:
     )
     assert found["end"] == held and found["tiles"] == -(-held // 16)
     assert (found["plain_from"], found["plain_to"]) == (0, held // 16)
+
+
+@given(
+    layout=st.sampled_from([layout for layout in LAYOUTS if not layout.residual]),
+    mask=st.sampled_from(MASKS),
+    block=st.sampled_from((4, 8, 16)),
+    query=st.integers(0, 300),
+)
+def test_a_step_is_shared_out_over_the_tiles_that_it_reads(
+    layout: CacheLayout, mask: MaskSpec, block: int, query: int
+) -> None:
+    """However many slots there are; and over little more than these."""
+    asked = spec(layout, mask, block)
+    bounds = block_bounds.ordered(asked, "0", "", full=False)
+    tiles = evaluated(bounds, {"near": query, "far": query}, int)["tiles"]
+    most = most_read(asked.site, 400, block)
+    assert tiles <= -(-most // block)
+    windowed = layout.retention.window is not None or mask.window is not None
+    assert most == 400 if not windowed else most <= 9 + 8 + 2 * block
