@@ -8,6 +8,7 @@ any sheet: it is what NCCL's latency tables give for 8 ranks in one node, and is
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvcompile.errors import KVCompileError
 from kvcompile.util.console import parse_bytes
@@ -69,4 +70,5 @@ def machine(
             "bandwidth and link beside it"
         )
     given = {"memory": memory, "bandwidth": bandwidth, "link": link}
-    return replace(found, **{key: parse_bytes(value) for key, value in given.items() if value is not None})
+    sizes: dict[str, Any] = {key: parse_bytes(value) for key, value in given.items() if value is not None}
+    return replace(found, **sizes)
