@@ -109,6 +109,7 @@ class Engine:
             raise InputError(
                 "recipe: this module is optimized already; give the original model, or no recipe"
             )
+        model.check_alone("served", ServeError)
         if prefix_cache not in ("auto", "on", "off"):
             raise InputError(f"prefix_cache: expected auto, on or off, got {prefix_cache!r}")
         if not 0 <= watermark < 1:

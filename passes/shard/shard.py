@@ -12,6 +12,7 @@ proved operator by operator (`build.py`, `forms/`), whatever was wished. Nothing
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -83,6 +84,16 @@ class Sharding:
     gathers: int
     weight_bytes: tuple[int, ...]
     whole_bytes: int
+
+    def digest(self) -> str:
+        """A hash of all ranks' graphs: what each computes of what, and which part of which weight it has."""
+        hashed = hashlib.sha256()
+        for own in self.shards:
+            for node in own.graph_module.graph.nodes:
+                hashed.update(f"{node.name} {node.op} {node.target} {node.args} {node.kwargs}\n".encode())
+            for name, piece in sorted(own.pieces.items()):
+                hashed.update(f"{name} {piece}\n".encode())
+        return hashed.hexdigest()[:16]
 
 
 @graph_pass("shard")
@@ -327,6 +338,19 @@ class _Local(dict[Node, Node]):
         return self.builder.get(node, placement)[self.rank]
 
 
+def own_weights(own: Shard, module: GraphModule) -> dict[str, Tensor]:
+    """The weights of `module`, made of a rank's graph, by name: what is a part of a larger tensor, is copied out of it,
+    unless the rank has that whole as well."""
+    there = {piece.path for piece in own.pieces.values() if is_whole(piece.placement)}
+    found = {}
+    for name in dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "get_attr"):
+        value = _attribute(module, name)
+        piece = own.pieces.get(name)
+        part = piece is not None and not is_whole(piece.placement) and piece.path not in there
+        found[name] = value.clone() if part else value
+    return found
+
+
 def localized(plan: Plan, sharding: Sharding, rank: int) -> Plan:
     """The plan as one rank carries it out: with its heads, and its heads' calibrated scales."""
     decisions = []
@@ -345,4 +369,4 @@ def localized(plan: Plan, sharding: Sharding, rank: int) -> Plan:
     return replace(plan, decisions=tuple(decisions))
 
 
-__all__ = ["Shard", "Sharding", "WholeLinear", "localized", "shard"]
+__all__ = ["Shard", "Sharding", "WholeLinear", "localized", "own_weights", "shard"]
