@@ -27,7 +27,7 @@ from kvcompile.passes.graph_module import module_of
 from kvcompile.passes.records import AttentionSite, Rotation
 from kvcompile.passes.rewrite.clean import drop_dead
 from kvcompile.passes.shard.build import Builder, Piece, tensor_of, told
-from kvcompile.passes.shard.cuts import Cut, Placement, blocks, is_whole, whole
+from kvcompile.passes.shard.cuts import Cut, Placement, covering, is_whole, whole
 from kvcompile.passes.shard.form import sizes
 from kvcompile.passes.shard.forms import form_of
 from kvcompile.passes.shard.prepare import prepare
@@ -192,7 +192,7 @@ def _head(wishes: Wishes, output: Node, result: Any, ranks: int) -> None:
     size = sizes(result)[-1] if sizes(result) else None
     if size is None or size < ranks:
         return
-    placement = (*([None] * (len(sizes(result)) - 1)), blocks(size, ranks))
+    placement = (*([None] * (len(sizes(result)) - 1)), covering(size, ranks))
     wishes.columns((output, result), placement)
 
 
