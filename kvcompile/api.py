@@ -7,8 +7,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+import kvcompile
 from kvcompile.compile import ahead
 from kvcompile.compile.cudagraph import CudaRecorder, StepGraphs
 from kvcompile.compile.executor import Executor, RegionCompiler
@@ -19,13 +21,27 @@ from kvcompile.kernels.ops import cached_attention as ops
 from kvcompile.kernels.ops import opaque
 from kvcompile.original.adapters import base_of
 from kvcompile.original.checks import hooks_of, not_finite
+from kvcompile.original.digest import of_model
 from kvcompile.original.inference_tensors import as_normal
+from kvcompile.passes.shard import collectives
 from kvcompile.passes.table import PassRun, totals, watched
-from kvcompile.pipeline import Front, absorbed, analysis_of, plan_for, rewrite, understand
+from kvcompile.pipeline import (
+    Front,
+    absorbed,
+    analysis_of,
+    plan_for,
+    rewrite,
+    rewrite_rank,
+    sharded,
+    understand,
+)
 from kvcompile.plan import INDUCTOR, Plan
 from kvcompile.recipe import Recipe
 from kvcompile.report.dump import Dump
 from kvcompile.runtime.module import CachedModel, PlainCachedModel
+from kvcompile.runtime.parallel.group import Group, check_world, join
+from kvcompile.runtime.parallel.options import Parallel
+from kvcompile.runtime.parallel.skeleton import skeleton
 from kvcompile.runtime.program import Program
 from kvcompile.runtime.report import Report
 from kvcompile.util.progress import Progress, told
@@ -36,7 +52,13 @@ from kvcompile.verify.ids import bounds
 
 
 def optimize(
-    model: nn.Module, recipe: object = "baseline", *, progress: Progress | None = None, **overrides: Any
+    model: nn.Module,
+    recipe: object = "baseline",
+    *,
+    progress: Progress | None = None,
+    parallel: object = None,
+    device_mesh: Any = None,
+    **overrides: Any,
 ) -> CachedModel:
     """Rewrite `model` onto the KV cache that `recipe` chooses, prove it, and return it ready to compile.
 
@@ -46,6 +68,9 @@ def optimize(
         recipe: a shipped name ("int8"), a path of a YAML file, a mapping, or a `Recipe`.
         progress: called as progress(stage, done, total) while long stages run; None: a bar where stderr is a
             terminal, once it takes more than two seconds, else the log.
+        parallel: {"tensor": n}: this process is one of n that each keep a part of heads and weights, and are all
+            called alike (`docs/parallel.md`). None: the whole model is here.
+        device_mesh: of `torch.distributed`, the group to do that in; None: the default one, or torchrun's.
         overrides: recipe sections or keys of `runtime`, e.g. max_tokens=4096, compile={"mode": "none"}.
 
     Returns:
@@ -54,8 +79,12 @@ def optimize(
 
     Raises:
         RecipeError, ModelError, PlanError, VerificationError: the model has not been touched.
+        RankError: with `parallel`, ranks do not come in time, or do not have the same.
     """
     checked = Recipe.load(recipe, **overrides)
+    over = Parallel.of(parallel)
+    if over.tensor > 1:
+        check_world(over, device_mesh)
     started = time.perf_counter()
     with told(progress) as tell, watched(code=Dump.asked()):
         tell("capture and detect", 0, 1)
@@ -64,7 +93,7 @@ def optimize(
         front = understand(model)
         _warn_of_hooks(model)
         tell("capture and detect", 1, 1)
-        return build(model, front, checked, tell, started)
+        return build(model, front, checked, tell, started, over, device_mesh)
 
 
 @traces
@@ -74,6 +103,8 @@ def build(
     checked: Recipe,
     tell: Progress | None = None,
     started: float | None = None,
+    parallel: Parallel = Parallel(),  # noqa: B008 (frozen)
+    device_mesh: Any = None,
 ) -> CachedModel:
     """`optimize` from where the model is understood: `front` serves any number of recipes.
 
@@ -81,8 +112,10 @@ def build(
         PlanError, VerificationError: as `optimize`.
     """
     with as_normal(model), watched(code=Dump.asked()) as runs, uncollected():
-        fast = _built(model, front, checked, tell or (lambda stage, done, total: None), started, runs)
-    fast.watch_weights()
+        tell = tell or (lambda stage, done, total: None)
+        fast = _built(model, front, checked, tell, started, runs, parallel, device_mesh)
+    if fast.group is None:  # a rank's weights are its own
+        fast.watch_weights()
     return fast
 
 
@@ -93,11 +126,15 @@ def _built(
     tell: Progress,
     started: float | None,
     runs: Sequence[PassRun],
+    parallel: Parallel,
+    device_mesh: Any,
 ) -> CachedModel:
     started = time.perf_counter() if started is None else started
     plan = plan_for(front, checked)
     _warn_beyond(model, front, plan)
     front = absorbed(front, plan)
+    if parallel.tensor > 1:
+        front = sharded(front, plan, parallel.tensor)
     understood = time.perf_counter()
     dump = Dump.from_environment(plan)
     dump.front(front)
@@ -111,10 +148,18 @@ def _built(
         raise ModelError(f"the model's weights are not finite: {problem}; nothing can be verified") from error
     tell(f"verify ({checked.verify})", 1, 1)
     verified = time.perf_counter()
-    fast = _emit(model, front, plan, checked, dump)
+    group = None
+    if front.sharding is not None:  # what it computes is proved; now the ranks meet
+        tell("meet the other ranks", 0, 1)
+        group = join(parallel, front.device, device_mesh)
+        mine = identity_of(model, front, plan)
+        group.compare(mine)
+        tell("meet the other ranks", 1, 1)
+    fast = _emit(model, front, plan, checked, dump, group)
+    fast.whole_weights = None if group is None else mine["weights"]
     emitted = time.perf_counter()
     dump.passes(runs)
-    if checked.verify == "thorough":
+    if checked.verify == "thorough" and group is None:
         checks = (*checks, _check_emitted(fast, front, plan))
     fast.report = Report(
         understand_seconds=understood - started,
@@ -150,8 +195,27 @@ def _warn_beyond(model: nn.Module, front: Front, plan: Plan) -> None:
         )
 
 
-def _emit(model: nn.Module, front: Front, plan: Plan, recipe: Recipe, dump: Dump) -> CachedModel:
-    rewritten, constants = rewrite(front, plan)
+def identity_of(model: nn.Module, front: Front, plan: Plan) -> dict[str, str]:
+    """What all ranks of a group must have in common, by name."""
+    assert front.sharding is not None
+    return {
+        "kvcompile": kvcompile.__version__,
+        "torch": torch.__version__,
+        "plan": plan.digest(),
+        "graphs": front.sharding.digest(),
+        "weights": of_model(model),
+    }
+
+
+def _emit(
+    model: nn.Module, front: Front, plan: Plan, recipe: Recipe, dump: Dump, group: Group | None = None
+) -> CachedModel:
+    analysis = analysis_of(front, plan, recipe)
+    if group is None:
+        rewritten, constants = rewrite(front, plan)
+    else:
+        rewritten, constants, plan = rewrite_rank(front, plan, group.rank)
+        collectives.name_group(rewritten.graph_module, group.name)
     regions = cut(
         rewritten.graph_module,
         lambda node: node.target is ops.cached_attention,
@@ -176,13 +240,15 @@ def _emit(model: nn.Module, front: Front, plan: Plan, recipe: Recipe, dump: Dump
         bounds(front),
         front.captured.last is not None,
     )
+    model = model if group is None else skeleton(model)
     kind: type[CachedModel] = PlainCachedModel
     if _is_hugging_face(model):
         from kvcompile.runtime.huggingface import HuggingFaceCachedModel
 
         kind = HuggingFaceCachedModel
     fast = kind(model, program, plan, executor)
-    fast.analysis = analysis_of(front, plan, recipe)
+    fast.group = group
+    fast.analysis = analysis
     fast.recipe = recipe
     return fast
 

@@ -55,6 +55,10 @@ class VerificationError(KVCompileError):
         super().__init__(message)
 
 
+class RankError(KVCompileError):
+    """Ranks of one model do not have the same, or one of them died or hangs; the group is of no use any more."""
+
+
 class LimitError(KVCompileError):
     """More tokens or sequences than the recipe's limits; nothing was written to the cache."""
 

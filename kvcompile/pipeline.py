@@ -22,12 +22,13 @@ from kvcompile.passes.capture.opaque import describe, states_of
 from kvcompile.passes.capture.python_step import give_steps
 from kvcompile.passes.detect.detect import Detection, detect
 from kvcompile.passes.detect.rotation import NotRotary, Rotations
+from kvcompile.passes.graph_module import module_of
 from kvcompile.passes.records import AttentionSite, NoMatch, RopeSpec
 from kvcompile.passes.rewrite.absorb import absorb
 from kvcompile.passes.rewrite.canonicalize import canonicalize
 from kvcompile.passes.rewrite.insert_cache import Rewritten, insert_cache
 from kvcompile.passes.rewrite.positions import offset_positions
-from kvcompile.passes.shard.shard import Sharding, shard
+from kvcompile.passes.shard.shard import Sharding, localized, own_weights, shard
 from kvcompile.plan import INDUCTOR, Decision, Plan
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.scales import ModelId
@@ -176,6 +177,16 @@ def sharded(front: Front, plan: Plan, ranks: int) -> Front:
     """
     front = absorbed(front, plan)
     return replace(front, sharding=shard(front.canonical, front.sites, plan, ranks))
+
+
+def rewrite_rank(front: Front, plan: Plan, rank: int) -> tuple[Rewritten, dict[str, Tensor], Plan]:
+    """As `rewrite`, for one rank of a sharded front, with weights of its own; and the plan as it carries it out."""
+    assert front.sharding is not None, "only what is sharded has ranks"
+    own = front.sharding.shards[rank]
+    local = localized(plan, front.sharding, rank)
+    rewritten = insert_cache(own.graph_module, own.sites, local)
+    module = module_of(own_weights(own, rewritten.graph_module), rewritten.graph_module.graph, "CachedRank")
+    return replace(rewritten, graph_module=module), rewrite(front, plan)[1], local
 
 
 def rewrite(front: Front, plan: Plan) -> tuple[Rewritten, dict[str, Tensor]]:

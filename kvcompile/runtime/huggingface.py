@@ -142,6 +142,8 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
         if kwargs.get("inputs_embeds") is not None:
             raise InputError("generate: this module takes input_ids, not inputs_embeds")
         self._check_use_cache(kwargs.get("use_cache"))
+        if self.group is not None:
+            self.group.share_randomness()
         self._prompt = (kwargs.get("input_ids") if inputs is None else inputs, kwargs.get("attention_mask"))
         try:
             with self._at(kwargs.get("past_key_values")):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kvcompile.compile.executor import Executor, Number, Symbolic
 from kvcompile.compile.inductor import Compiled, ShapeClass
-from kvcompile.errors import InputError, KVCompileError
+from kvcompile.errors import ExportError, InputError, KVCompileError
 from kvcompile.original.adapters import Adapters
 from kvcompile.original.digest import of_model
 from kvcompile.pipeline import Analysis
@@ -25,6 +25,7 @@ from kvcompile.runtime.handle import CacheHandle
 from kvcompile.runtime.ids import check_ids, check_vocabulary, reads_at_once
 from kvcompile.runtime.packed import PackedProgram
 from kvcompile.runtime.padding import check_prompt, pads_of
+from kvcompile.runtime.parallel.group import Group
 from kvcompile.runtime.program import Program
 from kvcompile.runtime.python_steps import tell_of_steps
 from kvcompile.runtime.report import Report
@@ -58,6 +59,8 @@ class CachedModel(nn.Module):
         self.cache = KVCache(shape, program.device)
         self.handle = CacheHandle(self, self.cache)
         self.turns = Turns()
+        self.group: Group | None = None  # of the ranks that it is one of
+        self.whole_weights: str | None = None  # a rank's: the digest of all of them
         self._weights: Weights | None = None
         self._adapters: Adapters | None = None
         self._prepared: set[ShapeClass] = set()
@@ -136,7 +139,7 @@ class CachedModel(nn.Module):
 
     def weights_digest(self) -> str:
         """A hash of every byte of the weights, and of the config: about a second for each GB."""
-        return of_model(self.model)
+        return of_model(self.model) if self.whole_weights is None else self.whole_weights
 
     @alone
     def reset(self) -> None:
@@ -186,7 +189,16 @@ class CachedModel(nn.Module):
         """
         from kvcompile.runtime import saved_module
 
+        self.check_alone("saved", ExportError)
         saved_module.save(self, folder, weights=weights)
+
+    def check_alone(self, what: str, kind: type[KVCompileError]) -> None:
+        """Raises an error of `kind` where this is one of several ranks."""
+        if self.group is not None:
+            raise kind(
+                f"this module is rank {self.group.rank} of {self.group.size} and has a part of the model: it cannot be "
+                f"{what}; do that with the model on one rank"
+            )
 
     def take(self, shapes: ShapeClass, programs: Sequence[Compiled]) -> None:
         """Compiled code of another process for a class of shapes."""
@@ -201,6 +213,8 @@ class CachedModel(nn.Module):
         with self.turns.alone():
             self.cache.writers.go_on()
             self.cache.check_room(batch, tokens)
+            if self.group is not None:
+                self.group.agree(input_ids, attention_mask)
             pads = pads_of(self.cache, input_ids, attention_mask, self.program.ragged)
             self.cache.allocate(batch, tokens, pads)
             try:
@@ -274,11 +288,12 @@ class CachedModel(nn.Module):
             inputs["logits_to_keep"] = torch.arange(tokens - max(kept, 1), tokens, device=self.device)
         shapes = self._shapes(len(input_ids), tokens, max(kept, 1))
         self._prepare(shapes, None)
-        if captured:
-            assert version is not None
-            outputs = self.executor.replay(shapes, inputs, fixed, version)
-        else:
-            outputs = self.executor.run(shapes, inputs | fixed)
+        with self.group.used() if self.group is not None else nullcontext():
+            if captured:
+                assert version is not None
+                outputs = self.executor.replay(shapes, inputs, fixed, version)
+            else:
+                outputs = self.executor.run(shapes, inputs | fixed)
         flat = list(outputs)
         if not program.takes_logits_to_keep and kept < tokens:
             flat = [value[:, tokens - max(kept, 1) :] for value in flat]
@@ -413,6 +428,8 @@ class PlainCachedModel(CachedModel):
         self._check_ids(input_ids)
         check_names(others, PlainCachedModel.generate)
         max_new_tokens = check_sampling(max_new_tokens, do_sample, temperature, top_k)
+        if self.group is not None and do_sample:
+            self.group.share_randomness(generator)
         if streamer is not None and input_ids.shape[0] != 1:
             raise InputError(f"streamer: expected one sequence, got {input_ids.shape[0]}")
         with self._at(past_key_values) as handle:

@@ -114,6 +114,7 @@ class Engine:
             raise InputError(
                 "recipe: this module is optimized already; give the original model, or no recipe"
             )
+        model.check_alone("served", ServeError)
         given = {
             "memory": memory,
             "max_sequences": max_sequences,

@@ -140,6 +140,7 @@ def source_of(
         RecipeError, ModelError, PlanError, VerificationError: as `optimize`.
     """
     if isinstance(model, CachedModel):
+        model.check_alone("exported", ExportError)
         recipe = model.recipe if recipe is None else recipe
         model = model.model
     checked = Recipe.load("baseline" if recipe is None else recipe, **overrides)

@@ -188,9 +188,7 @@ class Builder:
             added = self.whole(form.added)
             locals_ = [
                 self._described(graph.call_function(aten.add.Tensor, (total, bias)), node, rank)
-                for rank, (graph, total, bias) in enumerate(
-                    zip(self.built.graphs, locals_, added, strict=True)
-                )
+                for rank, (graph, total, bias) in enumerate(zip(self.built.graphs, locals_, added, strict=True))
             ]
         self.built.moved.append(("sum", node))
         self.built.rows.add(node)
@@ -254,9 +252,7 @@ class Builder:
         path = str(node.target)
         name = path
         if not is_whole(placement):
-            taken = sum(
-                piece.path == path and not is_whole(piece.placement) for piece in self.built.pieces.values()
-            )
+            taken = sum(piece.path == path and not is_whole(piece.placement) for piece in self.built.pieces.values())
             name = f"{path.replace('.', '_')}_part_{taken}"
         self.built.pieces[name] = Piece(path, placement)
         made = []
@@ -266,7 +262,7 @@ class Builder:
             made.append(new)
         return tuple(made)
 
-    def _index(self, tensors: Sequence[Tensor], like: Node) -> Local:
+    def _index(self, tensors: Sequence[Tensor]) -> Local:
         """Index tensors, one for each rank, in all graphs."""
         name = f"shard_index_{len(self.built.made)}"
         self.built.made[name] = tuple(tensors)
@@ -288,9 +284,7 @@ class Builder:
                     assert place is not None
                     made.append(graph.call_function(aten.slice.Tensor, (value, dim, *place)))
             else:
-                index = self._index(
-                    [self._tensor(cut.indices(rank), node) for rank in range(self.ranks)], node
-                )
+                index = self._index([self._tensor(cut.indices(rank), node) for rank in range(self.ranks)])
                 for graph, value, at in zip(self.built.graphs, own, index, strict=True):
                     made.append(graph.call_function(aten.index_select.default, (value, dim, at)))
             for rank, new in enumerate(made):
@@ -313,12 +307,15 @@ class Builder:
 
     def _gather_one(self, node: Node, dim: int, cut: Cut, own: Local) -> Local:
         most = max(cut.counts)
-        rest = len(shape(node)) - 1 - dim
+        if min(cut.counts) < most:  # all ranks give as much: the last index again
+            places = [np.minimum(np.arange(most), cut.count(rank) - 1) for rank in range(self.ranks)]
+            index = self._index([self._tensor(place, node) for place in places])
+            own = tuple(
+                graph.call_function(aten.index_select.default, (value, dim, at))
+                for graph, value, at in zip(self.built.graphs, own, index, strict=True)
+            )
         made = []
-        for rank, (graph, value) in enumerate(zip(self.built.graphs, own, strict=True)):
-            if min(cut.counts) < most:
-                pad = [0, 0] * rest + [0, most - cut.count(rank)]
-                value = graph.call_function(aten.constant_pad_nd.default, (value, pad))
+        for graph, value in zip(self.built.graphs, own, strict=True):
             first = graph.call_function(aten.transpose.int, (value, 0, dim))
             first = graph.call_function(aten.contiguous.default, (first,))
             found = collectives.gather(graph, first, self.ranks)
@@ -329,7 +326,7 @@ class Builder:
         assert (places >= 0).all(), "every index is on some rank"
         if len(places) == self.ranks * most and bool((places == np.arange(len(places))).all()):
             return tuple(made)
-        index = self._index([self._tensor(places, node)] * self.ranks, node)
+        index = self._index([self._tensor(places, node)] * self.ranks)
         return tuple(
             graph.call_function(aten.index_select.default, (value, dim, at))
             for graph, value, at in zip(self.built.graphs, made, index, strict=True)
@@ -389,3 +386,4 @@ def told(node: Node) -> str:
     """Where a call is, for people."""
     where = ", ".join(part for part in (module_path(node), source_line(node)) if part)
     return f"{target_name(node)} ({where})" if where else f"{target_name(node)} {node.name}"
+

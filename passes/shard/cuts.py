@@ -79,6 +79,13 @@ def blocks(size: int, ranks: int, unit: int = 1) -> Cut | None:
     return cut_of(size, [np.arange(a, b) for a, b in zip(edges, edges[1:], strict=False)])
 
 
+def covering(size: int, ranks: int) -> Cut | None:
+    """`size` in runs of one length, the last of which may begin in the one before: equal parts without padding."""
+    length = -(-size // ranks)
+    starts = [min(rank * length, size - length) for rank in range(ranks)]
+    return cut_of(size, [np.arange(start, start + length) for start in starts])
+
+
 def repeated(size: int, ranks: int) -> Cut | None:
     """One of `size` for each rank, each of them on ranks / size neighbours."""
     assert ranks % size == 0, f"{size} on {ranks} ranks"

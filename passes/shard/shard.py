@@ -12,6 +12,7 @@ proved operator by operator (`build.py`, `forms/`), whatever was wished. Nothing
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from kvcompile.passes.graph_module import module_of
 from kvcompile.passes.records import AttentionSite, Rotation
 from kvcompile.passes.rewrite.clean import drop_dead
 from kvcompile.passes.shard.build import Builder, Piece, tensor_of, told
-from kvcompile.passes.shard.cuts import Cut, Placement, blocks, is_whole, whole
+from kvcompile.passes.shard.cuts import Cut, Placement, covering, is_whole, whole
 from kvcompile.passes.shard.form import sizes
 from kvcompile.passes.shard.forms import form_of
 from kvcompile.passes.shard.prepare import prepare
@@ -84,6 +85,16 @@ class Sharding:
     weight_bytes: tuple[int, ...]
     whole_bytes: int
 
+    def digest(self) -> str:
+        """A hash of all ranks' graphs: what each computes of what, and which part of which weight it has."""
+        hashed = hashlib.sha256()
+        for own in self.shards:
+            for node in own.graph_module.graph.nodes:
+                hashed.update(f"{node.name} {node.op} {node.target} {node.args} {node.kwargs}\n".encode())
+            for name, piece in sorted(own.pieces.items()):
+                hashed.update(f"{name} {piece}\n".encode())
+        return hashed.hexdigest()[:16]
+
 
 @graph_pass("shard")
 def shard(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan: Plan, ranks: int) -> Sharding:
@@ -130,9 +141,7 @@ def _wishes(
     nodes = list(graph.nodes)
     constants: set[Node] = set()
     for node in nodes:
-        computed = (
-            node.op == "call_function" and node.all_input_nodes and isinstance(node.meta.get("val"), Tensor)
-        )
+        computed = node.op == "call_function" and node.all_input_nodes and isinstance(node.meta.get("val"), Tensor)
         if node.op == "get_attr" or (computed and all(used in constants for used in node.all_input_nodes)):
             if isinstance(node.meta.get("val"), Tensor) and form_or_weight(node):
                 constants.add(node)
@@ -183,7 +192,7 @@ def _head(wishes: Wishes, output: Node, result: Any, ranks: int) -> None:
     size = sizes(result)[-1] if sizes(result) else None
     if size is None or size < ranks:
         return
-    placement = (*([None] * (len(sizes(result)) - 1)), blocks(size, ranks))
+    placement = (*([None] * (len(sizes(result)) - 1)), covering(size, ranks))
     wishes.columns((output, result), placement)
 
 
@@ -321,16 +330,25 @@ class _Local(dict[Node, Node]):
         self.builder, self.placed, self.rank = builder, placed, rank
 
     def get(self, node: Node, default: Any = None) -> Any:
-        if (
-            node not in self.placed
-            and node not in self.builder.natural
-            and node not in self.builder.wishes.constants
-        ):
+        if node not in self.placed and node not in self.builder.natural and node not in self.builder.wishes.constants:
             return default
         placement = self.placed.get(node)
         if placement is None:
             return self.builder.whole(node)[self.rank]
         return self.builder.get(node, placement)[self.rank]
+
+
+def own_weights(own: Shard, module: GraphModule) -> dict[str, Tensor]:
+    """The weights of `module`, made of a rank's graph, by name: what is a part of a larger tensor, is copied out of it,
+    unless the rank has that whole as well."""
+    there = {piece.path for piece in own.pieces.values() if is_whole(piece.placement)}
+    found = {}
+    for name in dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "get_attr"):
+        value = _attribute(module, name)
+        piece = own.pieces.get(name)
+        part = piece is not None and not is_whole(piece.placement) and piece.path not in there
+        found[name] = value.clone() if part else value
+    return found
 
 
 def localized(plan: Plan, sharding: Sharding, rank: int) -> Plan:
@@ -351,4 +369,4 @@ def localized(plan: Plan, sharding: Sharding, rank: int) -> Plan:
     return replace(plan, decisions=tuple(decisions))
 
 
-__all__ = ["Shard", "Sharding", "WholeLinear", "localized", "shard"]
+__all__ = ["Shard", "Sharding", "WholeLinear", "localized", "own_weights", "shard"]

@@ -177,11 +177,7 @@ class _Walk:
         kept = self.wishes.kept.get(node, 0)
         if kept and more < 1:
             return None, f"{node.name} is used whole"
-        asked += [
-            (user, want)
-            for (user, used), want in self.edges.items()
-            if used is node and user not in node.users
-        ]
+        asked += [(user, want) for (user, used), want in self.edges.items() if used is node and user not in node.users]
         first = asked[0][1]
         if all(want == first for _, want in asked):
             return first, ""
@@ -206,9 +202,7 @@ class _Walk:
         cuts = [cut for _, want in asked if (cut := want[dim]) is not None]
         if len(cuts) != len(asked):
             return None, differing
-        union = cut_of(
-            cuts[0].size, [_union(cut.indices(rank) for cut in cuts) for rank in range(len(cuts[0].ranks))]
-        )
+        union = cut_of(cuts[0].size, [_union(cut.indices(rank) for cut in cuts) for rank in range(len(cuts[0].ranks))])
         merged = _one(node, dim, union)
         for user, want in asked:
             form = self.wishes.forms.get(user)

@@ -3,6 +3,7 @@
 python -m tests.coverage                       all types, and the table in the docs
 python -m tests.coverage --fast                the types that CI checks; nothing is written
 python -m tests.coverage llama gemma2 bloom    these types; nothing is written
+python -m tests.coverage --tensor 2            all types over 2 ranks, in one process each, and docs/coverage_tensor.json
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import os
 import sys
 import time
 import warnings
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -25,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--fast", action="store_true", help="the types that CI checks")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one type")
+    parser.add_argument("--tensor", type=int, help="over so many ranks")
     options = parser.parse_args(argv)
     # One thread a process; read by OpenMP when torch is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,7 +37,6 @@ def main(argv: list[str] | None = None) -> int:
     import transformers
     from rich.console import Console
 
-    from tests.coverage.check import Row
     from tests.coverage.configs import all_types
     from tests.coverage.fast import FAST
     from tests.coverage.run import run
@@ -44,20 +47,29 @@ def main(argv: list[str] | None = None) -> int:
     console = Console()
     started = time.perf_counter()
 
-    def tell(row: Row, left: int) -> None:
+    def tell(row: Any, left: int) -> None:
         errors = " ".join(f"{name} {error:.0e}" for name, error in row.errors.items())
         found = f"{row.sites}/{row.expected}" if row.sites >= 0 else ""
         reason = " ".join(row.reason.split())[:200]
-        style = {"verified": "green", "refused": "yellow", "wrong": "red", "error": "red"}.get(row.outcome)
+        style = {"verified": "green", "refused": "yellow", "whole": "yellow", "wrong": "red", "error": "red"}.get(row.outcome)
         sizes = f" ({told(row.tested)})" if told(row.tested) else ""
         line = (
             f"{left:>4} left  {row.type}: {row.outcome} {found}{sizes} {row.seconds:.0f} s {errors} {reason}"
         )
         console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    rows = run(
-        options.types or (FAST if options.fast else all_types()), options.jobs, options.limit, tell=tell
-    )
+    types = options.types or (FAST if options.fast else all_types())
+    if options.tensor:
+        from tests.coverage import tensor
+
+        check = partial(tensor.check_tensor, ranks=options.tensor)
+        over = run(types, options.jobs, options.limit, tell=tell, check=check)
+        versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
+        if not (options.types or options.fast):
+            tensor.write(over, versions, DOCS / "coverage_tensor.json")
+        console.print(f"{tensor.summary(over)} of {len(over)} in {time.perf_counter() - started:.0f} s")
+        return 1 if {"wrong", "error"} & {row.outcome for row in over} else 0
+    rows = run(types, options.jobs, options.limit, tell=tell)
     seconds = time.perf_counter() - started
     if not (options.types or options.fast):
         versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"

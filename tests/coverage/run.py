@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -17,13 +18,15 @@ def run(
     jobs: int = 1,
     limit: float = 300.0,
     recipes: tuple[str, ...] = RECIPES,
-    tell: Callable[[Row, int], None] | None = None,
-) -> list[Row]:
+    tell: Callable[[Any, int], None] | None = None,
+    check: Callable[[str], Any] | None = None,
+) -> list[Any]:
     """The rows of `types`, sorted by type.
 
     Args:
         jobs: processes at a time; each computes on one thread.
         limit: seconds after which a type counts as an error.
+        check: gives the row of a type; None: `check_type` with these recipes.
         tell: called with every finished row and the number of those still to do.
     """
     # Forked, so that torch and transformers are imported once.
@@ -31,14 +34,15 @@ def run(
     import kvcompile.runtime.huggingface  # noqa: F401
 
     context = multiprocessing.get_context("fork")
+    check = check or partial(check_type, recipes=recipes)
     waiting = list(types)
     running: dict[Connection, tuple[str, Any, float]] = {}
-    rows: list[Row] = []
+    rows: list[Any] = []
     while waiting or running:
         while waiting and len(running) < jobs:
             model_type = waiting.pop(0)
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(model_type, recipes, theirs))
+            process = context.Process(target=_child, args=(model_type, check, theirs))
             process.start()
             theirs.close()
             running[ours] = (model_type, process, time.monotonic() + limit)
@@ -64,10 +68,10 @@ def run(
     return sorted(rows, key=lambda row: row.type)
 
 
-def _child(model_type: str, recipes: tuple[str, ...], pipe: Connection) -> None:
+def _child(model_type: str, check: Callable[[str], Any], pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries warn on stderr; the row says what matters
-    pipe.send(check_type(model_type, recipes))
+    pipe.send(check(model_type))
     pipe.close()

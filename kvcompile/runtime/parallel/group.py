@@ -1,0 +1,217 @@
+"""The processes of a tensor parallel group.
+
+They meet once a rank's program is ready: in the group of a caller's `device_mesh`, over all processes of a default
+group that the caller has initialized, or over those that `torchrun` has started. What each brings is compared before
+anything runs: one plan, the same graphs, the weights of one checkpoint, the same software.
+
+A process that dies closes its connections, one that hangs lets the time limit pass; both are a `RankError` on the
+others, and the module refuses every further call: its caches may differ from rank to rank.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kvcompile.errors import InputError, PlanError, RankError
+from kvcompile.runtime.parallel.options import Parallel
+
+_AXIS = "tensor"  # of a mesh of several dimensions
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Group:
+    """A group of ranks; `data` carries collectives of graphs, `control` everything else, over gloo."""
+
+    def __init__(self, data: dist.ProcessGroup, control: dist.ProcessGroup, options: Parallel):
+        self.data, self.control, self.options = data, control, options
+        self.rank, self.size = dist.get_rank(data), dist.get_world_size(data)
+        self.failed: str | None = None
+
+    @property
+    def name(self) -> str:
+        """That graphs know the group by."""
+        return str(self.data.group_name)
+
+    def compare(self, mine: Mapping[str, str]) -> None:
+        """Refuse to begin unless all ranks bring the same.
+
+        Raises:
+            RankError: they do not, with what differs and on which ranks; or one does not answer in time.
+        """
+        theirs: list[Any] = [None] * self.size
+        with self.told("start"):
+            dist.all_gather_object(theirs, dict(mine), group=self.control)
+        first = theirs[0]
+        problems = []
+        for name in first:
+            others = [rank for rank, own in enumerate(theirs) if own.get(name) != first[name]]
+            if others:
+                found = ", ".join(f"{theirs[rank].get(name)} on rank {rank}" for rank in others)
+                problems.append(f"{name}: {first[name]} on rank 0, {found}")
+        if problems:
+            self.failed = f"the ranks do not have the same: {'; '.join(problems)}"
+            raise RankError(
+                f"{self.failed}. Start all ranks with one version, one checkpoint and one recipe"
+            )
+
+    def agree(self, ids: Tensor, mask: Tensor | None) -> None:
+        """Refuse a call that other ranks make with other tokens.
+
+        On a GPU only prompts are compared: a step waits for no value there.
+
+        Raises:
+            InputError: they do.
+            RankError: a rank does not answer in time.
+        """
+        if ids.device.type != "cpu" and ids.shape[1] == 1:
+            return
+        own = torch.tensor([_number(ids, mask)])
+        found = [torch.zeros_like(own) for _ in range(self.size)]
+        with self.told("call"):
+            dist.all_gather(found, own, group=self.control)
+        others = [rank for rank, other in enumerate(found) if not torch.equal(other, found[0])]
+        if others:
+            raise InputError(
+                f"the ranks were called with different tokens: rank {', '.join(map(str, others))} not as rank 0. Give "
+                "all ranks of a group the same calls"
+            )
+
+    def share_randomness(self, generator: torch.Generator | None = None) -> None:
+        """Give all ranks rank 0's state of random numbers, so that they draw the same tokens."""
+        state = torch.get_rng_state() if generator is None else generator.get_state()
+        with self.told("call"):
+            dist.broadcast(state, group=self.control, group_src=0)
+        if generator is None:
+            torch.set_rng_state(state)
+        else:
+            generator.set_state(state)
+
+    @contextmanager
+    def told(self, when: str) -> Iterator[None]:
+        """What goes wrong with another rank, as an error that says so; from then on the group is of no use.
+
+        Raises:
+            RankError: as said.
+        """
+        if self.failed is not None:
+            raise RankError(f"rank {self.rank} of {self.size} is out of use: {self.failed}. Start the ranks again")
+        try:
+            yield
+        except RuntimeError as error:
+            if not _of_ranks(error):
+                raise
+            line = " ".join(str(error).split())[:300]
+            limit = self.options.start if when == "start" else self.options.timeout
+            self.failed = f"another rank has died, or did not answer within {limit:g} s ({line})"
+            raise RankError(
+                f"rank {self.rank} of {self.size}: {self.failed}. What is in the caches is lost: start the ranks again"
+            ) from error
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """A pass over the graphs of all ranks: whatever fails in it, leaves them at different places.
+
+        Raises:
+            RankError: another rank failed, or this one has before.
+        """
+        try:
+            with self.told("call"):
+                yield
+        except BaseException as error:
+            self.failed = self.failed or f"a pass was broken off ({type(error).__name__})"
+            raise
+
+
+def check_world(options: Parallel, mesh: Any = None) -> None:
+    """Refuse before anything is computed what no group can be made for.
+
+    Raises:
+        PlanError: other processes than `tensor` says, or none.
+    """
+    if mesh is not None:
+        size, where = _of_mesh(mesh).size(), "device_mesh has"
+    elif dist.is_available() and dist.is_initialized():
+        size, where = dist.get_world_size(), "the default process group has"
+    elif all(name in os.environ for name in _VARIABLES):
+        size, where = int(os.environ["WORLD_SIZE"]), "torchrun has started"
+    else:
+        raise PlanError(
+            f"parallel: tensor: {options.tensor} needs as many processes, and this one was started alone: run "
+            f"`torchrun --nproc-per-node {options.tensor} ...`, initialize torch.distributed, or give device_mesh="
+        )
+    if size != options.tensor:
+        raise PlanError(f"parallel: tensor: {options.tensor} ranks, and {where} {size} processes")
+
+
+def join(options: Parallel, device: torch.device, mesh: Any = None) -> Group:
+    """Meet the other ranks.
+
+    Raises:
+        RankError: they do not come in time.
+    """
+    start = datetime.timedelta(seconds=options.start)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        if mesh is None and not dist.is_initialized():
+            dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo", timeout=start)
+        ranks = dist.get_process_group_ranks(_of_mesh(mesh) if mesh is not None else dist.group.WORLD)
+        made = {}
+        for kind, seconds in (("gloo", options.start), (backend, options.timeout)):
+            limit = datetime.timedelta(seconds=seconds)
+            made[len(made)] = dist.new_group(ranks, timeout=limit, backend=kind, use_local_synchronization=True)
+    except (RuntimeError, ValueError) as error:
+        raise RankError(
+            f"the {options.tensor} ranks did not meet within {options.start:g} s: {' '.join(str(error).split())[:300]}"
+        ) from error
+    control, data = made[0], made[1]
+    assert data is not None and control is not None
+    return Group(data, control, options)
+
+
+def _of_mesh(mesh: Any) -> dist.ProcessGroup:
+    """The group of a mesh: of its dimension "tensor" (or "tp"), or of the only one.
+
+    Raises:
+        PlanError: it has several dimensions and none of that name.
+    """
+    names = mesh.mesh_dim_names or ()
+    for name in (_AXIS, "tp"):
+        if name in names:
+            group = mesh.get_group(name)
+            assert isinstance(group, dist.ProcessGroup)
+            return group
+    if mesh.ndim != 1:
+        raise PlanError(
+            f"device_mesh: expected one dimension, or one that is named {_AXIS!r}; got {mesh.ndim}, "
+            f"named {', '.join(names) or 'nothing'}"
+        )
+    group = mesh.get_group()
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _number(ids: Tensor, mask: Tensor | None) -> int:
+    """Ids and mask as one number of 63 bits."""
+    hashed = hashlib.sha256()
+    for tensor in (ids, mask):
+        if tensor is not None:
+            hashed.update(f"{tuple(tensor.shape)}".encode())
+            hashed.update(tensor.to("cpu", torch.int64).contiguous().numpy().tobytes())
+    return int.from_bytes(hashed.digest()[:8], "big") >> 1
+
+
+def _of_ranks(error: RuntimeError) -> bool:
+    """Whether an error is one of communication."""
+    text = str(error).lower()
+    kinds = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+    words = ("gloo", "nccl", "connection", "timed out", "timeout", "process group", "peer")
+    return isinstance(error, kinds) or any(word in text for word in words)
