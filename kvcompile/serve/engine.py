@@ -11,17 +11,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from kvcompile.errors import BusyError, InputError, KVCompileError, LimitError, ServeError
+from kvcompile.errors import BusyError, InputError, KVCompileError, LimitError, RankError, ServeError
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.serve import bytes_of
 from kvcompile.runtime.module import CachedModel
-from kvcompile.serve.capacity import capacity
 from kvcompile.serve.disk import Disk
 from kvcompile.serve.ends import Ends
 from kvcompile.serve.identity import Identity
@@ -31,6 +31,7 @@ from kvcompile.serve.packing import unpacked_because
 from kvcompile.serve.passes import Passes
 from kvcompile.serve.pick import Matcher, Picked, Picker, pick
 from kvcompile.serve.prompts import Prompt, bounds_of, ends_of, ids_of
+from kvcompile.serve.ranks import Leading, below, lead, room_of
 from kvcompile.serve.request import Handle, Result, TokenLogprob
 from kvcompile.serve.sampling import Sampling
 from kvcompile.serve.schedule import Scheduler
@@ -114,7 +115,6 @@ class Engine:
             raise InputError(
                 "recipe: this module is optimized already; give the original model, or no recipe"
             )
-        model.check_alone("served", ServeError)
         given = {
             "memory": memory,
             "max_sequences": max_sequences,
@@ -135,23 +135,23 @@ class Engine:
         limits = plan.limits
         self.max_tokens = limits.max_tokens
         self._max_queue = config.max_queue
-        wanted = config.max_sequences or limits.max_batch
-        bytes_given = None if config.memory is None else bytes_of(config.memory)
-        chunk = config.prefill_tokens or limits.prefill_chunk
-        room = capacity(plan, model.cache.shape, model.device, wanted, bytes_given, chunk)
-        host_bytes = bytes_of(config.host_memory)
-        self._shared = Shared.of(
-            model,
-            room,
-            config.prefix_cache,
-            host_bytes,
-            None if config.snapshot_memory is None else bytes_of(config.snapshot_memory),
-            None if store is None else Disk(store, parse_bytes(store_memory)),
-        )
-        self._identity = Identity(model, chunk, config.deterministic, self._shared.disk)
-        sharing, tiers = self._shared.sharing, self._shared.tiers
         self._unpacked = unpacked_because(config.packed, model, config.deterministic)
-        self._passes = Passes(model, room, tiers)
+        chunk = config.prefill_tokens or limits.prefill_chunk
+        channel = lead(model, config, chunk, store is not None)
+        room = room_of(model, config, chunk, channel)
+        host_bytes = bytes_of(config.host_memory)
+        with nullcontext() if channel is None else channel.starting():
+            self._shared = Shared.of(
+                model,
+                room,
+                config.prefix_cache,
+                host_bytes,
+                None if config.snapshot_memory is None else bytes_of(config.snapshot_memory),
+                None if store is None else Disk(store, parse_bytes(store_memory)),
+            )
+            self._identity = Identity(model, chunk, config.deterministic, self._shared.disk)
+        sharing, tiers = self._shared.sharing, self._shared.tiers
+        self._passes = Passes(model, room, tiers) if channel is None else Leading(model, room, tiers, channel)
         chunks = sharing.chunks or config.deterministic
         rules = Rules(
             rows=room.rows,
@@ -168,7 +168,7 @@ class Engine:
             row_bytes=room.row_bytes,
             host_bytes=host_bytes,
         )
-        self._scheduler = Scheduler(room.groups, rules, tiers)
+        self._scheduler = Scheduler(room.groups, rules, below(tiers, channel))
         self._bytes = room.bytes
         self._eos = ends_of(model.model, tokenizer)
         self._bounds = bounds_of(model.program, model.model)
@@ -274,11 +274,9 @@ class Engine:
 
     def warmup(self) -> None:
         """Compile all that steps may need, so that nothing compiles while requests wait."""
-        for batch, tokens in ((1, 2), (1, 1), (2, 1)):
-            if batch <= self._scheduler.rules.rows:
-                self.module.prepare(batch, tokens)
-        if self._unpacked is None:
-            self.module.packed.prepare()
+        rows = self._scheduler.rules.rows
+        shapes = [(batch, tokens) for batch, tokens in ((1, 2), (1, 1), (2, 1)) if batch <= rows]
+        self._passes.warm(shapes, packed=self._unpacked is None)
 
     def stats(self) -> Stats:
         """What it is at and has done."""
@@ -318,6 +316,7 @@ class Engine:
             self._changed.notify_all()
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
+        self._passes.close()
         self._shared.close(self._scheduler, self._passes.rows)
 
     def __enter__(self) -> Engine:
@@ -348,16 +347,25 @@ class Engine:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._inbox or self._closed or self._scheduler.texts)
+                    wanted = self._changed.wait_for(self._has_work, self._passes.beat)
                     if self._closed:
                         break
-                self._turn()
+                if wanted:
+                    self._turn()
+                else:
+                    self._passes.idle()
+                if self._passes.failed is not None:  # no step can be taken any more
+                    self._fail(list(self._texts), RankError(self._passes.failed))
+                    break
         finally:  # also after a defect of ours: nobody may wait for ever
             with self._changed:
                 self._closing = self._closed = True
                 for request in list(self._requests.values()):
                     self._over(request)
                     request.handle.fail(ServeError("the engine was closed before this request had ended"))
+
+    def _has_work(self) -> bool:
+        return bool(self._inbox or self._closed or self._scheduler.texts)
 
     def _turn(self) -> None:
         """What came since the last step, and a step."""

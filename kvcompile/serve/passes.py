@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvcompile.runtime.module import CachedModel
 from kvcompile.serve.capacity import Capacity
-from kvcompile.serve.moves import Copy, Down, Drop, Fork, In, Move, Out, Restore, Snapshot, Up
+from kvcompile.serve.moves import Copy, Down, Drop, Fork, In, Move, Out, Restore, Snapshot, Tables, Up
 from kvcompile.serve.rows import Rows
 from kvcompile.serve.texts import Text
 from kvcompile.serve.tiers import Tiers
@@ -18,8 +19,49 @@ from kvcompile.serve.tiers import Tiers
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of a text for one pass.
+
+    tables: its pages, by group
+    seen:   tokens of it in the cache before
+    ids:    those that run
+    """
+
+    text: int
+    tables: Tables
+    seen: int
+    ids: tuple[int, ...]
+
+    @staticmethod
+    def of(text: Text, end: int | None) -> Piece:
+        """What is left of a text, up to `end` where that is said."""
+        ids = tuple(text.tokens[text.computed : end])
+        return Piece(text.id, tuple(map(tuple, text.tables)), text.computed, ids)
+
+
 class Passes:
     """An engine's cache, and the module that runs over it; used by one thread."""
+
+    beat: float | None = None  # seconds after which `idle` wants to be called again
+
+    @property
+    def failed(self) -> str | None:
+        """Why no pass can run any more; None: passes can."""
+        return None
+
+    def idle(self) -> None:
+        """Called while there is nothing to do."""
+
+    def warm(self, shapes: Sequence[tuple[int, int]], packed: bool) -> None:
+        """Compile what passes of so many texts and tokens need, and a packed one."""
+        for batch, tokens in shapes:
+            self.module.prepare(batch, tokens)
+        if packed:
+            self.module.packed.prepare()
+
+    def close(self) -> None:
+        """Nothing runs any more."""
 
     def __init__(self, module: CachedModel, room: Capacity, tiers: Tiers):
         """
@@ -97,17 +139,7 @@ class Passes:
 
         Returns the logits [R, V] after the last of these tokens of each text.
         """
-        for text in texts:
-            self.rows.place(text.id)
-            self.rows.write_tables(text.id, text.tables)
-        ids = [text.tokens[text.computed : end] for text, end in zip(texts, ends, strict=True)]
-        with self.module.turns.alone():
-            self.module.check_call()
-            inputs = self.rows.inputs_of([text.id for text in texts])
-            logits = self.module.packed.run(ids, [text.computed for text in texts], inputs)
-        for text, end in zip(texts, ends, strict=True):
-            self.rows.note(text.id, end)
-        return logits.float()
+        return self.pass_packed([Piece.of(text, end) for text, end in zip(texts, ends, strict=True)])
 
     def run(self, texts: Sequence[Text], end: int | None = None) -> tuple[list[Text], Tensor]:
         """Run what is left of texts; several have one token left each.
@@ -116,16 +148,36 @@ class Passes:
 
         Returns the texts in the order of their rows, and the logits [B, V] after the last token of each.
         """
+        by_id = {text.id: text for text in texts}
+        order, logits = self.pass_apart([Piece.of(text, end) for text in texts])
+        return [by_id[id] for id in order], logits
+
+    def pass_packed(self, pieces: Sequence[Piece]) -> Tensor:
+        """`run_packed` of pieces."""
+        for piece in pieces:
+            self.rows.place(piece.text)
+            self.rows.write_tables(piece.text, piece.tables)
+        with self.module.turns.alone():
+            self.module.check_call()
+            inputs = self.rows.inputs_of([piece.text for piece in pieces])
+            ids, seen = [list(piece.ids) for piece in pieces], [piece.seen for piece in pieces]
+            logits = self.module.packed.run(ids, seen, inputs)
+        for piece in pieces:
+            self.rows.note(piece.text, piece.seen + len(piece.ids))
+        return logits.float()
+
+    def pass_apart(self, pieces: Sequence[Piece]) -> tuple[list[int], Tensor]:
+        """`run` of pieces of equally many tokens; returns the texts in the order of their rows, and the logits."""
         rows, device = self.rows, self.module.device
-        if len(texts) == 1:
-            first = rows.place(texts[0].id)
+        if len(pieces) == 1:
+            first = rows.place(pieces[0].text)
         else:
-            by_id, first = {text.id: text for text in texts}, 0
-            texts = [by_id[id] for id in rows.arrange(list(by_id))]
-        for text in texts:
-            rows.write_tables(text.id, text.tables)
-        seen = [text.computed for text in texts]
-        ids = torch.tensor([text.tokens[text.computed : end] for text in texts], dtype=torch.int64)
+            by_text, first = {piece.text: piece for piece in pieces}, 0
+            pieces = [by_text[id] for id in rows.arrange(list(by_text))]
+        for piece in pieces:
+            rows.write_tables(piece.text, piece.tables)
+        seen = [piece.seen for piece in pieces]
+        ids = torch.tensor([piece.ids for piece in pieces], dtype=torch.int64)
         lens = torch.tensor(seen, dtype=torch.int64)
         positions = lens[:, None] + torch.arange(ids.shape[1])
         with self.module.turns.alone():
@@ -136,12 +188,12 @@ class Passes:
                 ids.to(device),
                 positions.to(device),
                 lens.to(device),
-                rows.inputs(first, first + len(texts)),
+                rows.inputs(first, first + len(pieces)),
                 columns=columns,
                 kept=1,
                 rows=[[0] * len(seen), seen],
                 version=rows.version if first == 0 else None,
             )
-        for text, row in zip(texts, ids, strict=True):
-            rows.note(text.id, text.computed + len(row))
-        return list(texts), flat[self.module.program.logits][:, -1].float()
+        for piece in pieces:
+            rows.note(piece.text, piece.seen + len(piece.ids))
+        return [piece.text for piece in pieces], flat[self.module.program.logits][:, -1].float()
