@@ -174,7 +174,9 @@ def cached_run(
             each.kept.note(each.caches, seq_lens)
         start += size
     whole = tuple(torch.cat(chunk, dim=2) for chunk in zip(*outputs, strict=True))
-    return Run(torch.cat(logits, dim=1), whole, _whole_kept(front, plan, [each.kept.by_layer for each in parts]))
+    return Run(
+        torch.cat(logits, dim=1), whole, _whole_kept(front, plan, [each.kept.by_layer for each in parts])
+    )
 
 
 def _caches(

@@ -28,7 +28,9 @@ class InStep:
         self.each = tuple(each)
         orders = [[node for node, _ in steps.order] for steps in each]
         if any([_name(n) for n in order] != [_name(n) for n in orders[0]] for order in orders[1:]):
-            raise VerificationError("verification failed: the ranks' graphs are not in step: please report this model")
+            raise VerificationError(
+                "verification failed: the ranks' graphs are not in step: please report this model"
+            )
 
     def run(self, inputs: Sequence[Sequence[Any]]) -> list[Any]:
         """Each rank's output for values of its placeholders, in order."""

@@ -97,6 +97,28 @@ def whole(rank: int) -> Placement:
     return (None,) * rank
 
 
+def together(placement: Placement) -> Cut | None:
+    """All cut dimensions as one, row-major; None: there is none."""
+    cuts = [cut for cut in placement if cut is not None]
+    if len(cuts) < 2:
+        return cuts[0] if cuts else None
+    sizes = [cut.size for cut in cuts]
+    ranks = [
+        np.ravel_multi_index(np.ix_(*(cut.indices(rank) for cut in cuts)), sizes).reshape(-1)
+        for rank in range(len(cuts[0].ranks))
+    ]
+    return cut_of(int(np.prod(sizes)), ranks)
+
+
+def covers(placement: Placement) -> bool:
+    """Whether the ranks have all of it between them: two dimensions that are cut over the same ranks may not."""
+    cut = together(placement)
+    if cut is None:
+        return True
+    found = np.concatenate([cut.indices(rank) for rank in range(len(cut.ranks))])
+    return len(np.unique(found)) == cut.size
+
+
 def is_whole(placement: Placement) -> bool:
     """Whether every rank has all of it."""
     return all(cut is None for cut in placement)

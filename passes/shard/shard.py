@@ -141,7 +141,9 @@ def _wishes(
     nodes = list(graph.nodes)
     constants: set[Node] = set()
     for node in nodes:
-        computed = node.op == "call_function" and node.all_input_nodes and isinstance(node.meta.get("val"), Tensor)
+        computed = (
+            node.op == "call_function" and node.all_input_nodes and isinstance(node.meta.get("val"), Tensor)
+        )
         if node.op == "get_attr" or (computed and all(used in constants for used in node.all_input_nodes)):
             if isinstance(node.meta.get("val"), Tensor) and form_or_weight(node):
                 constants.add(node)
@@ -280,9 +282,8 @@ def _sharding(
 def _uncut(node: Node, wishes: Wishes) -> WholeLinear:
     found = wishes.weight(node)
     assert found is not None
-    because = wishes.because.get(node, "its result is used whole")
     val = found[2].meta["val"]
-    return WholeLinear(told(node), because, int(val.numel()) * val.element_size())
+    return WholeLinear(told(node), wishes.why(node), int(val.numel()) * val.element_size())
 
 
 def _bytes(own: Shard) -> int:
@@ -330,7 +331,11 @@ class _Local(dict[Node, Node]):
         self.builder, self.placed, self.rank = builder, placed, rank
 
     def get(self, node: Node, default: Any = None) -> Any:
-        if node not in self.placed and node not in self.builder.natural and node not in self.builder.wishes.constants:
+        if (
+            node not in self.placed
+            and node not in self.builder.natural
+            and node not in self.builder.wishes.constants
+        ):
             return default
         placement = self.placed.get(node)
         if placement is None:

@@ -150,7 +150,9 @@ def regrouped(before: tuple[int, ...], cuts: Cuts, after: tuple[int, ...]) -> Cu
     places = np.arange(int(np.prod(before, dtype=np.int64))).reshape(before)
     found: list[list[Indices]] = [[] for _ in after]
     for rank in range(ranks):
-        own = [np.arange(n) if cut is None else cut.indices(rank) for n, cut in zip(before, cuts, strict=True)]
+        own = [
+            np.arange(n) if cut is None else cut.indices(rank) for n, cut in zip(before, cuts, strict=True)
+        ]
         flat = places[np.ix_(*own)].reshape(-1)
         if not len(flat):
             return None

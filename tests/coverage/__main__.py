@@ -51,7 +51,13 @@ def main(argv: list[str] | None = None) -> int:
         errors = " ".join(f"{name} {error:.0e}" for name, error in row.errors.items())
         found = f"{row.sites}/{row.expected}" if row.sites >= 0 else ""
         reason = " ".join(row.reason.split())[:200]
-        style = {"verified": "green", "refused": "yellow", "whole": "yellow", "wrong": "red", "error": "red"}.get(row.outcome)
+        style = {
+            "verified": "green",
+            "refused": "yellow",
+            "whole": "yellow",
+            "wrong": "red",
+            "error": "red",
+        }.get(row.outcome)
         sizes = f" ({told(row.tested)})" if told(row.tested) else ""
         line = (
             f"{left:>4} left  {row.type}: {row.outcome} {found}{sizes} {row.seconds:.0f} s {errors} {reason}"
