@@ -144,7 +144,7 @@ def test_what_a_rank_cannot_choose_is_refused() -> None:
     with pytest.raises(PlanError, match="chosen by all query heads of a KV head.*on several ranks"):
         over_ranks(heads(8, 2), 4, "h2o")
     with pytest.raises(PlanError, match="over all heads, and a rank has some"):
-        over_ranks(heads(8, 4), 2, "tova")
+        over_ranks(heads(8, 4), 2, "h2o", cache={"retention": {"granularity": "layer"}})
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:

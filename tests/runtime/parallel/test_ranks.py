@@ -11,6 +11,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +37,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "8/4": llama,
     "8/2": lambda: llama(8, 2),
     "8/1": lambda: llama(8, 1),
-    "6/2": lambda: llama(6, 2),
     "nano": lambda: make(NanoGPT),
     "mixtral": lambda: tiny_hf("mixtral"),
     "gpt2": lambda: tiny_hf("gpt2"),
@@ -73,7 +73,10 @@ def spawn(ranks: int, body: Any, *given: Any) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(_child, (ranks, port, body, given), nprocs=ranks)  # type: ignore[no-untyped-call]
+    root = str(Path(__file__).parents[3])
+    with pytest.MonkeyPatch.context() as patch:  # children import this file by its name
+        patch.syspath_prepend(root)
+        mp.spawn(_child, (ranks, port, body, given), nprocs=ranks)  # type: ignore[no-untyped-call]
 
 
 def _same_text(rank: int, ranks: int, name: str, recipe: str, share: float) -> None:
@@ -114,7 +117,6 @@ def _refusals(fast: Any) -> None:
     [
         ("8/4", 2, "baseline", 0.5),
         ("mixtral", 2, "int8", 0.5),
-        pytest.param("6/2", 3, "baseline", 1.0, marks=pytest.mark.xfail(raises=Exception, strict=True)),
         pytest.param("nano", 3, "baseline", 1 / 3, marks=pytest.mark.slow),
         pytest.param("8/4", 4, "h2o", 0.25, marks=pytest.mark.slow),
         pytest.param("8/2", 4, "baseline", 0.5, marks=pytest.mark.slow),
