@@ -64,6 +64,7 @@ class Builder:
         self.natural: dict[Node, Placement] = {}
         self.values: dict[tuple[Node, Placement], Local] = {}
         self.numbers: dict[Node, int] = {}  # sizes that are fixed
+        self.fakes: dict[tuple[int, tuple[object, ...]], Tensor] = {}
 
     def whole(self, node: Node) -> Local:
         """A value as all ranks have it whole."""
@@ -366,11 +367,17 @@ class Builder:
         new.meta.update({name: item for name, item in node.meta.items() if name != "val"})
         val = node.meta.get("val")
         if isinstance(val, Tensor) and not is_whole(placement):
-            sizes_ = local_shape(val.shape, placement, rank)
-            with val.fake_mode:  # type: ignore[attr-defined]
-                val = torch.empty(sizes_, dtype=val.dtype, device=val.device)
+            val = self._fake(val, tuple(local_shape(val.shape, placement, rank)))
         if val is not None:
             new.meta["val"] = val
+
+    def _fake(self, val: Tensor, local: tuple[object, ...]) -> Tensor:
+        """A fake tensor of these sizes; ranks that have as much share it."""
+        key = (id(val), local)
+        if key not in self.fakes:
+            with val.fake_mode:  # type: ignore[attr-defined]
+                self.fakes[key] = torch.empty(local, dtype=val.dtype, device=val.device)  # type: ignore[call-overload]
+        return self.fakes[key]
 
 
 def is_whole_call(operands: Mapping[Node, Placement], result: Placement) -> bool:
