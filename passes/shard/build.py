@@ -64,7 +64,7 @@ class Builder:
         self.natural: dict[Node, Placement] = {}
         self.values: dict[tuple[Node, Placement], Local] = {}
         self.numbers: dict[Node, int] = {}  # sizes that are fixed
-        self.fakes: dict[tuple[int, tuple[object, ...]], Tensor] = {}
+        self.fakes: dict[tuple[int, tuple[int | None, ...]], Tensor] = {}
 
     def whole(self, node: Node) -> Local:
         """A value as all ranks have it whole."""
@@ -330,8 +330,8 @@ class Builder:
     def _gather_one(self, node: Node, dim: int, cut: Cut, own: Local) -> Local:
         most = max(cut.counts)
         if min(cut.counts) < most:  # all ranks give as much: the last index again
-            places = [np.minimum(np.arange(most), cut.count(rank) - 1) for rank in range(self.ranks)]
-            index = self._index([self._tensor(place, node) for place in places])
+            kept = [np.minimum(np.arange(most), cut.count(rank) - 1) for rank in range(self.ranks)]
+            index = self._index([self._tensor(each, node) for each in kept])
             own = tuple(
                 graph.call_function(aten.index_select.default, (value, dim, at))
                 for graph, value, at in zip(self.built.graphs, own, index, strict=True)
@@ -367,16 +367,17 @@ class Builder:
         new.meta.update({name: item for name, item in node.meta.items() if name != "val"})
         val = node.meta.get("val")
         if isinstance(val, Tensor) and not is_whole(placement):
-            val = self._fake(val, tuple(local_shape(val.shape, placement, rank)))
+            val = self._fake(val, placement, rank)
         if val is not None:
             new.meta["val"] = val
 
-    def _fake(self, val: Tensor, local: tuple[object, ...]) -> Tensor:
-        """A fake tensor of these sizes; ranks that have as much share it."""
-        key = (id(val), local)
+    def _fake(self, val: Tensor, placement: Placement, rank: int) -> Tensor:
+        """A fake tensor of a rank's sizes; ranks that have as much share it."""
+        key = (id(val), tuple(None if cut is None else cut.count(rank) for cut in placement))
         if key not in self.fakes:
+            sizes_: Any = local_shape(val.shape, placement, rank)
             with val.fake_mode:  # type: ignore[attr-defined]
-                self.fakes[key] = torch.empty(local, dtype=val.dtype, device=val.device)  # type: ignore[call-overload]
+                self.fakes[key] = torch.empty(sizes_, dtype=val.dtype, device=val.device)
         return self.fakes[key]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +77,7 @@ def _runs(own: Indices) -> Runs:
 def blocks(size: int, ranks: int, unit: int = 1) -> Cut | None:
     """`size` in one run for each rank, as even as can be, each of whole units; None for one rank."""
     edges = [size // unit * rank // ranks * unit for rank in range(ranks)] + [size]
-    return cut_of(size, [np.arange(a, b) for a, b in zip(edges, edges[1:], strict=False)])
+    return cut_of(size, [np.arange(a, b) for a, b in pairwise(edges)])
 
 
 def covering(size: int, ranks: int) -> Cut | None:

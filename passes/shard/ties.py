@@ -58,7 +58,7 @@ class Slice:
     count: int
 
     def places(self, own: Indices) -> tuple[Indices, Indices]:
-        """Of the operand's indices that a rank has: at which places those of the slice stand, and their result index."""
+        """Of the operand's indices that a rank has: the places of those in the slice, and their result index."""
         offset = own - self.start
         inside = (offset >= 0) & (offset % self.step == 0) & (offset // self.step < self.count)
         places = np.flatnonzero(inside)

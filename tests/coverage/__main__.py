@@ -3,7 +3,7 @@
 python -m tests.coverage                       all types, and the table in the docs
 python -m tests.coverage --fast                the types that CI checks; nothing is written
 python -m tests.coverage llama gemma2 bloom    these types; nothing is written
-python -m tests.coverage --tensor 2            all types over 2 ranks, in one process each, and docs/coverage_tensor.json
+python -m tests.coverage --tensor 2            all types over 2 ranks; writes docs/coverage_tensor.json
 """
 
 from __future__ import annotations

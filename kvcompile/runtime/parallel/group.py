@@ -164,7 +164,7 @@ def join(options: Parallel, device: torch.device, mesh: Any = None) -> Group:
         if mesh is None and not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo", timeout=start)
         ranks = dist.get_process_group_ranks(_of_mesh(mesh) if mesh is not None else dist.group.WORLD)
-        made = {}
+        made: dict[int, Any] = {}
         for kind, seconds in (("gloo", options.start), (backend, options.timeout)):
             limit = datetime.timedelta(seconds=seconds)
             made[len(made)] = dist.new_group(

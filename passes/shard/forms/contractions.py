@@ -57,7 +57,7 @@ def _product(node: Node, a: Node, b: Node, added: Node | None) -> Form | None:
         return None
     last = len(result) - 1
     rows, columns = len(left) - 2, len(right) - 1
-    ties = []
+    ties: list[Tie] = []
     for operand, own, skipped in ((a, left, len(left) - 1), (b, right, len(right) - 2)):
         shift = len(result) - len(own)
         batch = [

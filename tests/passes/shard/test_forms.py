@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch._subclasses import FakeTensorMode
 
 from kvcompile.passes.shard.build import Builder
 from kvcompile.passes.shard.cuts import Placement, blocks, cut_of, is_whole, whole
@@ -81,7 +81,6 @@ def graph_of(case: str) -> tuple[Graph, list[Node], Node]:
     for node, size in zip(operands, sizes, strict=True):
         with mode:
             node.meta["val"] = torch.empty(size)
-    made: list[Any] = []
     root: dict[str, Tensor] = {}
 
     def constant(value: Any) -> Any:
@@ -99,7 +98,6 @@ def graph_of(case: str) -> tuple[Graph, list[Node], Node]:
         fake = (fake[0].bool(), *fake[1:])
     with mode:
         node.meta["val"] = target(*fake)
-    made.append(root)
     graph.output((node,))
     node.meta["root"] = root
     return graph, operands, node
@@ -129,7 +127,7 @@ def ranks_of(
     for rank, each in enumerate(builder.built.graphs):
         each.output(tuple(local[rank] for local in own))
     held = [
-        {name: root.get_parameter(name) if False else getattr(root, name) for name in builder.built.pieces}
+        {name: getattr(root, name) for name in builder.built.pieces}
         | {name: made[rank] for name, made in builder.built.made.items()}
         for rank in range(2)
     ]
@@ -165,7 +163,9 @@ def test_each_rank_has_what_its_placement_says(case: str) -> None:
         natural = builder.natural[node]
         cut = cut or not is_whole(natural) or node in builder.built.rows
         for rank, (local, everything) in enumerate(results):
-            torch.testing.assert_close(local, taken(truth, natural, rank), msg=f"{case}, {placements}, {natural}")
+            torch.testing.assert_close(
+                local, taken(truth, natural, rank), msg=f"{case}, {placements}, {natural}"
+            )
             torch.testing.assert_close(everything, truth, msg=f"{case}, {placements}: put together")
     assert cut, "no cut goes through: the operator may as well have no form"
 

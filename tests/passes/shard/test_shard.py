@@ -1,4 +1,4 @@
-"""Models over ranks: which of them are cut and how, that the ranks together compute what the model does, and refusals."""
+"""Models over ranks: what is cut and how, that the ranks together compute what the model does, and refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from tests.support.models import NanoGPT, TinyConfig, TinyLlama, make, tiny_hf
 from tests.support.ranks import TOKENS, over_ranks
 
 # Heads of the forms of FORMS: 4, and KV heads 4, 2 or 1.
-QUICK = ("sdpa, enable_gqa", "fused qkv", "sink logits", "ALiBi by distance", "one KV head", "bmm over batch and heads")
+QUICK = (
+    "sdpa, enable_gqa",
+    "fused qkv",
+    "sink logits",
+    "ALiBi by distance",
+    "one KV head",
+    "bmm over batch and heads",
+)
 # Rows and heads in one dimension are not cut, nor is the only KV head.
 LEFT = {"bmm over batch and heads": {"q"}, "one KV head": {"k", "v"}}
 UNDIVIDED = ()
@@ -132,7 +139,9 @@ def test_latent_rows_are_on_all_ranks(latent: str, share: float) -> None:
     assert found.sharding.by_rows == 1
 
 
-@pytest.mark.parametrize("recipe", cases(("int8", "h2o", "kivi2", "streaming", "int4", "paged"), ("int8", "h2o")))
+@pytest.mark.parametrize(
+    "recipe", cases(("int8", "h2o", "kivi2", "streaming", "int4", "paged"), ("int8", "h2o"))
+)
 def test_recipes(recipe: str) -> None:
     found = over_ranks(heads(8, 4), 2, recipe, **({"max_tokens": 64} if recipe == "paged" else {}))
     found.verified()
@@ -141,14 +150,16 @@ def test_recipes(recipe: str) -> None:
 
 def test_what_a_rank_cannot_choose_is_refused() -> None:
     """Scores of a KV head come from all of its query heads; those of a layer from all heads."""
-    with pytest.raises(PlanError, match="chosen by all query heads of a KV head.*on several ranks"):
+    with pytest.raises(PlanError, match=r"chosen by all query heads of a KV head.*on several ranks"):
         over_ranks(heads(8, 2), 4, "h2o")
     with pytest.raises(PlanError, match="over all heads, and a rank has some"):
         over_ranks(heads(8, 4), 2, "h2o", cache={"retention": {"granularity": "layer"}})
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(PlanError, match="9 query and 3 KV heads, which do not divide over 2 ranks.*tensor: 1, 3, 9"):
+    with pytest.raises(
+        PlanError, match=r"9 query and 3 KV heads, which do not divide over 2 ranks.*tensor: 1, 3, 9"
+    ):
         over_ranks(heads(9, 3), 2)
     with pytest.raises(PlanError, match="8 query and 4 KV heads"):
         over_ranks(heads(8, 4), 3)

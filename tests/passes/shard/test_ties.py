@@ -34,7 +34,9 @@ def taken(x: Tensor, cuts: tuple[Cut | None, ...], rank: int) -> Tensor:
 @settings(max_examples=200, deadline=None)
 def test_regrouping_holds_the_same_elements_in_the_same_order(data: st.DataObject) -> None:
     before, after = data.draw(
-        st.sampled_from([((2, 3, 4), (6, 4)), ((6, 4), (2, 3, 4)), ((12,), (3, 4)), ((3, 4), (2, 6)), ((4,), (4, 1))])
+        st.sampled_from(
+            [((2, 3, 4), (6, 4)), ((6, 4), (2, 3, 4)), ((12,), (3, 4)), ((3, 4), (2, 6)), ((4,), (4, 1))]
+        )
     )
     dim = data.draw(st.integers(0, len(before) - 1))
     cut = cut_of(before[dim], data.draw(parts(before[dim])))
@@ -45,7 +47,9 @@ def test_regrouping_holds_the_same_elements_in_the_same_order(data: st.DataObjec
         for rank in range(2):
             own = taken(x, cuts, rank)
             assert torch.equal(own.reshape(-1), taken(x.reshape(after), found, rank).reshape(-1))
-        assert Regroup(before, after).backward(found) in (cuts, None) or regrouped(after, found, before) == cuts
+        assert (
+            Regroup(before, after).backward(found) in (cuts, None) or regrouped(after, found, before) == cuts
+        )
 
 
 def test_heads_of_a_projection() -> None:

@@ -58,9 +58,7 @@ def logits(out: Any) -> torch.Tensor:
 
 
 def _child(rank: int, ranks: int, port: int, body: Any, given: tuple[Any, ...]) -> None:
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     body(rank, ranks, *given)
     if torch.distributed.is_initialized():
@@ -104,7 +102,7 @@ def _same_text(rank: int, ranks: int, name: str, recipe: str, share: float) -> N
 
 
 def _refusals(fast: Any) -> None:
-    with pytest.raises(kvcompile.KVCompileError, match="is rank . of . and has a part of the model"):
+    with pytest.raises(kvcompile.KVCompileError, match=r"is rank . of . and has a part of the model"):
         fast.save("nowhere")
     from kvcompile.serve.engine import Engine
 
@@ -146,15 +144,17 @@ def _several(rank: int, ranks: int) -> None:
     model = llama()
     with torch.no_grad():
         next(model.parameters())[rank] += rank
-    with pytest.raises(RankError, match="weights: .* on rank 0, .* on rank 1. Start all ranks"):
+    with pytest.raises(RankError, match=r"weights: .* on rank 0, .* on rank 1. Start all ranks"):
         part(model, ranks)
-    with pytest.raises(RankError, match="plan: .* on rank 0, .* on rank 1"):
+    with pytest.raises(RankError, match=r"plan: .* on rank 0, .* on rank 1"):
         part(llama(), ranks, "int8" if rank else "baseline")
     fast = part(llama(), ranks)
     with pytest.raises(InputError, match="called with different tokens: rank 1 not as rank 0"):
         fast(IDS + rank)
     fast(IDS)  # that refusal has moved nothing
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1, ranks), mesh_dim_names=("data", "tensor"))
+    mesh = torch.distributed.device_mesh.init_device_mesh(
+        "cpu", (1, ranks), mesh_dim_names=("data", "tensor")
+    )
     fast = kvcompile.optimize(
         llama(), max_tokens=64, compile=EAGER, verify="off", parallel={"tensor": ranks}, device_mesh=mesh
     )
