@@ -119,7 +119,6 @@ def cached_run(
     sites: how many sites are run, the first ones; then there are no logits. None: all
     """
     batch, device = ids.shape[0], front.device
-    limit = plan.limits.max_tokens
     groups = plan.page_groups
     pages = {
         layer: _pages(group, batch, device, seed)
@@ -127,9 +126,9 @@ def cached_run(
         for layer in group.layers
     }
     parts = []
-    for own_plan, own in _parts(front, plan, rewritten):
-        caches = _caches(own_plan, own, pages, batch, device)
-        parts.append(_Part(own_plan, own, caches, _Tap(own.graph_module), Kept(own_plan, own)))
+    for own_plan, mine in _parts(front, plan, rewritten):
+        caches = _caches(own_plan, mine, pages, batch, device)
+        parts.append(_Part(own_plan, mine, caches, _Tap(mine.graph_module), Kept(own_plan, mine)))
     seq_lens = torch.zeros(batch, dtype=torch.int64, device=device)
     names = [n.name for n in parts[0].rewritten.graph_module.graph.nodes if n.op == "placeholder"]
     logits, outputs, start = [], [], 0

@@ -1,4 +1,4 @@
-"""The graphs of all ranks run in step, in one process and before any group exists: what collectives would give, is made.
+"""The graphs of all ranks run in step, in one process and before any group exists: what collectives give is made.
 
 All ranks have the same nodes in the same order (`passes/shard/build.py`), so that each collective meets itself.
 """

@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 from kvcompile.passes.graph import expr, module_path, shape, source_line, target_name
 from kvcompile.passes.probe.evaluate import fetch_attr
 from kvcompile.passes.shard import collectives
-from kvcompile.passes.shard.cuts import Cut, Placement, is_whole, local_shape, whole
+from kvcompile.passes.shard.cuts import Cut, Placement, covers, is_whole, local_shape, together, whole
 from kvcompile.passes.shard.form import Form, Where, sizes
 from kvcompile.passes.shard.ties import strided
 from kvcompile.passes.shard.wishes import Wishes, backward, forward
@@ -64,6 +64,7 @@ class Builder:
         self.natural: dict[Node, Placement] = {}
         self.values: dict[tuple[Node, Placement], Local] = {}
         self.numbers: dict[Node, int] = {}  # sizes that are fixed
+        self.fakes: dict[tuple[int, tuple[int | None, ...]], Tensor] = {}
 
     def whole(self, node: Node) -> Local:
         """A value as all ranks have it whole."""
@@ -113,7 +114,7 @@ class Builder:
             return
         result = self._result(node, form)
         operands = {} if is_whole(result) else backward(form, result)
-        if operands is None or forward(form, node, operands) != result:
+        if operands is None or not covers(result) or forward(form, node, operands) != result:
             result, operands = whole(len(result)), {}
         if not is_whole(result):
             operands = {each: self._as_it_is(form, each, own, result) for each, own in operands.items()}
@@ -188,7 +189,9 @@ class Builder:
             added = self.whole(form.added)
             locals_ = [
                 self._described(graph.call_function(aten.add.Tensor, (total, bias)), node, rank)
-                for rank, (graph, total, bias) in enumerate(zip(self.built.graphs, locals_, added, strict=True))
+                for rank, (graph, total, bias) in enumerate(
+                    zip(self.built.graphs, locals_, added, strict=True)
+                )
             ]
         self.built.moved.append(("sum", node))
         self.built.rows.add(node)
@@ -252,7 +255,9 @@ class Builder:
         path = str(node.target)
         name = path
         if not is_whole(placement):
-            taken = sum(piece.path == path and not is_whole(piece.placement) for piece in self.built.pieces.values())
+            taken = sum(
+                piece.path == path and not is_whole(piece.placement) for piece in self.built.pieces.values()
+            )
             name = f"{path.replace('.', '_')}_part_{taken}"
         self.built.pieces[name] = Piece(path, placement)
         made = []
@@ -294,22 +299,39 @@ class Builder:
 
     def _gather(self, node: Node, placement: Placement, own: Local) -> Local:
         """A cut value made whole on all ranks: of an index that several have, that of the first."""
-        left = list(placement)
-        for dim, cut in enumerate(placement):
-            if cut is None:
-                continue
-            own = self._gather_one(node, dim, cut, own)
-            left[dim] = None
-            for rank, new in enumerate(own):
-                self._describe(new, node, tuple(left), rank)
-            self.built.moved.append(("gather", node))
+        self.built.moved.append(("gather", node))
+        cut = together(placement)
+        assert cut is not None, "what is whole is not gathered"
+        dims = [dim for dim, own_cut in enumerate(placement) if own_cut is not None]
+        if len(dims) == 1:
+            own = self._gather_one(node, dims[0], cut, own)
+        else:
+            own = self._gather_several(node, dims, cut, own)
+        for rank, new in enumerate(own):
+            self._describe(new, node, whole(len(placement)), rank)
         return own
+
+    def _gather_several(self, node: Node, dims: list[int], cut: Cut, own: Local) -> Local:
+        """What is cut in several dimensions: these become the first one, which is cut."""
+        rank_of = len(shape(node))
+        order = [*dims, *(dim for dim in range(rank_of) if dim not in dims)]
+        sizes_ = [sizes(node)[dim] for dim in dims]
+        made = []
+        for graph, value in zip(self.built.graphs, own, strict=True):
+            moved = graph.call_function(aten.permute.default, (value, order))
+            made.append(graph.call_function(aten.flatten.using_ints, (moved, 0, len(dims) - 1)))
+        made = list(self._gather_one(node, 0, cut, tuple(made)))
+        back = [order.index(dim) for dim in range(rank_of)]
+        for rank, (graph, value) in enumerate(zip(self.built.graphs, made, strict=True)):
+            apart = graph.call_function(aten.unflatten.int, (value, 0, sizes_))
+            made[rank] = graph.call_function(aten.permute.default, (apart, back))
+        return tuple(made)
 
     def _gather_one(self, node: Node, dim: int, cut: Cut, own: Local) -> Local:
         most = max(cut.counts)
         if min(cut.counts) < most:  # all ranks give as much: the last index again
-            places = [np.minimum(np.arange(most), cut.count(rank) - 1) for rank in range(self.ranks)]
-            index = self._index([self._tensor(place, node) for place in places])
+            kept = [np.minimum(np.arange(most), cut.count(rank) - 1) for rank in range(self.ranks)]
+            index = self._index([self._tensor(each, node) for each in kept])
             own = tuple(
                 graph.call_function(aten.index_select.default, (value, dim, at))
                 for graph, value, at in zip(self.built.graphs, own, index, strict=True)
@@ -345,11 +367,18 @@ class Builder:
         new.meta.update({name: item for name, item in node.meta.items() if name != "val"})
         val = node.meta.get("val")
         if isinstance(val, Tensor) and not is_whole(placement):
-            sizes_ = local_shape(val.shape, placement, rank)
-            with val.fake_mode:  # type: ignore[attr-defined]
-                val = torch.empty(sizes_, dtype=val.dtype, device=val.device)
+            val = self._fake(val, placement, rank)
         if val is not None:
             new.meta["val"] = val
+
+    def _fake(self, val: Tensor, placement: Placement, rank: int) -> Tensor:
+        """A fake tensor of a rank's sizes; ranks that have as much share it."""
+        key = (id(val), tuple(None if cut is None else cut.count(rank) for cut in placement))
+        if key not in self.fakes:
+            sizes_: Any = local_shape(val.shape, placement, rank)
+            with val.fake_mode:  # type: ignore[attr-defined]
+                self.fakes[key] = torch.empty(sizes_, dtype=val.dtype, device=val.device)
+        return self.fakes[key]
 
 
 def is_whole_call(operands: Mapping[Node, Placement], result: Placement) -> bool:
@@ -386,4 +415,3 @@ def told(node: Node) -> str:
     """Where a call is, for people."""
     where = ", ".join(part for part in (module_path(node), source_line(node)) if part)
     return f"{target_name(node)} ({where})" if where else f"{target_name(node)} {node.name}"
-

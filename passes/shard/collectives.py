@@ -6,10 +6,10 @@ The group goes by a name. In a graph that no group runs yet it is `GROUP`; `kvco
 from __future__ import annotations
 
 import torch
-from torch.fx import Graph, GraphModule, Node
 
 # Importing it registers the operators.
 import torch.distributed._functional_collectives as _functional  # noqa: F401
+from torch.fx import Graph, GraphModule, Node
 
 GROUP = "kvcompile.tensor"
 all_reduce = torch.ops._c10d_functional.all_reduce.default

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +77,7 @@ def _runs(own: Indices) -> Runs:
 def blocks(size: int, ranks: int, unit: int = 1) -> Cut | None:
     """`size` in one run for each rank, as even as can be, each of whole units; None for one rank."""
     edges = [size // unit * rank // ranks * unit for rank in range(ranks)] + [size]
-    return cut_of(size, [np.arange(a, b) for a, b in zip(edges, edges[1:], strict=False)])
+    return cut_of(size, [np.arange(a, b) for a, b in pairwise(edges)])
 
 
 def covering(size: int, ranks: int) -> Cut | None:
@@ -95,6 +96,28 @@ def repeated(size: int, ranks: int) -> Cut | None:
 def whole(rank: int) -> Placement:
     """The placement of a tensor of so many dimensions that every rank has all of."""
     return (None,) * rank
+
+
+def together(placement: Placement) -> Cut | None:
+    """All cut dimensions as one, row-major; None: there is none."""
+    cuts = [cut for cut in placement if cut is not None]
+    if len(cuts) < 2:
+        return cuts[0] if cuts else None
+    sizes = [cut.size for cut in cuts]
+    ranks = [
+        np.ravel_multi_index(np.ix_(*(cut.indices(rank) for cut in cuts)), sizes).reshape(-1)
+        for rank in range(len(cuts[0].ranks))
+    ]
+    return cut_of(int(np.prod(sizes)), ranks)
+
+
+def covers(placement: Placement) -> bool:
+    """Whether the ranks have all of it between them: two dimensions that are cut over the same ranks may not."""
+    cut = together(placement)
+    if cut is None:
+        return True
+    found = np.concatenate([cut.indices(rank) for rank in range(len(cut.ranks))])
+    return len(np.unique(found)) == cut.size
 
 
 def is_whole(placement: Placement) -> bool:

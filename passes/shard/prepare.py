@@ -55,7 +55,9 @@ def _part(node: Node, source: Node) -> Node | None:
     values = source.meta["val"]
     with node.graph.inserting_before(node):
         if name == "unbind":
-            return call(node.graph, aten.select.int, (whole, dim, place % len(values)), node, val=node.meta["val"])
+            return call(
+                node.graph, aten.select.int, (whole, dim, place % len(values)), node, val=node.meta["val"]
+            )
         place %= len(values)
         widths = [value.shape[dim] for value in values[: place + 1]]
         if not all(isinstance(width, int) for width in widths):
@@ -63,4 +65,3 @@ def _part(node: Node, source: Node) -> Node | None:
         stop = sum(widths)
         args = (whole, dim, stop - widths[-1], stop)
         return call(node.graph, aten.slice.Tensor, args, node, val=node.meta["val"])
-

@@ -1,4 +1,4 @@
-"""Shard: of a canonical graph, one graph for each rank of a tensor parallel group (Megatron-LM, Shoeybi et al. 2019, 3).
+"""Shard: of a canonical graph, one for each rank of a tensor parallel group (Megatron-LM, Shoeybi et al. 2019, 3).
 
     attention sites   by heads: queries, keys and values from linear layers cut by columns
     after attention   by rows, and the ranks' results are added (all_reduce)
@@ -141,10 +141,10 @@ def _wishes(
     nodes = list(graph.nodes)
     constants: set[Node] = set()
     for node in nodes:
-        computed = node.op == "call_function" and node.all_input_nodes and isinstance(node.meta.get("val"), Tensor)
-        if node.op == "get_attr" or (computed and all(used in constants for used in node.all_input_nodes)):
-            if isinstance(node.meta.get("val"), Tensor) and form_or_weight(node):
-                constants.add(node)
+        computed = node.op == "call_function" and bool(node.all_input_nodes) and form_of(node) is not None
+        alone = computed and all(used in constants for used in node.all_input_nodes)
+        if (node.op == "get_attr" or alone) and isinstance(node.meta.get("val"), Tensor):
+            constants.add(node)
     forms = {node: form for node in nodes if (form := form_of(node)) is not None}
     order = {node: place for place, node in enumerate(nodes)}
     fixed: dict[Node, Placement] = {}
@@ -166,11 +166,6 @@ def _wishes(
         _head(wishes, output, result, ranks)
     wishes.row_linears(ranks)
     return wishes
-
-
-def form_or_weight(node: Node) -> bool:
-    """Whether what weights alone decide is computed when it is wanted; all else is computed in its place."""
-    return node.op == "get_attr" or form_of(node) is not None
 
 
 def _heads(node: Node, cut: Cut | None) -> Placement:
@@ -280,9 +275,8 @@ def _sharding(
 def _uncut(node: Node, wishes: Wishes) -> WholeLinear:
     found = wishes.weight(node)
     assert found is not None
-    because = wishes.because.get(node, "its result is used whole")
     val = found[2].meta["val"]
-    return WholeLinear(told(node), because, int(val.numel()) * val.element_size())
+    return WholeLinear(told(node), wishes.why(node), int(val.numel()) * val.element_size())
 
 
 def _bytes(own: Shard) -> int:
@@ -330,7 +324,11 @@ class _Local(dict[Node, Node]):
         self.builder, self.placed, self.rank = builder, placed, rank
 
     def get(self, node: Node, default: Any = None) -> Any:
-        if node not in self.placed and node not in self.builder.natural and node not in self.builder.wishes.constants:
+        if (
+            node not in self.placed
+            and node not in self.builder.natural
+            and node not in self.builder.wishes.constants
+        ):
             return default
         placement = self.placed.get(node)
         if placement is None:
@@ -364,8 +362,14 @@ def localized(plan: Plan, sharding: Sharding, rank: int) -> Plan:
                 (name, tuple(values[i] for i in keys.indices(rank)) if len(values) == keys.size else values)
                 for name, values in scales
             )
-        heads = {"num_qo_heads": site.num_qo_heads, "num_kv_heads": site.num_kv_heads}
-        decisions.append(replace(decision, **heads, scales=scales))
+        decisions.append(
+            replace(
+                decision,
+                num_qo_heads=site.num_qo_heads,
+                num_kv_heads=site.num_kv_heads,
+                scales=scales,
+            )
+        )
     return replace(plan, decisions=tuple(decisions))
 
 

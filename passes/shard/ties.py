@@ -58,7 +58,7 @@ class Slice:
     count: int
 
     def places(self, own: Indices) -> tuple[Indices, Indices]:
-        """Of the operand's indices that a rank has: at which places those of the slice stand, and their result index."""
+        """Of the operand's indices that a rank has: the places of those in the slice, and their result index."""
         offset = own - self.start
         inside = (offset >= 0) & (offset % self.step == 0) & (offset // self.step < self.count)
         places = np.flatnonzero(inside)
@@ -150,7 +150,9 @@ def regrouped(before: tuple[int, ...], cuts: Cuts, after: tuple[int, ...]) -> Cu
     places = np.arange(int(np.prod(before, dtype=np.int64))).reshape(before)
     found: list[list[Indices]] = [[] for _ in after]
     for rank in range(ranks):
-        own = [np.arange(n) if cut is None else cut.indices(rank) for n, cut in zip(before, cuts, strict=True)]
+        own = [
+            np.arange(n) if cut is None else cut.indices(rank) for n, cut in zip(before, cuts, strict=True)
+        ]
         flat = places[np.ix_(*own)].reshape(-1)
         if not len(flat):
             return None

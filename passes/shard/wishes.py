@@ -41,6 +41,17 @@ class Wishes:
     wanted: dict[Node, Placement] = field(default_factory=dict)
     rows: set[Node] = field(default_factory=set)
     because: dict[Node, str] = field(default_factory=dict)
+    stopped: dict[Node, str] = field(default_factory=dict)  # where walks of sites and heads ended, and why
+
+    def why(self, linear: Node) -> str:
+        """Why a linear layer is cut neither by columns nor by rows."""
+        node = linear
+        while node is not None and node not in self.stopped and node not in self.fixed:
+            ahead = [user for user in node.users if self.order[user] > self.order[linear]]
+            node = min(ahead, key=self.order.__getitem__) if len(ahead) == 1 else None  # type: ignore[assignment]
+        if node is not None and node in self.stopped:
+            return self.stopped[node]
+        return self.because.get(linear, "its result is used whole")
 
     def is_linear(self, node: Node) -> bool:
         """A product of what is computed with a weight."""
@@ -130,6 +141,8 @@ class _Walk:
             problem = self._visit(node)
             if problem and self.strict:
                 return problem
+            if problem:
+                self.wishes.stopped.setdefault(node, problem)
         if self.strict and not self.useful:
             return "what it reads is on all ranks"
         for node, placement in self.found.items():
@@ -177,7 +190,11 @@ class _Walk:
         kept = self.wishes.kept.get(node, 0)
         if kept and more < 1:
             return None, f"{node.name} is used whole"
-        asked += [(user, want) for (user, used), want in self.edges.items() if used is node and user not in node.users]
+        asked += [
+            (user, want)
+            for (user, used), want in self.edges.items()
+            if used is node and user not in node.users
+        ]
         first = asked[0][1]
         if all(want == first for _, want in asked):
             return first, ""
@@ -202,7 +219,9 @@ class _Walk:
         cuts = [cut for _, want in asked if (cut := want[dim]) is not None]
         if len(cuts) != len(asked):
             return None, differing
-        union = cut_of(cuts[0].size, [_union(cut.indices(rank) for cut in cuts) for rank in range(len(cuts[0].ranks))])
+        union = cut_of(
+            cuts[0].size, [_union(cut.indices(rank) for cut in cuts) for rank in range(len(cuts[0].ranks))]
+        )
         merged = _one(node, dim, union)
         for user, want in asked:
             form = self.wishes.forms.get(user)

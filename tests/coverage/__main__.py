@@ -3,7 +3,7 @@
 python -m tests.coverage                       all types, and the table in the docs
 python -m tests.coverage --fast                the types that CI checks; nothing is written
 python -m tests.coverage llama gemma2 bloom    these types; nothing is written
-python -m tests.coverage --tensor 2            all types over 2 ranks, in one process each, and docs/coverage_tensor.json
+python -m tests.coverage --tensor 2            all types over 2 ranks; writes docs/coverage_tensor.json
 """
 
 from __future__ import annotations
@@ -51,7 +51,13 @@ def main(argv: list[str] | None = None) -> int:
         errors = " ".join(f"{name} {error:.0e}" for name, error in row.errors.items())
         found = f"{row.sites}/{row.expected}" if row.sites >= 0 else ""
         reason = " ".join(row.reason.split())[:200]
-        style = {"verified": "green", "refused": "yellow", "whole": "yellow", "wrong": "red", "error": "red"}.get(row.outcome)
+        style = {
+            "verified": "green",
+            "refused": "yellow",
+            "whole": "yellow",
+            "wrong": "red",
+            "error": "red",
+        }.get(row.outcome)
         sizes = f" ({told(row.tested)})" if told(row.tested) else ""
         line = (
             f"{left:>4} left  {row.type}: {row.outcome} {found}{sizes} {row.seconds:.0f} s {errors} {reason}"

@@ -59,9 +59,7 @@ class Group:
                 problems.append(f"{name}: {first[name]} on rank 0, {found}")
         if problems:
             self.failed = f"the ranks do not have the same: {'; '.join(problems)}"
-            raise RankError(
-                f"{self.failed}. Start all ranks with one version, one checkpoint and one recipe"
-            )
+            raise RankError(f"{self.failed}. Start all ranks with one version, one checkpoint and one recipe")
 
     def agree(self, ids: Tensor, mask: Tensor | None) -> None:
         """Refuse a call that other ranks make with other tokens.
@@ -103,7 +101,9 @@ class Group:
             RankError: as said.
         """
         if self.failed is not None:
-            raise RankError(f"rank {self.rank} of {self.size} is out of use: {self.failed}. Start the ranks again")
+            raise RankError(
+                f"rank {self.rank} of {self.size} is out of use: {self.failed}. Start the ranks again"
+            )
         try:
             yield
         except RuntimeError as error:
@@ -164,10 +164,12 @@ def join(options: Parallel, device: torch.device, mesh: Any = None) -> Group:
         if mesh is None and not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo", timeout=start)
         ranks = dist.get_process_group_ranks(_of_mesh(mesh) if mesh is not None else dist.group.WORLD)
-        made = {}
+        made: dict[int, Any] = {}
         for kind, seconds in (("gloo", options.start), (backend, options.timeout)):
             limit = datetime.timedelta(seconds=seconds)
-            made[len(made)] = dist.new_group(ranks, timeout=limit, backend=kind, use_local_synchronization=True)
+            made[len(made)] = dist.new_group(
+                ranks, timeout=limit, backend=kind, use_local_synchronization=True
+            )
     except (RuntimeError, ValueError) as error:
         raise RankError(
             f"the {options.tensor} ranks did not meet within {options.start:g} s: {' '.join(str(error).split())[:300]}"

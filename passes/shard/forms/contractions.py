@@ -1,8 +1,8 @@
 """Contractions: products that sum over a dimension of both operands. Where that is cut, the ranks' results are added.
 
-    linear(x [.., K], w [N, K], b [N])       -> [.., N]
-    mm, bmm, matmul(a [.., M, K], b [.., K, N]) -> [.., M, N];   addmm(c, a, b) = c + a b
-    grouped_mm(x [M, K], w [E, K, N], ends)  -> [M, N]           rows of x in groups, a matrix for each
+linear(x [.., K], w [N, K], b [N])       -> [.., N]
+mm, bmm, matmul(a [.., M, K], b [.., K, N]) -> [.., M, N];   addmm(c, a, b) = c + a b
+grouped_mm(x [M, K], w [E, K, N], ends)  -> [M, N]           rows of x in groups, a matrix for each
 """
 
 from __future__ import annotations
@@ -57,10 +57,12 @@ def _product(node: Node, a: Node, b: Node, added: Node | None) -> Form | None:
         return None
     last = len(result) - 1
     rows, columns = len(left) - 2, len(right) - 1
-    ties = []
+    ties: list[Tie] = []
     for operand, own, skipped in ((a, left, len(left) - 1), (b, right, len(right) - 2)):
         shift = len(result) - len(own)
-        batch = [(d, d + shift) for d in range(len(own) - 2) if own[d] is not None and own[d] == result[d + shift]]
+        batch = [
+            (d, d + shift) for d in range(len(own) - 2) if own[d] is not None and own[d] == result[d + shift]
+        ]
         ties += along(operand, [pair for pair in batch if (own[pair[0]] or 0) > 1])
         assert skipped < len(own)
     if left[rows] is not None:

@@ -51,6 +51,8 @@ def _norm(node: Node) -> Form | None:
 _REDUCE = ("sum", "mean", "amax", "amin", "prod", "var", "std", "logsumexp", "linalg_vector_norm", "argmax")
 RULES = {
     **dict.fromkeys((f"aten::{name}" for name in _REDUCE), _reduce),
-    **dict.fromkeys((f"aten::{name}" for name in ("softmax", "_softmax", "log_softmax", "cumsum")), _along_one),
+    **dict.fromkeys(
+        (f"aten::{name}" for name in ("softmax", "_softmax", "log_softmax", "cumsum")), _along_one
+    ),
     **dict.fromkeys((f"aten::{name}" for name in ("layer_norm", "rms_norm")), _norm),
 }

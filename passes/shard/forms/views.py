@@ -15,7 +15,7 @@ from kvcompile.passes.shard.ties import Regroup, Repeat, Tie, along
 
 def groups(before: list[sympy.Expr], after: list[sympy.Expr]) -> list[tuple[list[int], list[int]]]:
     """The least groups of dimensions, in order, whose products are equal: ([of before], [of after])."""
-    found = []
+    found: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) and j < len(after):
         left, right = [i], [j]

@@ -1,0 +1,229 @@
+"""Processes that have a part of a model each: what they compute together, what each holds, and how failures end.
+
+Whether the parts are right is shown in one process (`tests/passes/shard/`): here are real processes and gloo.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+
+import kvcompile
+from kvcompile.errors import InputError, PlanError, RankError, ServeError
+from kvcompile.runtime.parallel.options import Parallel
+from tests.support.models import NanoGPT, TinyConfig, TinyLlama, make, tiny_hf
+
+EAGER = {"mode": "none"}
+IDS = torch.arange(2 * 9).view(2, 9) % 50 + 3
+NEW = 10
+
+
+def llama(queries: int = 8, keys: int = 4) -> nn.Module:
+    return make(TinyLlama, TinyConfig(num_heads=queries, num_kv_heads=keys))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "8/4": llama,
+    "8/2": lambda: llama(8, 2),
+    "8/1": lambda: llama(8, 1),
+    "nano": lambda: make(NanoGPT),
+    "mixtral": lambda: tiny_hf("mixtral"),
+    "gpt2": lambda: tiny_hf("gpt2"),
+}
+
+
+def whole(model: nn.Module, recipe: str = "baseline") -> Any:
+    return kvcompile.optimize(model, recipe, max_tokens=64, verify="off", compile=EAGER)
+
+
+def part(model: nn.Module, ranks: int, recipe: str = "baseline", **options: Any) -> Any:
+    overrides = {"compile": EAGER, "verify": "off"} | options.pop("overrides", {})
+    parallel = {"tensor": ranks, "timeout": 15, "start": 120} | options
+    return kvcompile.optimize(model, recipe, max_tokens=64, parallel=parallel, **overrides)
+
+
+def logits(out: Any) -> torch.Tensor:
+    return out if isinstance(out, torch.Tensor) else out.logits
+
+
+def _child(rank: int, ranks: int, port: int, body: Any, given: tuple[Any, ...]) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    body(rank, ranks, *given)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def spawn(ranks: int, body: Any, *given: Any) -> None:
+    """`body(rank, ranks, *given)` in so many processes; what fails in one, fails here."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    root = str(Path(__file__).parents[3])
+    with pytest.MonkeyPatch.context() as patch:  # children import this file by its name
+        patch.syspath_prepend(root)
+        mp.spawn(_child, (ranks, port, body, given), nprocs=ranks)  # type: ignore[no-untyped-call]
+
+
+def _same_text(rank: int, ranks: int, name: str, recipe: str, share: float) -> None:
+    model = MODELS[name]()
+    alone = whole(model, recipe)
+    fast = part(model, ranks, recipe)
+    wanted = alone.generate(IDS, max_new_tokens=NEW)
+    assert torch.equal(fast.generate(IDS, max_new_tokens=NEW), wanted)
+    alone.reset(), fast.reset()
+    torch.testing.assert_close(logits(fast(IDS)), logits(alone(IDS)), rtol=1e-4, atol=1e-5)
+    assert fast.cache.nbytes == fast.plan.bytes(2, 64) == share * alone.cache.nbytes
+    # A draw is the same on all ranks, though each has random numbers of its own.
+    torch.manual_seed(rank)
+    drawn = fast.generate(IDS, max_new_tokens=NEW, do_sample=True, temperature=2.0)
+    found = [torch.zeros_like(drawn) for _ in range(ranks)]
+    torch.distributed.all_gather(found, drawn)
+    assert all(torch.equal(each, drawn) for each in found)
+    _refusals(fast)
+    weak, sizes = weakref.ref(next(model.parameters())), [p.numel() for p in model.parameters()]
+    del model, alone
+    gc.collect()
+    held = sum(t.numel() for t in fast.executor.regions.weights.values())
+    assert held < sum(sizes)
+    assert weak() is None or any(weak() is t for t in fast.executor.regions.weights.values())
+
+
+def _refusals(fast: Any) -> None:
+    with pytest.raises(kvcompile.KVCompileError, match=r"is rank . of . and has a part of the model"):
+        fast.save("nowhere")
+    from kvcompile.serve.engine import Engine
+
+    with pytest.raises(ServeError, match="cannot be served"):
+        Engine(fast)
+
+
+@pytest.mark.parametrize(
+    "name, ranks, recipe, share",
+    [
+        ("8/4", 2, "baseline", 0.5),
+        ("mixtral", 2, "int8", 0.5),
+        pytest.param("nano", 3, "baseline", 1 / 3, marks=pytest.mark.slow),
+        pytest.param("8/4", 4, "h2o", 0.25, marks=pytest.mark.slow),
+        pytest.param("8/2", 4, "baseline", 0.5, marks=pytest.mark.slow),
+        pytest.param("8/1", 2, "baseline", 1.0, marks=pytest.mark.slow),
+        pytest.param("gpt2", 2, "kivi2", 0.5, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_give_what_one_gives(name: str, ranks: int, recipe: str, share: float) -> None:
+    spawn(ranks, _same_text, name, recipe, share)
+
+
+def _compiled(rank: int, ranks: int) -> None:
+    model = llama()
+    wanted = whole(model).generate(IDS, max_new_tokens=NEW)
+    fast = part(model, ranks, overrides={"compile": {"mode": "default"}}, timeout=250)
+    assert torch.equal(fast.generate(IDS, max_new_tokens=NEW), wanted)
+    assert len(fast.executor.compile_seconds) == 2
+
+
+@pytest.mark.slow
+def test_inductor_traces_the_collectives() -> None:
+    spawn(2, _compiled)
+
+
+def _several(rank: int, ranks: int) -> None:
+    """What differs between ranks is told on all of them, before anything runs."""
+    model = llama()
+    with torch.no_grad():
+        next(model.parameters())[rank] += rank
+    with pytest.raises(RankError, match=r"weights: .* on rank 0, .* on rank 1. Start all ranks"):
+        part(model, ranks)
+    with pytest.raises(RankError, match=r"plan: .* on rank 0, .* on rank 1"):
+        part(llama(), ranks, "int8" if rank else "baseline")
+    fast = part(llama(), ranks)
+    with pytest.raises(InputError, match="called with different tokens: rank 1 not as rank 0"):
+        fast(IDS + rank)
+    fast(IDS)  # that refusal has moved nothing
+    mesh = torch.distributed.device_mesh.init_device_mesh(
+        "cpu", (1, ranks), mesh_dim_names=("data", "tensor")
+    )
+    fast = kvcompile.optimize(
+        llama(), max_tokens=64, compile=EAGER, verify="off", parallel={"tensor": ranks}, device_mesh=mesh
+    )
+    assert fast.generate(IDS, max_new_tokens=3).shape == (2, 12)
+
+
+def test_ranks_that_do_not_have_the_same_do_not_begin() -> None:
+    spawn(2, _several)
+
+
+def _dies(rank: int, ranks: int) -> None:
+    fast = part(llama(), ranks)
+    fast(IDS)
+    if rank == 1:
+        os._exit(0)
+    started = time.monotonic()
+    with pytest.raises(RankError, match="another rank has died"):
+        for _ in range(50):
+            fast(IDS[:, :1])
+    with pytest.raises(RankError, match="is out of use"):
+        fast(IDS)
+    assert time.monotonic() - started < 40
+    os._exit(0)
+
+
+def test_a_rank_that_dies_is_an_error() -> None:
+    spawn(2, _dies)
+
+
+def _hangs(rank: int, ranks: int) -> None:
+    fast = part(llama(), ranks, timeout=4)
+    fast(IDS)
+    if rank == 1:  # its process lives, and nothing comes of it
+        time.sleep(25)
+        os._exit(0)
+    started = time.monotonic()
+    with pytest.raises(RankError, match="did not answer within 4 s"):
+        fast.group.agree = lambda ids, mask: None  # the graph's own collectives are waited for
+        fast(IDS[:, :1])
+    assert time.monotonic() - started < 20
+    os._exit(0)
+
+
+def test_a_rank_that_hangs_is_an_error_within_the_time_limit() -> None:
+    spawn(2, _hangs)
+
+
+def test_without_processes_it_is_said_how_to_start_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(PlanError, match="torchrun --nproc-per-node 2"):
+        part(llama(), 2)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PlanError, match="2 ranks, and torchrun has started 3 processes"):
+        part(llama(), 2)
+
+
+@pytest.mark.parametrize(
+    "given, problem",
+    [
+        ({"tensor": 0}, "tensor: expected a number of ranks"),
+        ({"tensor": True}, "tensor: expected a number of ranks"),
+        ({"tensors": 2}, "'tensors' is not known; known: tensor, timeout, start"),
+        ({"tensor": 2, "timeout": 0}, "timeout: expected seconds"),
+        ("2", "expected a mapping"),
+    ],
+)
+def test_what_parallel_may_say(given: Any, problem: str) -> None:
+    with pytest.raises(PlanError, match=problem):
+        Parallel.of(given)
+    assert Parallel.of(None).tensor == 1
