@@ -20,7 +20,7 @@ def halfwords(x):
         prmt.b32 $0, $2, 0, 0x4140;
         prmt.b32 $1, $2, 0, 0x4342;
         """,
-        "=r,=r,r",
+        "=&r,=r,r",
         [x],
         dtype=tl.uint16,
         is_pure=True,
@@ -103,10 +103,10 @@ def decode_attention(
     vc1 = 32 + tl.arange(0, 32)[None, :]
     vc2 = 64 + tl.arange(0, 32)[None, :]
     vc3 = 96 + tl.arange(0, 32)[None, :]
-    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + kc0, mask=real[:, None], other=0.0)
-    q1 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + kc1, mask=real[:, None], other=0.0)
-    q2 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + kc2, mask=real[:, None], other=0.0)
-    q3 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + kc3, mask=real[:, None], other=0.0)
+    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc0, mask=real[:, None], other=0.0)
+    q1 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc1, mask=real[:, None], other=0.0)
+    q2 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc2, mask=real[:, None], other=0.0)
+    q3 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc3, mask=real[:, None], other=0.0)
     q0 = q0.to(tl.float32)
     q1 = q1.to(tl.float32)
     q2 = q2.to(tl.float32)

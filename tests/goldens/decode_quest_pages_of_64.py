@@ -61,7 +61,7 @@ def decode_attention(
     position = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
     kc0 = tl.arange(0, 128)[None, :]
     vc0 = tl.arange(0, 128)[None, :]
-    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + kc0, mask=real[:, None], other=0.0)
+    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc0, mask=real[:, None], other=0.0)
     q0 = q0.to(tl.float32)
     norm = tl.maximum(tl.max(tl.abs(q0), 1), 1e-30)
     q0 = q0 / norm[:, None]

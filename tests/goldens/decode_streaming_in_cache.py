@@ -39,8 +39,8 @@ def decode_attention(
     kc1 = 64 + tl.arange(0, 64)[None, :]
     vc0 = tl.arange(0, 128)[None, :]
     gone = tl.maximum(length - 1024, 0)
-    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + kc0, mask=real[:, None], other=0.0)
-    q1 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + kc1, mask=real[:, None], other=0.0)
+    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc0, mask=real[:, None], other=0.0)
+    q1 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc1, mask=real[:, None], other=0.0)
     top = tl.full([16], -1.0e30, tl.float32)
     total = tl.zeros([16], tl.float32)
     acc0 = tl.zeros([16, 128], tl.float32)

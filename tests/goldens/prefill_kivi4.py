@@ -20,7 +20,7 @@ def halfwords(x):
         prmt.b32 $0, $2, 0, 0x4140;
         prmt.b32 $1, $2, 0, 0x4342;
         """,
-        "=r,=r,r",
+        "=&r,=r,r",
         [x],
         dtype=tl.uint16,
         is_pure=True,
@@ -108,8 +108,8 @@ def prefill_attention(
     vc1 = 32 + tl.arange(0, 32)[None, :]
     vc2 = 64 + tl.arange(0, 32)[None, :]
     vc3 = 96 + tl.arange(0, 32)[None, :]
-    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + token[:, None] * q_s2 + kc0, mask=real[:, None], other=0.0)
-    q1 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + token[:, None] * q_s2 + kc1, mask=real[:, None], other=0.0)
+    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + token[:, None].to(tl.int64) * q_s2 + kc0, mask=real[:, None], other=0.0)
+    q1 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + token[:, None].to(tl.int64) * q_s2 + kc1, mask=real[:, None], other=0.0)
     q0_full = q0.to(tl.bfloat16)
     q1_full = q1.to(tl.bfloat16)
     q0 = q0.to(tl.float32)
@@ -226,9 +226,9 @@ def prefill_attention(
         inside = every
         k_row = (batch * 8 + head) * 128 + tl.where(k_rows_full, 0 + key % 128, 0)
         k0_full = tl.load(keys_full_ptr + k_row[:, None] * 128 + kc0, mask=(k_rows_full & (key < first))[:, None], other=0.0).to(tl.bfloat16)
-        k0_full += tl.load(k_ptr + batch * k_s0 + head * k_s1 + (key - first)[:, None] * k_s2 + kc0, mask=(k_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
+        k0_full += tl.load(k_ptr + batch * k_s0 + head.to(tl.int64) * k_s1 + (key - first)[:, None].to(tl.int64) * k_s2 + kc0, mask=(k_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
         k1_full = tl.load(keys_full_ptr + k_row[:, None] * 128 + kc1, mask=(k_rows_full & (key < first))[:, None], other=0.0).to(tl.bfloat16)
-        k1_full += tl.load(k_ptr + batch * k_s0 + head * k_s1 + (key - first)[:, None] * k_s2 + kc1, mask=(k_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
+        k1_full += tl.load(k_ptr + batch * k_s0 + head.to(tl.int64) * k_s1 + (key - first)[:, None].to(tl.int64) * k_s2 + kc1, mask=(k_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
         s = tl.dot((q0 * k_scale0).to(tl.float16), tl.trans(k0))
         s = tl.dot((q1 * k_scale1).to(tl.float16), tl.trans(k1), s)
         s = s + (tl.sum(q0 * k_minimum0, 1) + tl.sum(q1 * k_minimum1, 1))[:, None]
@@ -256,13 +256,13 @@ def prefill_attention(
         inside = every
         v_row = (batch * 8 + head) * 128 + tl.where(v_rows_full, 0 + key % 128, 0)
         v0_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc0, mask=(v_rows_full & (key < first))[:, None], other=0.0).to(tl.bfloat16)
-        v0_full += tl.load(v_ptr + batch * v_s0 + head * v_s1 + (key - first)[:, None] * v_s2 + vc0, mask=(v_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
+        v0_full += tl.load(v_ptr + batch * v_s0 + head.to(tl.int64) * v_s1 + (key - first)[:, None].to(tl.int64) * v_s2 + vc0, mask=(v_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
         v1_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc1, mask=(v_rows_full & (key < first))[:, None], other=0.0).to(tl.bfloat16)
-        v1_full += tl.load(v_ptr + batch * v_s0 + head * v_s1 + (key - first)[:, None] * v_s2 + vc1, mask=(v_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
+        v1_full += tl.load(v_ptr + batch * v_s0 + head.to(tl.int64) * v_s1 + (key - first)[:, None].to(tl.int64) * v_s2 + vc1, mask=(v_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
         v2_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc2, mask=(v_rows_full & (key < first))[:, None], other=0.0).to(tl.bfloat16)
-        v2_full += tl.load(v_ptr + batch * v_s0 + head * v_s1 + (key - first)[:, None] * v_s2 + vc2, mask=(v_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
+        v2_full += tl.load(v_ptr + batch * v_s0 + head.to(tl.int64) * v_s1 + (key - first)[:, None].to(tl.int64) * v_s2 + vc2, mask=(v_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
         v3_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc3, mask=(v_rows_full & (key < first))[:, None], other=0.0).to(tl.bfloat16)
-        v3_full += tl.load(v_ptr + batch * v_s0 + head * v_s1 + (key - first)[:, None] * v_s2 + vc3, mask=(v_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
+        v3_full += tl.load(v_ptr + batch * v_s0 + head.to(tl.int64) * v_s1 + (key - first)[:, None].to(tl.int64) * v_s2 + vc3, mask=(v_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])

@@ -67,7 +67,7 @@ def prefill_attention(
     far = first + tl.minimum((below + 63) // 4, tokens - 1)
     kc0 = tl.arange(0, 128)[None, :]
     vc0 = tl.arange(0, 128)[None, :]
-    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + token[:, None] * q_s2 + kc0, mask=real[:, None], other=0.0)
+    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + token[:, None].to(tl.int64) * q_s2 + kc0, mask=real[:, None], other=0.0)
     q0 = q0.to(tl.float32)
     norm = tl.maximum(tl.max(tl.abs(q0), 1), 1e-30)
     q0 = q0 / norm[:, None]

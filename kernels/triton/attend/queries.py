@@ -59,8 +59,9 @@ def queries(attend: Attend) -> list[str]:
 def _loaded(attend: Attend, index: int) -> list[str]:
     """Lines that load piece `index`."""
     piece = attend.keys.pieces[index]
-    at = "batch * q_s0 + heads[:, None] * q_s1"
-    at += " + token[:, None] * q_s2" if attend.many else ""
+    # In 64 bits: the queries of a long prompt are more than 2^31 elements.
+    at = "batch * q_s0 + heads[:, None].to(tl.int64) * q_s1"
+    at += " + token[:, None].to(tl.int64) * q_s2" if attend.many else ""
     guard = "real[:, None]" + ("" if piece.whole else f" & (kc{index} < {piece.stop})")
     lines = [f"q{index} = tl.load(q_ptr + {at} + kc{index}, mask={guard}, other=0.0)"]
     if attend.two_queries:

@@ -126,7 +126,10 @@ def decode(
         spec.to_json(),
     )
     joined = made.spec("combine", ("lse",) if logits else ())
-    out = ops_attend.combine(partial, sums, call.sinks, joined.to_json())
+    last = made.config("combine")
+    out = ops_attend.combine(
+        partial, sums, call.sinks, last.num_warps, last.num_stages, joined.to_json()
+    )
     return [*out, *logits]
 
 

@@ -80,7 +80,9 @@ def decode(
 
 
 @torch.library.triton_op("kvcompile::triton_combine", mutates_args={})
-def combine(partial: Tensor, sums: Tensor, sinks: Tensor | None, spec: str) -> list[Tensor]:
+def combine(
+    partial: Tensor, sums: Tensor, sinks: Tensor | None, num_warps: int, num_stages: int, spec: str
+) -> list[Tensor]:
     """The splits of a decode step joined: out [B, Hq, 1, Dv], and with option lse, float32 [B, Hq] in base 2.
 
     sinks: float32 [Hq], where the site has sink logits
@@ -93,7 +95,8 @@ def combine(partial: Tensor, sums: Tensor, sinks: Tensor | None, spec: str) -> l
     if "lse" in own.options:
         outs["lse"] = partial.new_empty((batch, own.num_qo_heads))
     given = {"partial": partial, "sums": sums, "sinks": sinks, **outs}
-    _launch(kernel, (own.num_qo_heads, batch), given, {"splits": partial.shape[2]}, 4, 2)
+    sizes = {"splits": partial.shape[2]}
+    _launch(kernel, (own.num_qo_heads, batch), given, sizes, num_warps, num_stages)
     return list(outs.values())
 
 

@@ -93,6 +93,36 @@ def test_all_assembly_is_run_here() -> None:
     assert set(assembly()) == {"product", "int8_halves", "uint8_halves", "halfwords", *fp8, *bits}
 
 
+def constraints() -> dict[str, list[str]]:
+    """The constraints of each helper's operands, outputs first."""
+    text = resources.files("kvcompile.kernels.triton").joinpath("templates", "helpers.py.jinja").read_text()
+    found = {}
+    for node in ast.parse(text).body:
+        for call in ast.walk(node):
+            if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "inline_asm_elementwise":
+                assert isinstance(node, ast.FunctionDef) and isinstance(call.args[1], ast.Constant)
+                found[node.name] = str(call.args[1].value).split(",")
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(assembly()))
+def test_an_output_may_have_the_register_of_an_input(name: str) -> None:
+    """Where an input is read after an output was written, that output says that it needs a register of its own (`&`)."""
+    operands = constraints()[name]
+    outputs = {f"${place}" for place, kind in enumerate(operands) if kind.startswith("=")}
+    inputs = {f"${place}" for place, kind in enumerate(operands) if not kind.startswith("=")}
+    written: set[str] = set()
+    for line in re.split(r"[;{}]", re.sub(r"\.reg[^;]*;", "", assembly()[name])):
+        if not line.strip():
+            continue
+        target, *read = (one.strip() for one in line.split(maxsplit=1)[1].split(","))
+        if inputs & set(read):
+            late = {one for one in written if not operands[int(one[1:])].startswith("=&")}
+            assert not late, f"{name}: {line.strip()} reads an input after {late} was written"
+        written |= {target} & outputs
+    assert written == outputs
+
+
 def test_a_product_is_rounded() -> None:
     """Not kept for the sum that it goes into: that would be another number."""
     pairs = np.random.default_rng(0).standard_normal((200, 2)).astype(np.float32)
