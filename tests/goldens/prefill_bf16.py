@@ -63,8 +63,8 @@ def prefill_attention(
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
-        total = total * alpha + tl.sum(p, 1)
         top = highest
+        total = total * alpha + tl.sum(p, 1)
         acc0 = acc0 * alpha[:, None]
         w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, v0, acc0)
@@ -85,8 +85,8 @@ def prefill_attention(
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
-        total = total * alpha + tl.sum(p, 1)
         top = highest
+        total = total * alpha + tl.sum(p, 1)
         acc0 = acc0 * alpha[:, None]
         w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, v0, acc0)

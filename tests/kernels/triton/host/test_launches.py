@@ -116,7 +116,7 @@ def test_assembled_on_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--arch", "70"], "--arch: expected 80, 90, 100, got 70"),
+        (["--arch", "70"], "--arch: expected 80, 86, 89, 90, 100, 120, got 70"),
         (["--heads", "8/3"], "--heads: expected query heads / KV heads"),
         (["--recipe", "int4", "--head-dim", "80"], "group 32 does not divide head_dim 80"),
     ],
