@@ -28,6 +28,7 @@ import torch
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.device import Device, device_of
 from kvcompile.kernels.triton.spec import Role
+from kvcompile.kernels.triton.tile.stacking import stacks
 from kvcompile.layouts import Paged, Storage
 from kvcompile.util.cache_dir import cache_dir
 
@@ -62,6 +63,9 @@ class Case:
     page:  tokens of a page, 0 where slots are not in pages
     mixed: whether some tokens are in full beside the slots
     turned: whether keys turn when they are read (RoPE)
+    stack: how often a query head is a row of its products (`tile/stacking.py`)
+    lookups: of a step: what is read one behind the other before it is known where a tile is: pages, and chosen ones
+    groups: whether a tile may have several groups of keys that share scales per channel (`TileLoader.affine`)
     """
 
     role: Role
@@ -71,6 +75,13 @@ class Case:
     page: int = 0
     mixed: bool = False
     turned: bool = False
+    stack: int = 1
+    lookups: int = 0
+    groups: bool = False
+
+    def buffers(self, stages: int) -> int:
+        """Tiles that stand in shared memory: each lookup takes as many stages as what it finds."""
+        return max(1, (stages - 1) // (1 + self.lookups))
 
 
 @dataclass(frozen=True)
@@ -116,6 +127,9 @@ def case_of(
         placement.page_size if isinstance(placement, Paged) else 0,
         site.layout.in_full,
         site.layout.rotates_on_read and site.rotary is not None,
+        stacks(role, site, head_dim, v_head_dim),
+        isinstance(placement, Paged) + site.layout.selection.selects if role == "decode" else 0,
+        _several_groups(role, site, head_dim, dtype),
     )
 
 
@@ -148,7 +162,7 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
     """`config` with a tile that the site's layout and the device's shared memory allow."""
     keys = site.layout.keys
     block_n = config.block_n
-    if keys.channelwise and keys.group >= _SMALLEST:
+    if keys.channelwise and keys.group >= _SMALLEST and not case.groups:
         # One group a tile: its scales are folded into the queries. Of 2 bits, so small a tile is the work of two warps.
         block_n = min(block_n, _power_below(keys.group))
         if case.role == "decode" and block_n <= 32 and case.dim <= 128 and case.bits <= 2:
@@ -157,14 +171,19 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
         block_n = case.page  # one address for all slots of a tile
     # A group of more heads than that is cut into several programs: the sums of all would not fit the registers.
     most = 16 if case.dim > 256 else 32 if case.dim > 128 else 64
+    most = max(1, most // case.stack)
     rows = min(_power_above(case.rows), most) if case.role == "decode" else config.block_m
+    smallest = max(1, _SMALLEST // case.stack)
     if case.role == "prefill" and site.score.mod is not None:
         # A tile of what an expression goes through does not fit the registers of fewer warps.
         config = replace(config, num_warps=max(config.num_warps, 8))
-    config = replace(config, block_m=max(_SMALLEST, rows), block_n=max(_SMALLEST, block_n))
+    config = replace(config, block_m=max(smallest, rows), block_n=max(_SMALLEST, block_n))
     sides = 1 if site.layout.in_keys else 2
     row = case.dim * sides * max(case.bits, 8) // 8
-    while config.num_stages > 1 and config.block_n * row * (config.num_stages - 1) > device.shared * 3 // 4:
+    while (
+        config.num_stages > 1
+        and config.block_n * row * case.buffers(config.num_stages) > device.shared * 3 // 4
+    ):
         if config.num_stages > 2:
             config = replace(config, num_stages=config.num_stages - 1)
         elif config.block_n > _SMALLEST:
@@ -172,6 +191,29 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
         else:
             config = replace(config, num_stages=1)
     return config
+
+
+def _several_groups(role: Role, site: SiteSpec, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether a tile may have several groups of keys that share scales per channel, for any tile that fits a page."""
+    keys, placement = site.layout.keys, site.layout.placement
+    group = keys.group
+    page = placement.page_size if isinstance(placement, Paged) else _ONE_PAGE
+    dense = page >= _ONE_PAGE and page & (page - 1) == 0  # a tile is in one page
+    plain = keys.of_slots.element.kind == "uint" and keys.of_slots.element.bits in (4, 8)
+    packs = head_dim * keys.of_slots.element.bits % 16 == 0 and head_dim % 2 == 0
+    whole = keys.channelwise and group & (group - 1) == 0 and not site.layout.selection.selects
+    halves = dtype != torch.float32 and keys.of_slots.scale.dtype == "float16"
+    turns = site.layout.rotates_on_read and site.rotary is not None
+    return (
+        role == "decode"
+        and whole
+        and dense
+        and plain
+        and packs
+        and halves
+        and not turns
+        and not site.layout.in_keys
+    )
 
 
 def bits_of(storage: Storage, dim: int, dtype: torch.dtype) -> int:

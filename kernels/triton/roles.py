@@ -53,7 +53,7 @@ ROLES: dict[str, KernelRole] = {
     "page_bounds": KernelRole(  # page tiles x KV heads x batch
         f"{_TRITON}.selection.page_bounds", "the most that a page's keys can score with a step's queries"
     ),
-    "page_copy": KernelRole(  # tiles of a page x copies
+    "page_copy": KernelRole(  # copies x tiles of a page
         f"{_TRITON}.append.page_copy", "pages of a pool onto others"
     ),
 }

@@ -38,6 +38,7 @@ class KernelSpec:
     block_n:  slots of a tile, or tokens
     fp8:      how fp8 numbers are converted
     options:  what else a role is specialised for, sorted names; each role's module says which it knows
+    stages:   of the main loop's pipeline, where its text has to say so (`attend/`); 0: it is the launch that says
     """
 
     role: Role
@@ -51,6 +52,7 @@ class KernelSpec:
     block_n: int = 64
     fp8: Fp8Form = "native"
     options: tuple[str, ...] = ()
+    stages: int = 0
 
     @property
     def layout(self) -> CacheLayout:
@@ -84,6 +86,8 @@ class KernelSpec:
             "fp8": self.fp8,
             "options": list(self.options),
         }
+        if self.stages:
+            data["stages"] = self.stages
         return json.dumps(data, sort_keys=True)
 
     @staticmethod
@@ -102,6 +106,7 @@ class KernelSpec:
             block_n,
             data["fp8"],
             tuple(data["options"]),
+            data.get("stages", 0),
         )
 
     @property

@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from kvcompile.kernels.spec import SiteSpec
     from kvcompile.kernels.triton.host.launches import Launch
 
-ARCHES = {80: ("sm_80", 108), 90: ("sm_90", 132), 100: ("sm_100", 148)}  # with multiprocessors of the largest
+# With multiprocessors of the largest.
+ARCHES = {
+    80: ("sm_80", 108),
+    86: ("sm_86", 84),
+    89: ("sm_89", 142),
+    90: ("sm_90", 132),
+    100: ("sm_100", 148),
+    120: ("sm_120", 188),
+}
 _MANY = 64
 
 Heads = Annotated[
@@ -186,5 +194,5 @@ def _assembled(found: list[tuple[str, Launch]], arch: int) -> Table:
 
     distinct = list(dict.fromkeys(launch for _, launch in found))
     with waiting(f"assembling {len(distinct)} kernels"):
-        made = assemble(Request(one.spec, arch, one.num_warps, one.num_stages) for one in distinct)
+        made = assemble(Request(one.spec, arch, one.num_warps, one.num_stages, one.known) for one in distinct)
     return table(made)

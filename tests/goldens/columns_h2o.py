@@ -45,7 +45,7 @@ def columns(
         pooled = tl.zeros([64, 64], tl.float32)
         for g in range(0, 4):
             heads = head * 4 + g + tl.zeros([64], tl.int32)
-            q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + token[:, None] * q_s2 + kc0, mask=real[:, None], other=0.0)
+            q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + token[:, None].to(tl.int64) * q_s2 + kc0, mask=real[:, None], other=0.0)
             s = tl.dot(q0, tl.trans(k0))
             s = s * 0.12751743082459868
             lse = tl.load(lse_ptr + (batch * 32 + heads) * tokens + token, mask=real, other=0.0)

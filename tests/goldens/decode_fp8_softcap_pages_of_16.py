@@ -13,6 +13,54 @@ import triton.language as tl
 
 
 @triton.jit
+def native_e4m3_at0_halves(x):
+    """fp8 e4m3 in the lower byte of uint16 -> float16, by the instruction that hardware from sm_89 on has"""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 bytes;
+            .reg .b16 lo, hi;
+            prmt.b32 bytes, $1, 0, 0x3120;
+            mov.b32 {lo, hi}, bytes;
+            cvt.rn.f16x2.e4m3x2 $0, lo;
+        }
+        """,
+        "=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def native_e4m3_at8_halves(x):
+    """fp8 e4m3 in the upper byte of uint16 -> float16, by the instruction that hardware from sm_89 on has"""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 bytes;
+            .reg .b16 lo, hi;
+            prmt.b32 bytes, $1, 0, 0x3120;
+            mov.b32 {lo, hi}, bytes;
+            cvt.rn.f16x2.e4m3x2 $0, hi;
+        }
+        """,
+        "=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def log2_of(x):
+    """log2 of a normal positive float32, in one instruction: tl.log2 takes care of all others, in seven."""
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def decode_attention(
     q_ptr, q_s0, q_s1, q_s2,
     page_table_ptr, page_table_s0,
@@ -35,18 +83,26 @@ def decode_attention(
     position = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
     near = position
     far = position
-    kc0 = tl.arange(0, 256)[None, :]
-    vc0 = tl.arange(0, 256)[None, :]
-    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + kc0, mask=real[:, None], other=0.0)
+    kc0 = 2 * tl.arange(0, 128)[None, :]
+    kw0 = tl.arange(0, 128)[None, :]
+    kc1 = 1 + 2 * tl.arange(0, 128)[None, :]
+    vc0 = 2 * tl.arange(0, 128)[None, :]
+    vw0 = tl.arange(0, 128)[None, :]
+    vc1 = 1 + 2 * tl.arange(0, 128)[None, :]
+    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc0, mask=real[:, None], other=0.0)
+    q1 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc1, mask=real[:, None], other=0.0)
     q0 = q0.to(tl.float32)
-    norm = tl.maximum(tl.max(tl.abs(q0), 1), 1e-30)
+    q1 = q1.to(tl.float32)
+    norm = tl.maximum(tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1)), 1e-30)
     q0 = q0 / norm[:, None]
+    q1 = q1 / norm[:, None]
     row_scale = norm * 0.0036067376022224087
     q0 = q0.to(tl.float16)
+    q1 = q1.to(tl.float16)
     top = tl.full([16], -1.0e30, tl.float32)
-    total = tl.zeros([16], tl.float32)
-    acc0 = tl.zeros([16, 256], tl.float32)
-    largest = 1.0e-30
+    total = tl.zeros([16, 32], tl.float32)
+    acc0 = tl.zeros([16, 128], tl.float32)
+    acc1 = tl.zeros([16, 128], tl.float32)
 
     # the cache
     end = far + 1
@@ -67,27 +123,33 @@ def decode_attention(
         page = tl.load(page_table_ptr + batch * page_table_s0 + ((start + n) // 16)).to(tl.int64)
         base = (page * 4 + head) * 16 + ((start + n) % 16)
         k_scale = tl.load(keys_scale_ptr + base).to(tl.float32)
-        k0 = tl.load(keys_data_ptr + base[:, None] * 256 + kc0)
-        k0 = k0.to(tl.float16)
+        k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base[:, None] * 128 + kw0)
+        k0 = native_e4m3_at0_halves(k_words0)
+        k1 = native_e4m3_at8_halves(k_words0)
         s = tl.dot(q0, tl.trans(k0))
+        s = tl.dot(q1, tl.trans(k1), s)
         s = s * k_scale[None, :]
         s = s * row_scale[:, None]
         s = 72.13475204444816 - 144.26950408889633 / (tl.exp2(s) + 1.0)
         v_scale = tl.load(values_scale_ptr + base).to(tl.float32)
-        v0 = tl.load(values_data_ptr + base[:, None] * 256 + vc0)
-        v0 = v0.to(tl.float16)
-        highest = tl.maximum(top, tl.max(s, 1))
+        v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base[:, None] * 128 + vw0)
+        v0 = native_e4m3_at0_halves(v_words0)
+        v1 = native_e4m3_at8_halves(v_words0)
+        v_exponent = log2_of(tl.maximum(v_scale, 5.960464477539063e-08))
+        s = s + v_exponent[None, :]
+        v_unit = tl.exp2(-v_exponent)[None, :]
+        highest = tl.maximum(top, tl.max(s, 1) - 12.0)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
-        total = total * alpha + tl.sum(p, 1)
         top = highest
-        larger = tl.maximum(largest, tl.max(v_scale, 0))
-        alpha = alpha * (largest / larger)
-        largest = larger
-        unit = 1.0 / largest
+        e = p
+        p = p * v_unit
+        total = total * alpha[:, None] + p
         acc0 = acc0 * alpha[:, None]
-        w = (p * (v_scale * unit)[None, :]).to(tl.float16)
+        acc1 = acc1 * alpha[:, None]
+        w = e.to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
+        acc1 = tl.dot(w, v1, acc1)
     # Tiles before and after those, in which not every key is seen.
     edges = tl.maximum(stop - begin, 0) - (plain_stop - plain_begin)
     for edge in range(0, edges):
@@ -99,32 +161,39 @@ def decode_attention(
         page = tl.load(page_table_ptr + batch * page_table_s0 + ((start + n) // 16), mask=inside, other=0).to(tl.int64)
         base = (page * 4 + head) * 16 + ((start + n) % 16)
         k_scale = tl.load(keys_scale_ptr + base, mask=inside, other=0.0).to(tl.float32)
-        k0 = tl.load(keys_data_ptr + base[:, None] * 256 + kc0, mask=inside[:, None], other=0.0)
-        k0 = k0.to(tl.float16)
+        k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base[:, None] * 128 + kw0, mask=inside[:, None], other=0)
+        k0 = native_e4m3_at0_halves(k_words0)
+        k1 = native_e4m3_at8_halves(k_words0)
         s = tl.dot(q0, tl.trans(k0))
+        s = tl.dot(q1, tl.trans(k1), s)
         s = s * k_scale[None, :]
         s = s * row_scale[:, None]
         s = 72.13475204444816 - 144.26950408889633 / (tl.exp2(s) + 1.0)
         s = tl.where((inside & (key > position - 4096))[None, :], s, float("-inf"))
         v_scale = tl.load(values_scale_ptr + base, mask=inside, other=0.0).to(tl.float32)
-        v0 = tl.load(values_data_ptr + base[:, None] * 256 + vc0, mask=inside[:, None], other=0.0)
-        v0 = v0.to(tl.float16)
-        highest = tl.maximum(top, tl.max(s, 1))
+        v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base[:, None] * 128 + vw0, mask=inside[:, None], other=0)
+        v0 = native_e4m3_at0_halves(v_words0)
+        v1 = native_e4m3_at8_halves(v_words0)
+        v_exponent = log2_of(tl.maximum(v_scale, 5.960464477539063e-08))
+        s = s + v_exponent[None, :]
+        v_unit = tl.exp2(-v_exponent)[None, :]
+        highest = tl.maximum(top, tl.max(s, 1) - 12.0)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
-        total = total * alpha + tl.sum(p, 1)
         top = highest
-        larger = tl.maximum(largest, tl.max(v_scale, 0))
-        alpha = alpha * (largest / larger)
-        largest = larger
-        unit = 1.0 / largest
+        e = p
+        p = p * v_unit
+        total = total * alpha[:, None] + p
         acc0 = acc0 * alpha[:, None]
-        w = (p * (v_scale * unit)[None, :]).to(tl.float16)
+        acc1 = acc1 * alpha[:, None]
+        w = e.to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
+        acc1 = tl.dot(w, v1, acc1)
 
-    acc0 = acc0 * largest
+    total = tl.sum(total, 1)
     row = ((batch * 4 + head) * splits + split) * 2 + m
     tl.store(sums_ptr + row * 2, top, mask=real)
     tl.store(sums_ptr + row * 2 + 1, total, mask=real)
     row = row * 256
     tl.store(partial_ptr + row[:, None] + vc0, acc0, mask=real[:, None])
+    tl.store(partial_ptr + row[:, None] + vc1, acc1, mask=real[:, None])

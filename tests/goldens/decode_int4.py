@@ -4,28 +4,12 @@
 # cache     int4/g32 · contiguous · full
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
-# tile      16 x 128, fp8 native
-# key       90a82a1add5d5238
-# spec      {"block": [16, 128], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"code": "uint4", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": true, "per": "group", "size": 32}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"code": "uint4", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": true, "per": "group", "size": 32}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
+# tile      4 x 128, fp8 native
+# key       972e3329d6e9e168
+# spec      {"block": [4, 128], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"code": "uint4", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": true, "per": "group", "size": 32}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"code": "uint4", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": true, "per": "group", "size": 32}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def halfwords(x):
-    """uint8 -> uint16, four in two instructions; pieces that share bytes unpack from it."""
-    return tl.inline_asm_elementwise(
-        """
-        prmt.b32 $0, $2, 0, 0x4140;
-        prmt.b32 $1, $2, 0, 0x4342;
-        """,
-        "=r,=r,r",
-        [x],
-        dtype=tl.uint16,
-        is_pure=True,
-        pack=4,
-    )
 
 
 @triton.jit
@@ -70,6 +54,56 @@ def bits4_at4_halves(x):
     )
 
 
+@triton.jit
+def bits4_at8_halves(x):
+    """4 bits from bit 8 on of uint16 -> float16, exactly: in the mantissa of 1024."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 word, magic;
+            mov.b32 magic, 0x64006400;
+            shr.b32 word, $1, 8;
+            lop3.b32 $0, word, 0x000F000F, magic, 0xEA;
+            sub.f16x2 $0, $0, magic;
+        }
+        """,
+        "=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def bits4_at12_halves(x):
+    """4 bits from bit 12 on of uint16 -> float16, exactly: in the mantissa of 1024."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 word, magic, factor, bias;
+            mov.b32 magic, 0x64006400;
+            mov.b32 factor, 0x2C002C00;
+            mov.b32 bias, 0xD400D400;
+            shr.b32 word, $1, 8;
+            lop3.b32 $0, word, 0x00F000F0, magic, 0xEA;
+            fma.rn.f16x2 $0, $0, factor, bias;
+        }
+        """,
+        "=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def log2_of(x):
+    """log2 of a normal positive float32, in one instruction: tl.log2 takes care of all others, in seven."""
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
 @triton.jit(do_not_specialize=["slots"])
 def decode_attention(
     q_ptr, q_s0, q_s1, q_s2,
@@ -87,7 +121,7 @@ def decode_attention(
     split = tl.program_id(0)
     splits = tl.num_programs(0)
     head = tl.program_id(1)
-    m = tl.arange(0, 16)
+    m = tl.arange(0, 4)
     batch = tl.program_id(2).to(tl.int64)
     n = tl.arange(0, 128)
     heads = head * 4 + m
@@ -95,18 +129,20 @@ def decode_attention(
     position = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
     near = position
     far = position
-    kc0 = tl.arange(0, 32)[None, :]
-    kc1 = 32 + tl.arange(0, 32)[None, :]
-    kc2 = 64 + tl.arange(0, 32)[None, :]
-    kc3 = 96 + tl.arange(0, 32)[None, :]
-    vc0 = tl.arange(0, 32)[None, :]
-    vc1 = 32 + tl.arange(0, 32)[None, :]
-    vc2 = 64 + tl.arange(0, 32)[None, :]
-    vc3 = 96 + tl.arange(0, 32)[None, :]
-    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + kc0, mask=real[:, None], other=0.0)
-    q1 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + kc1, mask=real[:, None], other=0.0)
-    q2 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + kc2, mask=real[:, None], other=0.0)
-    q3 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + kc3, mask=real[:, None], other=0.0)
+    kc0 = 2 * tl.arange(0, 32)[None, :]
+    kw0 = tl.arange(0, 32)[None, :]
+    kc1 = 1 + 2 * tl.arange(0, 32)[None, :]
+    kc2 = 64 + 2 * tl.arange(0, 32)[None, :]
+    kc3 = 65 + 2 * tl.arange(0, 32)[None, :]
+    vc0 = 2 * tl.arange(0, 32)[None, :]
+    vw0 = tl.arange(0, 32)[None, :]
+    vc1 = 1 + 2 * tl.arange(0, 32)[None, :]
+    vc2 = 64 + 2 * tl.arange(0, 32)[None, :]
+    vc3 = 65 + 2 * tl.arange(0, 32)[None, :]
+    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc0, mask=real[:, None], other=0.0)
+    q1 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc1, mask=real[:, None], other=0.0)
+    q2 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc2, mask=real[:, None], other=0.0)
+    q3 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc3, mask=real[:, None], other=0.0)
     q0 = q0.to(tl.float32)
     q1 = q1.to(tl.float32)
     q2 = q2.to(tl.float32)
@@ -117,25 +153,22 @@ def decode_attention(
     q2 = q2 / norm[:, None]
     q3 = q3 / norm[:, None]
     row_scale = norm * 0.12751743082459868
-    q_sum0 = tl.sum(q0, 1)
-    q_sum1 = tl.sum(q1, 1)
-    q_sum2 = tl.sum(q2, 1)
-    q_sum3 = tl.sum(q3, 1)
+    q0 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == ((kc0 // 32))[None, :, :]), q0[None, :, :], 0.0), [16, 32])
+    q1 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == ((kc1 // 32))[None, :, :]), q1[None, :, :], 0.0), [16, 32])
+    q2 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == ((kc2 // 32))[None, :, :]), q2[None, :, :], 0.0), [16, 32])
+    q3 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == ((kc3 // 32))[None, :, :]), q3[None, :, :], 0.0), [16, 32])
+    q_sum0 = tl.sum(q0, 1) + tl.sum(q1, 1) + tl.sum(q2, 1) + tl.sum(q3, 1)
     q0 = q0.to(tl.float16)
     q1 = q1.to(tl.float16)
     q2 = q2.to(tl.float16)
     q3 = q3.to(tl.float16)
-    top = tl.full([16], -1.0e30, tl.float32)
-    total = tl.zeros([16], tl.float32)
+    top = tl.full([4], -1.0e30, tl.float32)
+    total = tl.zeros([4, 128], tl.float32)
     acc0 = tl.zeros([16, 32], tl.float32)
     acc1 = tl.zeros([16, 32], tl.float32)
     acc2 = tl.zeros([16, 32], tl.float32)
     acc3 = tl.zeros([16, 32], tl.float32)
-    minima0 = tl.zeros([16], tl.float32)
-    minima1 = tl.zeros([16], tl.float32)
-    minima2 = tl.zeros([16], tl.float32)
-    minima3 = tl.zeros([16], tl.float32)
-    largest = 1.0e-30
+    minima0 = tl.zeros([16, 128], tl.float32)
 
     # the cache
     end = far + 1
@@ -152,77 +185,47 @@ def decode_attention(
         start = tile * 128
         base = (batch * 8 + head) * slots + start
         k_scale = tl.load(keys_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
-        k_scale_0, k_scale_1 = tl.split(tl.reshape(k_scale, [128, 2, 2]))
-        k_scale0, k_scale2 = tl.split(tl.reshape(k_scale_0, [128, 2]))
-        k_scale1, k_scale3 = tl.split(tl.reshape(k_scale_1, [128, 2]))
         k_minimum = tl.load(keys_minimum_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
-        k_minimum_0, k_minimum_1 = tl.split(tl.reshape(k_minimum, [128, 2, 2]))
-        k_minimum0, k_minimum2 = tl.split(tl.reshape(k_minimum_0, [128, 2]))
-        k_minimum1, k_minimum3 = tl.split(tl.reshape(k_minimum_1, [128, 2]))
-        k_bytes0 = halfwords(tl.load(keys_data_ptr + base * 64 + n[:, None] * 64 + kc0))
-        k0 = bits4_at0_halves(k_bytes0)
-        k_bytes1 = halfwords(tl.load(keys_data_ptr + base * 64 + n[:, None] * 64 + kc1))
-        k1 = bits4_at0_halves(k_bytes1)
-        k2 = bits4_at4_halves(k_bytes0)
-        k3 = bits4_at4_halves(k_bytes1)
+        k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 32 + n[:, None] * 32 + kw0)
+        k0 = bits4_at0_halves(k_words0)
+        k1 = bits4_at8_halves(k_words0)
+        k2 = bits4_at4_halves(k_words0)
+        k3 = bits4_at12_halves(k_words0)
         s = tl.dot(q0, tl.trans(k0))
-        s = s * k_scale0[None, :]
-        s = s + q_sum0[:, None] * k_minimum0[None, :]
-        t = tl.dot(q1, tl.trans(k1))
-        t = t * k_scale1[None, :]
-        t = t + q_sum1[:, None] * k_minimum1[None, :]
-        s = s + t
-        t = tl.dot(q2, tl.trans(k2))
-        t = t * k_scale2[None, :]
-        t = t + q_sum2[:, None] * k_minimum2[None, :]
-        s = s + t
-        t = tl.dot(q3, tl.trans(k3))
-        t = t * k_scale3[None, :]
-        t = t + q_sum3[:, None] * k_minimum3[None, :]
-        s = s + t
+        s = tl.dot(q1, tl.trans(k1), s)
+        s = tl.dot(q2, tl.trans(k2), s)
+        s = tl.dot(q3, tl.trans(k3), s)
+        s = s * tl.reshape(tl.broadcast_to(tl.trans(k_scale)[:, None, :], [4, 4, 128]), [16, 128])
+        s = s + q_sum0[:, None] * tl.reshape(tl.broadcast_to(tl.trans(k_minimum)[:, None, :], [4, 4, 128]), [16, 128])
+        s = tl.sum(tl.reshape(s, [4, 4, 128]), 0)
         s = s * row_scale[:, None]
         v_scale = tl.load(values_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
-        v_scale_0, v_scale_1 = tl.split(tl.reshape(v_scale, [128, 2, 2]))
-        v_scale0, v_scale2 = tl.split(tl.reshape(v_scale_0, [128, 2]))
-        v_scale1, v_scale3 = tl.split(tl.reshape(v_scale_1, [128, 2]))
         v_minimum = tl.load(values_minimum_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
-        v_minimum_0, v_minimum_1 = tl.split(tl.reshape(v_minimum, [128, 2, 2]))
-        v_minimum0, v_minimum2 = tl.split(tl.reshape(v_minimum_0, [128, 2]))
-        v_minimum1, v_minimum3 = tl.split(tl.reshape(v_minimum_1, [128, 2]))
-        v_bytes0 = halfwords(tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0))
-        v0 = bits4_at0_halves(v_bytes0)
-        v_bytes1 = halfwords(tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc1))
-        v1 = bits4_at0_halves(v_bytes1)
-        v2 = bits4_at4_halves(v_bytes0)
-        v3 = bits4_at4_halves(v_bytes1)
-        highest = tl.maximum(top, tl.max(s, 1))
+        v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 32 + n[:, None] * 32 + vw0)
+        v0 = bits4_at0_halves(v_words0)
+        v1 = bits4_at8_halves(v_words0)
+        v2 = bits4_at4_halves(v_words0)
+        v3 = bits4_at12_halves(v_words0)
+        v_scales = tl.reshape(tl.broadcast_to(tl.trans(v_scale)[:, None, :], [4, 4, 128]), [16, 128])
+        v_exponent = log2_of(tl.maximum(tl.max(tl.reshape(v_scales, [4, 4, 128]), 0), 5.960464477539063e-08))
+        s = s + v_exponent
+        v_unit = tl.exp2(-v_exponent)
+        highest = tl.maximum(top, tl.max(s, 1) - 12.0)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
-        total = total * alpha + tl.sum(p, 1)
         top = highest
-        minima0 = minima0 * alpha
-        minima1 = minima1 * alpha
-        minima2 = minima2 * alpha
-        minima3 = minima3 * alpha
-        larger = tl.maximum(largest, tl.maximum(tl.maximum(tl.maximum(tl.max(v_scale0, 0), tl.max(v_scale1, 0)), tl.max(v_scale2, 0)), tl.max(v_scale3, 0)))
-        alpha = alpha * (largest / larger)
-        largest = larger
-        unit = 1.0 / largest
+        p = p * v_unit
+        total = total * alpha[:, None] + p
+        alpha = tl.reshape(tl.broadcast_to(alpha[None, :], [4, 4]), [16])
         acc0 = acc0 * alpha[:, None]
         acc1 = acc1 * alpha[:, None]
         acc2 = acc2 * alpha[:, None]
         acc3 = acc3 * alpha[:, None]
-        minima0 = minima0 + tl.sum(p * v_minimum0[None, :], 1)
-        w = (p * (v_scale0 * unit)[None, :]).to(tl.float16)
+        minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * tl.reshape(tl.broadcast_to(tl.trans(v_minimum)[:, None, :], [4, 4, 128]), [16, 128])
+        w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * v_scales).to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
-        minima1 = minima1 + tl.sum(p * v_minimum1[None, :], 1)
-        w = (p * (v_scale1 * unit)[None, :]).to(tl.float16)
         acc1 = tl.dot(w, v1, acc1)
-        minima2 = minima2 + tl.sum(p * v_minimum2[None, :], 1)
-        w = (p * (v_scale2 * unit)[None, :]).to(tl.float16)
         acc2 = tl.dot(w, v2, acc2)
-        minima3 = minima3 + tl.sum(p * v_minimum3[None, :], 1)
-        w = (p * (v_scale3 * unit)[None, :]).to(tl.float16)
         acc3 = tl.dot(w, v3, acc3)
     # Tiles before and after those, in which not every key is seen.
     edges = tl.maximum(stop - begin, 0) - (plain_stop - plain_begin)
@@ -233,84 +236,60 @@ def decode_attention(
         inside = start + n < end
         base = (batch * 8 + head) * slots + start
         k_scale = tl.load(keys_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-        k_scale_0, k_scale_1 = tl.split(tl.reshape(k_scale, [128, 2, 2]))
-        k_scale0, k_scale2 = tl.split(tl.reshape(k_scale_0, [128, 2]))
-        k_scale1, k_scale3 = tl.split(tl.reshape(k_scale_1, [128, 2]))
         k_minimum = tl.load(keys_minimum_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-        k_minimum_0, k_minimum_1 = tl.split(tl.reshape(k_minimum, [128, 2, 2]))
-        k_minimum0, k_minimum2 = tl.split(tl.reshape(k_minimum_0, [128, 2]))
-        k_minimum1, k_minimum3 = tl.split(tl.reshape(k_minimum_1, [128, 2]))
-        k_bytes0 = halfwords(tl.load(keys_data_ptr + base * 64 + n[:, None] * 64 + kc0, mask=inside[:, None], other=0))
-        k0 = bits4_at0_halves(k_bytes0)
-        k_bytes1 = halfwords(tl.load(keys_data_ptr + base * 64 + n[:, None] * 64 + kc1, mask=inside[:, None], other=0))
-        k1 = bits4_at0_halves(k_bytes1)
-        k2 = bits4_at4_halves(k_bytes0)
-        k3 = bits4_at4_halves(k_bytes1)
+        k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 32 + n[:, None] * 32 + kw0, mask=inside[:, None], other=0)
+        k0 = bits4_at0_halves(k_words0)
+        k1 = bits4_at8_halves(k_words0)
+        k2 = bits4_at4_halves(k_words0)
+        k3 = bits4_at12_halves(k_words0)
         s = tl.dot(q0, tl.trans(k0))
-        s = s * k_scale0[None, :]
-        s = s + q_sum0[:, None] * k_minimum0[None, :]
-        t = tl.dot(q1, tl.trans(k1))
-        t = t * k_scale1[None, :]
-        t = t + q_sum1[:, None] * k_minimum1[None, :]
-        s = s + t
-        t = tl.dot(q2, tl.trans(k2))
-        t = t * k_scale2[None, :]
-        t = t + q_sum2[:, None] * k_minimum2[None, :]
-        s = s + t
-        t = tl.dot(q3, tl.trans(k3))
-        t = t * k_scale3[None, :]
-        t = t + q_sum3[:, None] * k_minimum3[None, :]
-        s = s + t
+        s = tl.dot(q1, tl.trans(k1), s)
+        s = tl.dot(q2, tl.trans(k2), s)
+        s = tl.dot(q3, tl.trans(k3), s)
+        s = s * tl.reshape(tl.broadcast_to(tl.trans(k_scale)[:, None, :], [4, 4, 128]), [16, 128])
+        s = s + q_sum0[:, None] * tl.reshape(tl.broadcast_to(tl.trans(k_minimum)[:, None, :], [4, 4, 128]), [16, 128])
+        s = tl.sum(tl.reshape(s, [4, 4, 128]), 0)
         s = s * row_scale[:, None]
         s = tl.where(inside[None, :], s, float("-inf"))
         v_scale = tl.load(values_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-        v_scale_0, v_scale_1 = tl.split(tl.reshape(v_scale, [128, 2, 2]))
-        v_scale0, v_scale2 = tl.split(tl.reshape(v_scale_0, [128, 2]))
-        v_scale1, v_scale3 = tl.split(tl.reshape(v_scale_1, [128, 2]))
         v_minimum = tl.load(values_minimum_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-        v_minimum_0, v_minimum_1 = tl.split(tl.reshape(v_minimum, [128, 2, 2]))
-        v_minimum0, v_minimum2 = tl.split(tl.reshape(v_minimum_0, [128, 2]))
-        v_minimum1, v_minimum3 = tl.split(tl.reshape(v_minimum_1, [128, 2]))
-        v_bytes0 = halfwords(tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0, mask=inside[:, None], other=0))
-        v0 = bits4_at0_halves(v_bytes0)
-        v_bytes1 = halfwords(tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc1, mask=inside[:, None], other=0))
-        v1 = bits4_at0_halves(v_bytes1)
-        v2 = bits4_at4_halves(v_bytes0)
-        v3 = bits4_at4_halves(v_bytes1)
-        highest = tl.maximum(top, tl.max(s, 1))
+        v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 32 + n[:, None] * 32 + vw0, mask=inside[:, None], other=0)
+        v0 = bits4_at0_halves(v_words0)
+        v1 = bits4_at8_halves(v_words0)
+        v2 = bits4_at4_halves(v_words0)
+        v3 = bits4_at12_halves(v_words0)
+        v_scales = tl.reshape(tl.broadcast_to(tl.trans(v_scale)[:, None, :], [4, 4, 128]), [16, 128])
+        v_exponent = log2_of(tl.maximum(tl.max(tl.reshape(v_scales, [4, 4, 128]), 0), 5.960464477539063e-08))
+        s = s + v_exponent
+        v_unit = tl.exp2(-v_exponent)
+        highest = tl.maximum(top, tl.max(s, 1) - 12.0)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
-        total = total * alpha + tl.sum(p, 1)
         top = highest
-        minima0 = minima0 * alpha
-        minima1 = minima1 * alpha
-        minima2 = minima2 * alpha
-        minima3 = minima3 * alpha
-        larger = tl.maximum(largest, tl.maximum(tl.maximum(tl.maximum(tl.max(v_scale0, 0), tl.max(v_scale1, 0)), tl.max(v_scale2, 0)), tl.max(v_scale3, 0)))
-        alpha = alpha * (largest / larger)
-        largest = larger
-        unit = 1.0 / largest
+        p = p * v_unit
+        total = total * alpha[:, None] + p
+        alpha = tl.reshape(tl.broadcast_to(alpha[None, :], [4, 4]), [16])
         acc0 = acc0 * alpha[:, None]
         acc1 = acc1 * alpha[:, None]
         acc2 = acc2 * alpha[:, None]
         acc3 = acc3 * alpha[:, None]
-        minima0 = minima0 + tl.sum(p * v_minimum0[None, :], 1)
-        w = (p * (v_scale0 * unit)[None, :]).to(tl.float16)
+        minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * tl.reshape(tl.broadcast_to(tl.trans(v_minimum)[:, None, :], [4, 4, 128]), [16, 128])
+        w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * v_scales).to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
-        minima1 = minima1 + tl.sum(p * v_minimum1[None, :], 1)
-        w = (p * (v_scale1 * unit)[None, :]).to(tl.float16)
         acc1 = tl.dot(w, v1, acc1)
-        minima2 = minima2 + tl.sum(p * v_minimum2[None, :], 1)
-        w = (p * (v_scale2 * unit)[None, :]).to(tl.float16)
         acc2 = tl.dot(w, v2, acc2)
-        minima3 = minima3 + tl.sum(p * v_minimum3[None, :], 1)
-        w = (p * (v_scale3 * unit)[None, :]).to(tl.float16)
         acc3 = tl.dot(w, v3, acc3)
 
-    acc0 = acc0 * largest + minima0[:, None]
-    acc1 = acc1 * largest + minima1[:, None]
-    acc2 = acc2 * largest + minima2[:, None]
-    acc3 = acc3 * largest + minima3[:, None]
+    total = tl.sum(total, 1)
+    minima0 = tl.sum(minima0, 1)
+    acc0 = acc0 + minima0[:, None]
+    acc1 = acc1 + minima0[:, None]
+    acc2 = acc2 + minima0[:, None]
+    acc3 = acc3 + minima0[:, None]
+    acc0 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == ((vc0 // 32))[None, :, :]), tl.reshape(acc0, [4, 4, 32]), 0.0), 0)
+    acc1 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == ((vc1 // 32))[None, :, :]), tl.reshape(acc1, [4, 4, 32]), 0.0), 0)
+    acc2 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == ((vc2 // 32))[None, :, :]), tl.reshape(acc2, [4, 4, 32]), 0.0), 0)
+    acc3 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == ((vc3 // 32))[None, :, :]), tl.reshape(acc3, [4, 4, 32]), 0.0), 0)
     row = ((batch * 8 + head) * splits + split) * 4 + m
     tl.store(sums_ptr + row * 2, top, mask=real)
     tl.store(sums_ptr + row * 2 + 1, total, mask=real)

@@ -5,18 +5,18 @@
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
 # rotary    half, channels 0 to 127
-# tile      16 x 64, fp8 native, chosen
-# key       f82d0c5de2c4d3f5
-# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["chosen"], "role": "decode", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "selection": {"kind": "top_pages", "page_size": 16, "pages": 64}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
+# tile      16 x 64, fp8 native, chosen, slots16
+# key       f315457114102ddc
+# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["chosen", "slots16"], "role": "decode", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "selection": {"kind": "top_pages", "page_size": 16, "pages": 64}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots_16"])
 def decode_attention(
     q_ptr, q_s0, q_s1, q_s2,
-    slots,
+    slots_16,
     keys_data_ptr,
     values_data_ptr,
     positions_ptr, positions_s0,
@@ -35,9 +35,9 @@ def decode_attention(
     position = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
     kc0 = tl.arange(0, 128)[None, :]
     vc0 = tl.arange(0, 128)[None, :]
-    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + kc0, mask=real[:, None], other=0.0)
+    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc0, mask=real[:, None], other=0.0)
     top = tl.full([16], -1.0e30, tl.float32)
-    total = tl.zeros([16], tl.float32)
+    total = tl.zeros([16, 64], tl.float32)
     acc0 = tl.zeros([16, 128], tl.float32)
 
     # the cache
@@ -53,7 +53,7 @@ def decode_attention(
     for tile in range(plain_begin, plain_stop):
         start = tile * 64
         slot = tl.load(pages_read_ptr + (batch * 8 + head) * 64 + (start + n) // 16) * 16 + (start + n) % 16
-        base = (batch * 8 + head) * slots + slot
+        base = (batch * 8 + head) * (slots_16 * 16) + slot
         k0 = tl.load(keys_data_ptr + base[:, None] * 128 + kc0)
         s = tl.dot(q0, tl.trans(k0))
         s = s * 0.12751743082459868
@@ -61,8 +61,8 @@ def decode_attention(
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
-        total = total * alpha + tl.sum(p, 1)
         top = highest
+        total = total * alpha[:, None] + p
         acc0 = acc0 * alpha[:, None]
         w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, v0, acc0)
@@ -74,7 +74,7 @@ def decode_attention(
         start = tile * 64
         inside = start + n < end
         slot = tl.load(pages_read_ptr + (batch * 8 + head) * 64 + (start + n) // 16, mask=inside, other=0) * 16 + (start + n) % 16
-        base = (batch * 8 + head) * slots + slot
+        base = (batch * 8 + head) * (slots_16 * 16) + slot
         k0 = tl.load(keys_data_ptr + base[:, None] * 128 + kc0, mask=inside[:, None], other=0.0)
         s = tl.dot(q0, tl.trans(k0))
         s = s * 0.12751743082459868
@@ -83,12 +83,13 @@ def decode_attention(
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
-        total = total * alpha + tl.sum(p, 1)
         top = highest
+        total = total * alpha[:, None] + p
         acc0 = acc0 * alpha[:, None]
         w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, v0, acc0)
 
+    total = tl.sum(total, 1)
     row = ((batch * 8 + head) * splits + split) * 4 + m
     tl.store(sums_ptr + row * 2, top, mask=real)
     tl.store(sums_ptr + row * 2 + 1, total, mask=real)

@@ -14,27 +14,50 @@ import triton.language as tl
 
 
 @triton.jit
-def int8_halves(x):
-    """int8 -> float16, exactly: x + 128 in the mantissa of 1024, four numbers in five instructions."""
+def int8_at0_halves(x):
+    """int8 in the lower byte of uint16 -> float16, exactly: x + 128 in the mantissa of 1024"""
     return tl.inline_asm_elementwise(
         """
         {
-            .reg .b32 biased, magic, bias;
-            xor.b32 biased, $2, 0x80808080;
-            mov.b32 magic, 0x64646464;
+            .reg .b32 bias;
             mov.b32 bias, 0x64806480;
-            prmt.b32 $0, biased, magic, 0x4140;
-            prmt.b32 $1, biased, magic, 0x4342;
+            lop3.b32 $0, $1, 0x00FF00FF, bias, 0x6A;
             sub.f16x2 $0, $0, bias;
-            sub.f16x2 $1, $1, bias;
         }
         """,
-        "=r,=r,r",
+        "=r,r",
         [x],
         dtype=tl.float16,
         is_pure=True,
-        pack=4,
+        pack=2,
     )
+
+
+@triton.jit
+def int8_at8_halves(x):
+    """int8 in the upper byte of uint16 -> float16, exactly: x + 128 in the mantissa of 1024"""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 bias, word;
+            mov.b32 bias, 0x64806480;
+            shr.b32 word, $1, 8;
+            lop3.b32 $0, word, 0x00FF00FF, bias, 0x6A;
+            sub.f16x2 $0, $0, bias;
+        }
+        """,
+        "=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def log2_of(x):
+    """log2 of a normal positive float32, in one instruction: tl.log2 takes care of all others, in seven."""
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -59,18 +82,26 @@ def decode_attention(
     heads = head * 4 + m
     real = m < 4
     position = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
-    kc0 = tl.arange(0, 128)[None, :]
-    vc0 = tl.arange(0, 128)[None, :]
-    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + kc0, mask=real[:, None], other=0.0)
+    kc0 = 2 * tl.arange(0, 64)[None, :]
+    kw0 = tl.arange(0, 64)[None, :]
+    kc1 = 1 + 2 * tl.arange(0, 64)[None, :]
+    vc0 = 2 * tl.arange(0, 64)[None, :]
+    vw0 = tl.arange(0, 64)[None, :]
+    vc1 = 1 + 2 * tl.arange(0, 64)[None, :]
+    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc0, mask=real[:, None], other=0.0)
+    q1 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc1, mask=real[:, None], other=0.0)
     q0 = q0.to(tl.float32)
-    norm = tl.maximum(tl.max(tl.abs(q0), 1), 1e-30)
+    q1 = q1.to(tl.float32)
+    norm = tl.maximum(tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1)), 1e-30)
     q0 = q0 / norm[:, None]
+    q1 = q1 / norm[:, None]
     row_scale = norm * 0.12751743082459868
     q0 = q0.to(tl.float16)
+    q1 = q1.to(tl.float16)
     top = tl.full([16], -1.0e30, tl.float32)
-    total = tl.zeros([16], tl.float32)
-    acc0 = tl.zeros([16, 128], tl.float32)
-    largest = 1.0e-30
+    total = tl.zeros([16, 64], tl.float32)
+    acc0 = tl.zeros([16, 64], tl.float32)
+    acc1 = tl.zeros([16, 64], tl.float32)
 
     # the cache
     end = tl.where(position < 0, 0, tl.minimum(position // 64, 15) * 64 + position % 64 + 1)
@@ -88,26 +119,32 @@ def decode_attention(
         page = tl.load(page_table_ptr + batch * page_table_s0 + (slot // 64)).to(tl.int64)
         base = (page * 8 + head) * 64 + (slot % 64)
         k_scale = tl.load(keys_scale_ptr + base + n).to(tl.float32)
-        k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0)
-        k0 = int8_halves(k0)
+        k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 64 + n[:, None] * 64 + kw0)
+        k0 = int8_at0_halves(k_words0)
+        k1 = int8_at8_halves(k_words0)
         s = tl.dot(q0, tl.trans(k0))
+        s = tl.dot(q1, tl.trans(k1), s)
         s = s * k_scale[None, :]
         s = s * row_scale[:, None]
         v_scale = tl.load(values_scale_ptr + base + n).to(tl.float32)
-        v0 = tl.load(values_data_ptr + base * 128 + n[:, None] * 128 + vc0)
-        v0 = int8_halves(v0)
-        highest = tl.maximum(top, tl.max(s, 1))
+        v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 64 + n[:, None] * 64 + vw0)
+        v0 = int8_at0_halves(v_words0)
+        v1 = int8_at8_halves(v_words0)
+        v_exponent = log2_of(tl.maximum(v_scale, 5.960464477539063e-08))
+        s = s + v_exponent[None, :]
+        v_unit = tl.exp2(-v_exponent)[None, :]
+        highest = tl.maximum(top, tl.max(s, 1) - 12.0)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
-        total = total * alpha + tl.sum(p, 1)
         top = highest
-        larger = tl.maximum(largest, tl.max(v_scale, 0))
-        alpha = alpha * (largest / larger)
-        largest = larger
-        unit = 1.0 / largest
+        e = p
+        p = p * v_unit
+        total = total * alpha[:, None] + p
         acc0 = acc0 * alpha[:, None]
-        w = (p * (v_scale * unit)[None, :]).to(tl.float16)
+        acc1 = acc1 * alpha[:, None]
+        w = e.to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
+        acc1 = tl.dot(w, v1, acc1)
     # Tiles before and after those, in which not every key is seen.
     edges = tl.maximum(stop - begin, 0) - (plain_stop - plain_begin)
     for edge in range(0, edges):
@@ -119,31 +156,38 @@ def decode_attention(
         page = tl.load(page_table_ptr + batch * page_table_s0 + (slot // 64)).to(tl.int64)
         base = (page * 8 + head) * 64 + (slot % 64)
         k_scale = tl.load(keys_scale_ptr + base + n, mask=inside, other=0.0).to(tl.float32)
-        k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0, mask=inside[:, None], other=0)
-        k0 = int8_halves(k0)
+        k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 64 + n[:, None] * 64 + kw0, mask=inside[:, None], other=0)
+        k0 = int8_at0_halves(k_words0)
+        k1 = int8_at8_halves(k_words0)
         s = tl.dot(q0, tl.trans(k0))
+        s = tl.dot(q1, tl.trans(k1), s)
         s = s * k_scale[None, :]
         s = s * row_scale[:, None]
         s = tl.where(inside[None, :], s, float("-inf"))
         v_scale = tl.load(values_scale_ptr + base + n, mask=inside, other=0.0).to(tl.float32)
-        v0 = tl.load(values_data_ptr + base * 128 + n[:, None] * 128 + vc0, mask=inside[:, None], other=0)
-        v0 = int8_halves(v0)
-        highest = tl.maximum(top, tl.max(s, 1))
+        v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 64 + n[:, None] * 64 + vw0, mask=inside[:, None], other=0)
+        v0 = int8_at0_halves(v_words0)
+        v1 = int8_at8_halves(v_words0)
+        v_exponent = log2_of(tl.maximum(v_scale, 5.960464477539063e-08))
+        s = s + v_exponent[None, :]
+        v_unit = tl.exp2(-v_exponent)[None, :]
+        highest = tl.maximum(top, tl.max(s, 1) - 12.0)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
-        total = total * alpha + tl.sum(p, 1)
         top = highest
-        larger = tl.maximum(largest, tl.max(v_scale, 0))
-        alpha = alpha * (largest / larger)
-        largest = larger
-        unit = 1.0 / largest
+        e = p
+        p = p * v_unit
+        total = total * alpha[:, None] + p
         acc0 = acc0 * alpha[:, None]
-        w = (p * (v_scale * unit)[None, :]).to(tl.float16)
+        acc1 = acc1 * alpha[:, None]
+        w = e.to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
+        acc1 = tl.dot(w, v1, acc1)
 
-    acc0 = acc0 * largest
+    total = tl.sum(total, 1)
     row = ((batch * 8 + head) * splits + split) * 4 + m
     tl.store(sums_ptr + row * 2, top, mask=real)
     tl.store(sums_ptr + row * 2 + 1, total, mask=real)
     row = row * 128
     tl.store(partial_ptr + row[:, None] + vc0, acc0, mask=real[:, None])
+    tl.store(partial_ptr + row[:, None] + vc1, acc1, mask=real[:, None])

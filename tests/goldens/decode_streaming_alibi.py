@@ -34,10 +34,10 @@ def decode_attention(
     length = position + 1
     kc0 = tl.arange(0, 128)[None, :]
     vc0 = tl.arange(0, 128)[None, :]
-    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + kc0, mask=real[:, None], other=0.0)
+    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc0, mask=real[:, None], other=0.0)
     slope = tl.load(bias_ptr + heads, mask=real, other=0.0) * 1.4426950408889634
     top = tl.full([16], -1.0e30, tl.float32)
-    total = tl.zeros([16], tl.float32)
+    total = tl.zeros([16, 64], tl.float32)
     acc0 = tl.zeros([16, 128], tl.float32)
 
     # the cache
@@ -62,8 +62,8 @@ def decode_attention(
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
-        total = total * alpha + tl.sum(p, 1)
         top = highest
+        total = total * alpha[:, None] + p
         acc0 = acc0 * alpha[:, None]
         w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, v0, acc0)
@@ -85,12 +85,13 @@ def decode_attention(
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
-        total = total * alpha + tl.sum(p, 1)
         top = highest
+        total = total * alpha[:, None] + p
         acc0 = acc0 * alpha[:, None]
         w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, v0, acc0)
 
+    total = tl.sum(total, 1)
     row = ((batch * 32 + head) * splits + split) * 1 + m
     tl.store(sums_ptr + row * 2, top, mask=real)
     tl.store(sums_ptr + row * 2 + 1, total, mask=real)

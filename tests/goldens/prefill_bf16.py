@@ -38,7 +38,7 @@ def prefill_attention(
     far = first + tl.minimum((below + 63) // 4, tokens - 1)
     kc0 = tl.arange(0, 128)[None, :]
     vc0 = tl.arange(0, 128)[None, :]
-    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + token[:, None] * q_s2 + kc0, mask=real[:, None], other=0.0)
+    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + token[:, None].to(tl.int64) * q_s2 + kc0, mask=real[:, None], other=0.0)
     top = tl.full([64], -1.0e30, tl.float32)
     total = tl.zeros([64], tl.float32)
     acc0 = tl.zeros([64, 128], tl.float32)
@@ -63,8 +63,8 @@ def prefill_attention(
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
-        total = total * alpha + tl.sum(p, 1)
         top = highest
+        total = total * alpha + tl.sum(p, 1)
         acc0 = acc0 * alpha[:, None]
         w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, v0, acc0)
@@ -85,8 +85,8 @@ def prefill_attention(
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
-        total = total * alpha + tl.sum(p, 1)
         top = highest
+        total = total * alpha + tl.sum(p, 1)
         acc0 = acc0 * alpha[:, None]
         w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, v0, acc0)

@@ -20,7 +20,7 @@ def halfwords(x):
         prmt.b32 $0, $2, 0, 0x4140;
         prmt.b32 $1, $2, 0, 0x4342;
         """,
-        "=r,=r,r",
+        "=&r,=r,r",
         [x],
         dtype=tl.uint16,
         is_pure=True,
@@ -70,6 +70,56 @@ def bits4_at4_halves(x):
     )
 
 
+@triton.jit
+def bits4_at8_halves(x):
+    """4 bits from bit 8 on of uint16 -> float16, exactly: in the mantissa of 1024."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 word, magic;
+            mov.b32 magic, 0x64006400;
+            shr.b32 word, $1, 8;
+            lop3.b32 $0, word, 0x000F000F, magic, 0xEA;
+            sub.f16x2 $0, $0, magic;
+        }
+        """,
+        "=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def bits4_at12_halves(x):
+    """4 bits from bit 12 on of uint16 -> float16, exactly: in the mantissa of 1024."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 word, magic, factor, bias;
+            mov.b32 magic, 0x64006400;
+            mov.b32 factor, 0x2C002C00;
+            mov.b32 bias, 0xD400D400;
+            shr.b32 word, $1, 8;
+            lop3.b32 $0, word, 0x00F000F0, magic, 0xEA;
+            fma.rn.f16x2 $0, $0, factor, bias;
+        }
+        """,
+        "=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def log2_of(x):
+    """log2 of a normal positive float32, in one instruction: tl.log2 takes care of all others, in seven."""
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
 @triton.jit(do_not_specialize=["slots", "tokens"])
 def prefill_attention(
     q_ptr, q_s0, q_s1, q_s2,
@@ -102,21 +152,32 @@ def prefill_attention(
     # The first and the last query of the tile.
     near = first + below // 4
     far = first + tl.minimum((below + 63) // 4, tokens - 1)
-    kc0 = tl.arange(0, 64)[None, :]
-    kc1 = 64 + tl.arange(0, 64)[None, :]
+    kc0 = 2 * tl.arange(0, 32)[None, :]
+    kw0 = tl.arange(0, 32)[None, :]
+    kc1 = 1 + 2 * tl.arange(0, 32)[None, :]
+    kc2 = 64 + 2 * tl.arange(0, 32)[None, :]
+    kc3 = 65 + 2 * tl.arange(0, 32)[None, :]
     vc0 = tl.arange(0, 32)[None, :]
     vc1 = 32 + tl.arange(0, 32)[None, :]
     vc2 = 64 + tl.arange(0, 32)[None, :]
     vc3 = 96 + tl.arange(0, 32)[None, :]
-    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + token[:, None] * q_s2 + kc0, mask=real[:, None], other=0.0)
-    q1 = tl.load(q_ptr + batch * q_s0 + heads[:, None] * q_s1 + token[:, None] * q_s2 + kc1, mask=real[:, None], other=0.0)
+    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + token[:, None].to(tl.int64) * q_s2 + kc0, mask=real[:, None], other=0.0)
+    q1 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + token[:, None].to(tl.int64) * q_s2 + kc1, mask=real[:, None], other=0.0)
+    q2 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + token[:, None].to(tl.int64) * q_s2 + kc2, mask=real[:, None], other=0.0)
+    q3 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + token[:, None].to(tl.int64) * q_s2 + kc3, mask=real[:, None], other=0.0)
     q0_full = q0.to(tl.bfloat16)
     q1_full = q1.to(tl.bfloat16)
+    q2_full = q2.to(tl.bfloat16)
+    q3_full = q3.to(tl.bfloat16)
     q0 = q0.to(tl.float32)
     q1 = q1.to(tl.float32)
-    norm = tl.maximum(tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1)), 1e-30)
+    q2 = q2.to(tl.float32)
+    q3 = q3.to(tl.float32)
+    norm = tl.maximum(tl.maximum(tl.maximum(tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1)), tl.max(tl.abs(q2), 1)), tl.max(tl.abs(q3), 1)), 1e-30)
     q0 = q0 / norm[:, None]
     q1 = q1 / norm[:, None]
+    q2 = q2 / norm[:, None]
+    q3 = q3 / norm[:, None]
     row_scale = norm * 0.12751743082459868
     top = tl.full([64], -1.0e30, tl.float32)
     total = tl.zeros([64], tl.float32)
@@ -128,7 +189,6 @@ def prefill_attention(
     minima1 = tl.zeros([64], tl.float32)
     minima2 = tl.zeros([64], tl.float32)
     minima3 = tl.zeros([64], tl.float32)
-    largest = 1.0e-30
 
     # the cache
     end = far + 1
@@ -150,12 +210,20 @@ def prefill_attention(
         k_minimum0 = tl.load(keys_minimum_ptr + base_32 // 32 * 128 + kc0).to(tl.float32)
         k_scale1 = tl.load(keys_scale_ptr + base_32 // 32 * 128 + kc1).to(tl.float32)
         k_minimum1 = tl.load(keys_minimum_ptr + base_32 // 32 * 128 + kc1).to(tl.float32)
-        k_bytes0 = halfwords(tl.load(keys_data_ptr + base_32 * 64 + n[:, None] * 64 + kc0))
-        k0 = bits4_at0_halves(k_bytes0)
-        k1 = bits4_at4_halves(k_bytes0)
+        k_scale2 = tl.load(keys_scale_ptr + base_32 // 32 * 128 + kc2).to(tl.float32)
+        k_minimum2 = tl.load(keys_minimum_ptr + base_32 // 32 * 128 + kc2).to(tl.float32)
+        k_scale3 = tl.load(keys_scale_ptr + base_32 // 32 * 128 + kc3).to(tl.float32)
+        k_minimum3 = tl.load(keys_minimum_ptr + base_32 // 32 * 128 + kc3).to(tl.float32)
+        k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base_32 * 32 + n[:, None] * 32 + kw0)
+        k0 = bits4_at0_halves(k_words0)
+        k1 = bits4_at8_halves(k_words0)
+        k2 = bits4_at4_halves(k_words0)
+        k3 = bits4_at12_halves(k_words0)
         s = tl.dot((q0 * k_scale0).to(tl.float16), tl.trans(k0))
         s = tl.dot((q1 * k_scale1).to(tl.float16), tl.trans(k1), s)
-        s = s + (tl.sum(q0 * k_minimum0, 1) + tl.sum(q1 * k_minimum1, 1))[:, None]
+        s = tl.dot((q2 * k_scale2).to(tl.float16), tl.trans(k2), s)
+        s = tl.dot((q3 * k_scale3).to(tl.float16), tl.trans(k3), s)
+        s = s + (tl.sum(q0 * k_minimum0, 1) + tl.sum(q1 * k_minimum1, 1) + tl.sum(q2 * k_minimum2, 1) + tl.sum(q3 * k_minimum3, 1))[:, None]
         s = s * row_scale[:, None]
         v_scale = tl.load(values_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
         v_scale_0, v_scale_1 = tl.split(tl.reshape(v_scale, [32, 2, 2]))
@@ -171,34 +239,31 @@ def prefill_attention(
         v1 = bits4_at0_halves(v_bytes1)
         v2 = bits4_at4_halves(v_bytes0)
         v3 = bits4_at4_halves(v_bytes1)
-        highest = tl.maximum(top, tl.max(s, 1))
+        v_exponent = log2_of(tl.maximum(tl.maximum(tl.maximum(tl.maximum(v_scale0, v_scale1), v_scale2), v_scale3), 5.960464477539063e-08))
+        s = s + v_exponent[None, :]
+        v_unit = tl.exp2(-v_exponent)[None, :]
+        highest = tl.maximum(top, tl.max(s, 1) - 12.0)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
-        total = total * alpha + tl.sum(p, 1)
         top = highest
-        minima0 = minima0 * alpha
-        minima1 = minima1 * alpha
-        minima2 = minima2 * alpha
-        minima3 = minima3 * alpha
-        larger = tl.maximum(largest, tl.maximum(tl.maximum(tl.maximum(tl.max(v_scale0, 0), tl.max(v_scale1, 0)), tl.max(v_scale2, 0)), tl.max(v_scale3, 0)))
-        alpha = alpha * (largest / larger)
-        largest = larger
-        unit = 1.0 / largest
+        e = p
+        p = p * v_unit
+        total = total * alpha + tl.sum(p, 1)
         acc0 = acc0 * alpha[:, None]
         acc1 = acc1 * alpha[:, None]
         acc2 = acc2 * alpha[:, None]
         acc3 = acc3 * alpha[:, None]
-        minima0 = minima0 + tl.sum(p * v_minimum0[None, :], 1)
-        w = (p * (v_scale0 * unit)[None, :]).to(tl.float16)
+        minima0 = minima0 * alpha + tl.sum(p * v_minimum0[None, :], 1)
+        w = (p * v_scale0[None, :]).to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
-        minima1 = minima1 + tl.sum(p * v_minimum1[None, :], 1)
-        w = (p * (v_scale1 * unit)[None, :]).to(tl.float16)
+        minima1 = minima1 * alpha + tl.sum(p * v_minimum1[None, :], 1)
+        w = (p * v_scale1[None, :]).to(tl.float16)
         acc1 = tl.dot(w, v1, acc1)
-        minima2 = minima2 + tl.sum(p * v_minimum2[None, :], 1)
-        w = (p * (v_scale2 * unit)[None, :]).to(tl.float16)
+        minima2 = minima2 * alpha + tl.sum(p * v_minimum2[None, :], 1)
+        w = (p * v_scale2[None, :]).to(tl.float16)
         acc2 = tl.dot(w, v2, acc2)
-        minima3 = minima3 + tl.sum(p * v_minimum3[None, :], 1)
-        w = (p * (v_scale3 * unit)[None, :]).to(tl.float16)
+        minima3 = minima3 * alpha + tl.sum(p * v_minimum3[None, :], 1)
+        w = (p * v_scale3[None, :]).to(tl.float16)
         acc3 = tl.dot(w, v3, acc3)
     # Tiles before and after those, in which not every key is seen, or some stand in full elsewhere.
     edges = tl.maximum(stop - begin, 0) - (plain_stop - plain_begin)
@@ -220,21 +285,35 @@ def prefill_attention(
         k_minimum0 = tl.load(keys_minimum_ptr + base_32 // 32 * 128 + kc0).to(tl.float32)
         k_scale1 = tl.load(keys_scale_ptr + base_32 // 32 * 128 + kc1).to(tl.float32)
         k_minimum1 = tl.load(keys_minimum_ptr + base_32 // 32 * 128 + kc1).to(tl.float32)
-        k_bytes0 = halfwords(tl.load(keys_data_ptr + base_32 * 64 + n[:, None] * 64 + kc0, mask=inside[:, None], other=0))
-        k0 = bits4_at0_halves(k_bytes0)
-        k1 = bits4_at4_halves(k_bytes0)
+        k_scale2 = tl.load(keys_scale_ptr + base_32 // 32 * 128 + kc2).to(tl.float32)
+        k_minimum2 = tl.load(keys_minimum_ptr + base_32 // 32 * 128 + kc2).to(tl.float32)
+        k_scale3 = tl.load(keys_scale_ptr + base_32 // 32 * 128 + kc3).to(tl.float32)
+        k_minimum3 = tl.load(keys_minimum_ptr + base_32 // 32 * 128 + kc3).to(tl.float32)
+        k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base_32 * 32 + n[:, None] * 32 + kw0, mask=inside[:, None], other=0)
+        k0 = bits4_at0_halves(k_words0)
+        k1 = bits4_at8_halves(k_words0)
+        k2 = bits4_at4_halves(k_words0)
+        k3 = bits4_at12_halves(k_words0)
         inside = every
         k_row = (batch * 8 + head) * 128 + tl.where(k_rows_full, 0 + key % 128, 0)
         k0_full = tl.load(keys_full_ptr + k_row[:, None] * 128 + kc0, mask=(k_rows_full & (key < first))[:, None], other=0.0).to(tl.bfloat16)
-        k0_full += tl.load(k_ptr + batch * k_s0 + head * k_s1 + (key - first)[:, None] * k_s2 + kc0, mask=(k_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
+        k0_full += tl.load(k_ptr + batch * k_s0 + tl.cast(head, tl.int64) * k_s1 + (key - first)[:, None].to(tl.int64) * k_s2 + kc0, mask=(k_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
         k1_full = tl.load(keys_full_ptr + k_row[:, None] * 128 + kc1, mask=(k_rows_full & (key < first))[:, None], other=0.0).to(tl.bfloat16)
-        k1_full += tl.load(k_ptr + batch * k_s0 + head * k_s1 + (key - first)[:, None] * k_s2 + kc1, mask=(k_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
+        k1_full += tl.load(k_ptr + batch * k_s0 + tl.cast(head, tl.int64) * k_s1 + (key - first)[:, None].to(tl.int64) * k_s2 + kc1, mask=(k_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
+        k2_full = tl.load(keys_full_ptr + k_row[:, None] * 128 + kc2, mask=(k_rows_full & (key < first))[:, None], other=0.0).to(tl.bfloat16)
+        k2_full += tl.load(k_ptr + batch * k_s0 + tl.cast(head, tl.int64) * k_s1 + (key - first)[:, None].to(tl.int64) * k_s2 + kc2, mask=(k_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
+        k3_full = tl.load(keys_full_ptr + k_row[:, None] * 128 + kc3, mask=(k_rows_full & (key < first))[:, None], other=0.0).to(tl.bfloat16)
+        k3_full += tl.load(k_ptr + batch * k_s0 + tl.cast(head, tl.int64) * k_s1 + (key - first)[:, None].to(tl.int64) * k_s2 + kc3, mask=(k_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
         s = tl.dot((q0 * k_scale0).to(tl.float16), tl.trans(k0))
         s = tl.dot((q1 * k_scale1).to(tl.float16), tl.trans(k1), s)
-        s = s + (tl.sum(q0 * k_minimum0, 1) + tl.sum(q1 * k_minimum1, 1))[:, None]
+        s = tl.dot((q2 * k_scale2).to(tl.float16), tl.trans(k2), s)
+        s = tl.dot((q3 * k_scale3).to(tl.float16), tl.trans(k3), s)
+        s = s + (tl.sum(q0 * k_minimum0, 1) + tl.sum(q1 * k_minimum1, 1) + tl.sum(q2 * k_minimum2, 1) + tl.sum(q3 * k_minimum3, 1))[:, None]
         s = s * row_scale[:, None]
         f = tl.dot(q0_full, tl.trans(k0_full))
         f = tl.dot(q1_full, tl.trans(k1_full), f)
+        f = tl.dot(q2_full, tl.trans(k2_full), f)
+        f = tl.dot(q3_full, tl.trans(k3_full), f)
         s = tl.where(k_in_full, f * 0.12751743082459868, s)
         s = tl.where(inside[None, :] & (key[None, :] <= position[:, None]), s, float("-inf"))
         every = inside
@@ -256,54 +335,53 @@ def prefill_attention(
         inside = every
         v_row = (batch * 8 + head) * 128 + tl.where(v_rows_full, 0 + key % 128, 0)
         v0_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc0, mask=(v_rows_full & (key < first))[:, None], other=0.0).to(tl.bfloat16)
-        v0_full += tl.load(v_ptr + batch * v_s0 + head * v_s1 + (key - first)[:, None] * v_s2 + vc0, mask=(v_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
+        v0_full += tl.load(v_ptr + batch * v_s0 + tl.cast(head, tl.int64) * v_s1 + (key - first)[:, None].to(tl.int64) * v_s2 + vc0, mask=(v_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
         v1_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc1, mask=(v_rows_full & (key < first))[:, None], other=0.0).to(tl.bfloat16)
-        v1_full += tl.load(v_ptr + batch * v_s0 + head * v_s1 + (key - first)[:, None] * v_s2 + vc1, mask=(v_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
+        v1_full += tl.load(v_ptr + batch * v_s0 + tl.cast(head, tl.int64) * v_s1 + (key - first)[:, None].to(tl.int64) * v_s2 + vc1, mask=(v_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
         v2_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc2, mask=(v_rows_full & (key < first))[:, None], other=0.0).to(tl.bfloat16)
-        v2_full += tl.load(v_ptr + batch * v_s0 + head * v_s1 + (key - first)[:, None] * v_s2 + vc2, mask=(v_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
+        v2_full += tl.load(v_ptr + batch * v_s0 + tl.cast(head, tl.int64) * v_s1 + (key - first)[:, None].to(tl.int64) * v_s2 + vc2, mask=(v_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
         v3_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc3, mask=(v_rows_full & (key < first))[:, None], other=0.0).to(tl.bfloat16)
-        v3_full += tl.load(v_ptr + batch * v_s0 + head * v_s1 + (key - first)[:, None] * v_s2 + vc3, mask=(v_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
-        highest = tl.maximum(top, tl.max(s, 1))
+        v3_full += tl.load(v_ptr + batch * v_s0 + tl.cast(head, tl.int64) * v_s1 + (key - first)[:, None].to(tl.int64) * v_s2 + vc3, mask=(v_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
+        v_exponent = log2_of(tl.maximum(tl.maximum(tl.maximum(tl.maximum(v_scale0, v_scale1), v_scale2), v_scale3), 5.960464477539063e-08))
+        v_exponent = tl.where(v_in_full, 0.0, v_exponent[None, :])
+        s = s + v_exponent
+        v_unit = tl.exp2(-v_exponent)
+        highest = tl.maximum(top, tl.max(s, 1) - 12.0)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
-        total = total * alpha + tl.sum(p, 1)
         top = highest
-        minima0 = minima0 * alpha
-        minima1 = minima1 * alpha
-        minima2 = minima2 * alpha
-        minima3 = minima3 * alpha
-        larger = tl.maximum(largest, tl.maximum(tl.maximum(tl.maximum(tl.max(v_scale0, 0), tl.max(v_scale1, 0)), tl.max(v_scale2, 0)), tl.max(v_scale3, 0)))
-        alpha = alpha * (largest / larger)
-        largest = larger
-        unit = 1.0 / largest
+        e = p
+        p = p * v_unit
+        total = total * alpha + tl.sum(p, 1)
         acc0 = acc0 * alpha[:, None]
         acc1 = acc1 * alpha[:, None]
         acc2 = acc2 * alpha[:, None]
         acc3 = acc3 * alpha[:, None]
-        p_full = tl.where(v_in_full, p, 0.0)
+        e_full = tl.where(v_in_full, e, 0.0)
+        e = tl.where(v_in_full, 0.0, e)
         p = tl.where(v_in_full, 0.0, p)
-        minima0 = minima0 + tl.sum(p * v_minimum0[None, :], 1)
-        w = (p * (v_scale0 * unit)[None, :]).to(tl.float16)
+        minima0 = minima0 * alpha + tl.sum(p * v_minimum0[None, :], 1)
+        w = (p * v_scale0[None, :]).to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
-        minima1 = minima1 + tl.sum(p * v_minimum1[None, :], 1)
-        w = (p * (v_scale1 * unit)[None, :]).to(tl.float16)
+        minima1 = minima1 * alpha + tl.sum(p * v_minimum1[None, :], 1)
+        w = (p * v_scale1[None, :]).to(tl.float16)
         acc1 = tl.dot(w, v1, acc1)
-        minima2 = minima2 + tl.sum(p * v_minimum2[None, :], 1)
-        w = (p * (v_scale2 * unit)[None, :]).to(tl.float16)
+        minima2 = minima2 * alpha + tl.sum(p * v_minimum2[None, :], 1)
+        w = (p * v_scale2[None, :]).to(tl.float16)
         acc2 = tl.dot(w, v2, acc2)
-        minima3 = minima3 + tl.sum(p * v_minimum3[None, :], 1)
-        w = (p * (v_scale3 * unit)[None, :]).to(tl.float16)
+        minima3 = minima3 * alpha + tl.sum(p * v_minimum3[None, :], 1)
+        w = (p * v_scale3[None, :]).to(tl.float16)
         acc3 = tl.dot(w, v3, acc3)
-        w = p_full.to(tl.bfloat16)
-        acc0 = acc0 + tl.dot(w, v0_full) * unit
-        acc1 = acc1 + tl.dot(w, v1_full) * unit
-        acc2 = acc2 + tl.dot(w, v2_full) * unit
-        acc3 = acc3 + tl.dot(w, v3_full) * unit
+        w = e_full.to(tl.bfloat16)
+        acc0 = acc0 + tl.dot(w, v0_full)
+        acc1 = acc1 + tl.dot(w, v1_full)
+        acc2 = acc2 + tl.dot(w, v2_full)
+        acc3 = acc3 + tl.dot(w, v3_full)
 
-    acc0 = acc0 * largest + minima0[:, None]
-    acc1 = acc1 * largest + minima1[:, None]
-    acc2 = acc2 * largest + minima2[:, None]
-    acc3 = acc3 * largest + minima3[:, None]
+    acc0 = acc0 + minima0[:, None]
+    acc1 = acc1 + minima1[:, None]
+    acc2 = acc2 + minima2[:, None]
+    acc3 = acc3 + minima3[:, None]
     # A query of padding sees nothing, and gives 0.
     total = tl.where(total == 0.0, 1.0, total)
     row = ((batch * 32 + heads) * tokens + token) * 128

@@ -34,7 +34,7 @@ def score(
     share = tl.zeros([1024], tl.float32)
     head = own
     lse = tl.load(lse_ptr + batch * lse_s0 + head * 4 + member)
-    row = logits_ptr + batch * logits_s0 + head * logits_s1 + member[:, None] * logits_s2
+    row = logits_ptr + batch * logits_s0 + head * logits_s1 + member[:, None].to(tl.int64) * logits_s2
     logit = tl.load(row + slot[None, :], mask=there[None, :], other=-float("inf"))
     # What no query sees has no share, even where none sees anything.
     p = tl.where(logit == -float("inf"), 0.0, tl.exp2(logit - lse[:, None]))

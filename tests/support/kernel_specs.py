@@ -60,7 +60,14 @@ SHAPES = {
 }
 HALF = RotaryForm("half", 0, 128)
 H200 = Device("NVIDIA H200", 90, 132)
-DEVICES = {80: Device("NVIDIA A100", 80, 108), 90: H200, 100: Device("NVIDIA B200", 100, 148)}
+DEVICES = {
+    80: Device("NVIDIA A100", 80, 108),
+    86: Device("NVIDIA A10", 86, 72),
+    89: Device("NVIDIA L40S", 89, 142),
+    90: H200,
+    100: Device("NVIDIA B200", 100, 148),
+    120: Device("NVIDIA RTX PRO 6000", 120, 188),
+}
 
 
 def cache(**settings: Any) -> CacheLayout:

@@ -15,6 +15,7 @@ split over programs (flash decoding, Dao et al. 2023): each writes acc, top and 
 Options of the two roles
     logits        decode: scores in base 2 are stored, [B, Hkv, group, slots] float32, for `score`
     lse           prefill: the log-sum-exp in base 2 of each query is stored, [B, Hq, tokens] float32, for `columns`
+    slots16       the slots of a sequence are a multiple of 16, and come divided by it (`slots_16`): scales are copied then
     chosen        decode: the slots are those of the pages in `pages_read`, int32 [B, Hkv, K] (`layouts/selection/`)
     packed        prefill: the tokens of all sequences stand in one row, `out` as well, [row_tokens, Hq, Dv]
     new           prefill: the new tokens are not in the slots; they come as a source of their own
@@ -40,6 +41,16 @@ from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tile import cache_positions, scores
 from kvcompile.kernels.triton.tile.addressing import SlotArray
+from kvcompile.layouts import CacheLayout, InKeys
+
+
+def needs_stages(role: str, layout: CacheLayout) -> bool:
+    """Whether the text of the main loop says how many stages its pipeline has (`KernelSpec.stages`).
+
+    Triton copies ahead what a product needs; all that a tile loads, if the loop itself has a number of stages. Minima
+    of values are summed up, and no product needs them.
+    """
+    return role == "decode" and not isinstance(layout.values, InKeys) and layout.values.of_slots.scale.minimum
 
 
 def row_tiles(spec: KernelSpec) -> int:
@@ -85,6 +96,7 @@ def generate(spec: KernelSpec) -> KernelSource:
         rescale=[f"acc{i} = acc{i} * tl.exp2(top - highest)[:, None]" for i in attend.values.indices],
         out_dim=attend.values.channels,
         mixed=attend.mixed,
+        stages=spec.stages,
     )
     return KernelSource(name, params, helpers.module(tidy(text)))
 
@@ -113,4 +125,4 @@ def tile(attend: Attend, source: SlotArray, masked: bool) -> list[str]:
         lines.append(f"tl.store(logits_ptr + {row} + (start + n)[None, :], s, mask={guard})")
     if attend.values.reader is not None:
         lines += keys.loaded(attend, source, "values", masked)
-    return [*lines, *softmax(attend), *weigh(attend, masked)]
+    return [*lines, *softmax(attend, masked), *weigh(attend, masked)]

@@ -12,9 +12,9 @@ from kvcompile.kernels.triton.params import Param, ScalarParam, TensorParam
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tile import cache_positions, scores
 from kvcompile.kernels.triton.tile.addressing import SlotArray
-from kvcompile.kernels.triton.tile.channel_blocks import between, in_pairs
+from kvcompile.kernels.triton.tile.channel_blocks import in_pairs
 from kvcompile.kernels.triton.tile.residual import InFull
-from kvcompile.kernels.triton.tile.tile_loader import TileLoader, edges, reader
+from kvcompile.kernels.triton.tile.tile_loader import TileLoader, reader
 from kvcompile.kernels.triton.tile.values import Values
 from kvcompile.layouts import Paged, Scored, TopPages
 from kvcompile.specs import RotaryForm
@@ -61,9 +61,8 @@ class Attend:
         if not spec.layout.in_keys:
             return reader(spec, "keys")
         kept = spec.layout.keys.of_slots
-        pieces = between(spec.head_dim, [*edges(kept, spec.head_dim), weighed(spec)])
         # What a scale per channel is folded into would be the queries, not the probabilities.
-        return reader(spec, "keys", pieces, elementwise=kept.channelwise)
+        return reader(spec, "keys", elementwise=kept.channelwise, cuts=[weighed(spec)])
 
     @property
     def values(self) -> Values:
@@ -91,6 +90,22 @@ class Attend:
         return {"heads": "heads", "real": "real", **cache_positions.names(self.spec, self.many)}
 
     @property
+    def stack(self) -> int:
+        """How often a query head is a row of the products (`tile/stacking.py`)."""
+        return self.keys.stack
+
+    @property
+    def rows(self) -> int:
+        """Rows of the products."""
+        return self.spec.block_m * self.stack
+
+    def groups(self, side: str) -> tuple[int, int]:
+        """Groups of K's or V's channels that are rows of their own, and channels of one."""
+        of = self.keys if side == "keys" else self.values.of
+        count = of.scales()[0].groups
+        return count, of.dim // count
+
+    @property
     def q_dtype(self) -> torch.dtype:
         return torch.float32 if "q_fp32" in self.spec.options else self.spec.torch_dtype
 
@@ -106,6 +121,8 @@ class Attend:
         placement, layout = self.spec.layout.placement, self.spec.layout
         size = placement.page_size if isinstance(placement, Paged) else 0
         slots = "slots" if self.in_order else str(layout.slots(None))
+        if slots == "slots" and "slots16" in self.spec.options:
+            slots = "slots_16"
         return SlotArray("", slots, self.spec.num_kv_heads, self.spec.block_n, size, self.chosen)
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kvcompile.kernels.triton.attend.context import Attend
 from kvcompile.kernels.triton.spec import DotType
-from kvcompile.kernels.triton.tile import dot_dtype, scores
+from kvcompile.kernels.triton.tile import dot_dtype, scores, stacking
 from kvcompile.kernels.triton.tile.residual import InFull
 
 
@@ -24,15 +24,25 @@ def products(attend: Attend, masked: bool) -> list[str]:
             if keys.folded:
                 left = f"(q{index} * k_scale{index}).to(tl.{keys.dot})"
             lines.append(f"{name} = {_dot(left, f'k{index}', name if count else None, keys.dot)}")
-        if group.scale:
-            lines.append(f"{name} = {name} * {group.scale}[None, :]")
-        if group.minimum:
-            lines.append(f"{name} = {name} + q_sum{place}[:, None] * {group.minimum}[None, :]")
+        scale, minimum = (
+            None
+            if number is None
+            else f"{number}[None, :]"
+            if group.groups == 1
+            else stacking.spread(number, group.groups, attend.rows, spec.block_n)
+            for number in (group.scale, group.minimum)
+        )
+        if scale:
+            lines.append(f"{name} = {name} * {scale}")
+        if minimum:
+            lines.append(f"{name} = {name} + q_sum{place}[:, None] * {minimum}")
         if place:
             lines.append("s = s + t")
     if keys.folded:
         zero = " + ".join(f"tl.sum(q{i} * k_minimum{i}, 1)" for i in range(len(keys.pieces)))
         lines.append(f"s = s + ({zero})[:, None]")
+    if attend.stack > 1:
+        lines.append(f"s = {stacking.summed('s', attend.stack, spec.block_m, spec.block_n)}")
     late = " * keys_scale" if keys.late_scale else ""
     if attend.normalized:
         lines.append(f"s = s * row_scale[:, None]{late}")
@@ -42,6 +52,8 @@ def products(attend: Attend, masked: bool) -> list[str]:
     rows = attend.full("keys") if masked else None
     if rows:
         lines += _products(attend, "f", "_full", "_full", dot_dtype.of_model(spec))
+        if attend.stack > 1:
+            lines.append(f"f = {stacking.summed('f', attend.stack, spec.block_m, spec.block_n)}")
         lines.append(f"s = tl.where({rows.flag_of_scores}, f * {scores.factor(spec)!r}, s)")
     return [*lines, *_toward_sinks(attend, rows)] if masked and attend.two_queries else lines
 

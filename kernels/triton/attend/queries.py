@@ -8,7 +8,7 @@ q_sum[g]    the sum of a group's channels, times which the minimum of a key ente
 from __future__ import annotations
 
 from kvcompile.kernels.triton.attend.context import Attend
-from kvcompile.kernels.triton.tile import cache_positions, dot_dtype, scores
+from kvcompile.kernels.triton.tile import cache_positions, dot_dtype, scores, stacking
 from kvcompile.kernels.triton.tile.tile_loader import TileLoader
 
 
@@ -34,7 +34,8 @@ def queries(attend: Attend) -> list[str]:
     if attend.two_queries:
         lines += [f"q{index}_sinks = q{index}_sinks.to({kind})" for index in every]
     if attend.full("keys"):
-        lines += [f"q{index}_full = q{index}.to({kind})" for index in every]
+        # In a product with keys in full, a head is a row once.
+        lines += [f"q{index}_full = {_rows(attend, index, 1)}.to({kind})" for index in every]
     if attend.normalized:
         lines += [f"q{index} = q{index}.to(tl.float32)" for index in every]
         largest = "tl.max(tl.abs(q0), 1)"
@@ -43,6 +44,8 @@ def queries(attend: Attend) -> list[str]:
         lines.append(f"norm = tl.maximum({largest}, 1e-30)")
         lines += [f"q{index} = q{index} / norm[:, None]" for index in every]
         lines.append(f"row_scale = norm * {scores.factor(spec)!r}")
+    if attend.stack > 1:
+        lines += [f"q{index} = {_rows(attend, index, attend.groups('keys')[0])}" for index in every]
     for index, group in enumerate(keys.scales()):
         if group.minimum is not None:
             wide = "" if attend.normalized else ".to(tl.float32)"
@@ -56,11 +59,21 @@ def queries(attend: Attend) -> list[str]:
     return [*lines, *scores.prologue(spec, attend.names)]
 
 
+def _rows(attend: Attend, index: int, count: int) -> str:
+    """An expression: piece `index` as rows of the products, of which each set has one of `count` groups of channels."""
+    if attend.stack == 1:
+        return f"q{index}"
+    width = attend.keys.pieces[index].block
+    own = stacking.own(f"kc{index}", count, attend.keys.dim // count, attend.stack)
+    return f"tl.reshape(tl.where({own}, q{index}[None, :, :], 0.0), [{attend.rows}, {width}])"
+
+
 def _loaded(attend: Attend, index: int) -> list[str]:
     """Lines that load piece `index`."""
     piece = attend.keys.pieces[index]
-    at = "batch * q_s0 + heads[:, None] * q_s1"
-    at += " + token[:, None] * q_s2" if attend.many else ""
+    # In 64 bits: the queries of a long prompt are more than 2^31 elements.
+    at = "batch * q_s0 + heads[:, None].to(tl.int64) * q_s1"
+    at += " + token[:, None].to(tl.int64) * q_s2" if attend.many else ""
     guard = "real[:, None]" + ("" if piece.whole else f" & (kc{index} < {piece.stop})")
     lines = [f"q{index} = tl.load(q_ptr + {at} + kc{index}, mask={guard}, other=0.0)"]
     if attend.two_queries:

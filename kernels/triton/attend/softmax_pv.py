@@ -3,96 +3,179 @@
     highest = max(top, max s)   alpha = 2^(top - highest)   p = 2^(s - highest)
     total = total * alpha + sum p     acc = acc * alpha + p v
 
-Scales of values multiply probabilities. In float16 they are divided by the largest seen so far (`largest`), which is
-put back at the end; minima are summed up for themselves.
+Scales of values multiply probabilities. What float16 has to hold is the product of both, so it is that which is at most
+a constant: the scale joins the exponent,
+
+    highest = max(top, max (s + log2 scale))     weight = 2^(s + log2 scale - highest)     p = weight / scale
+
+and nothing but the score is compared over a tile. `scale` is the largest of a token's groups of channels; a token that
+stands in full has 1. In float16, `top` is 12 less than the largest exponent: weights are at most 2^12, so that those
+down to 2^-26 of the largest keep all their bits (`HEADROOM`); what runs on is relative to `top` anyway.
+
+A step's rows are few, and its warps share the slots: there the total is kept for each place of a tile (`summed_late`),
+and is summed up once, behind the loops.
 """
 
 from __future__ import annotations
 
 from kvcompile.kernels.triton.attend.context import Attend
-from kvcompile.kernels.triton.tile import dot_dtype
+from kvcompile.kernels.triton.tile import dot_dtype, stacking
+from kvcompile.kernels.triton.tile.residual import InFull
+
+
+# Powers of two between the largest weight and 1: float16 has 2^16 above 1, and as many below it.
+HEADROOM = 12
+# Numbers that summed up late take registers: of a program's, so many at most.
+_LATE = 2048
+# Scales below are taken for it: what they scale is 0, or no scale could tell. float16 has no smaller one.
+_SMALLEST = {"float16": 2.0**-24}
+_SMALLEST_WIDE = 2.0**-80
+
+
+def summed_late(attend: Attend) -> bool:
+    """Whether rows are summed up behind the loops."""
+    return not attend.many and attend.spec.block_m * attend.spec.block_n <= _LATE
 
 
 def accumulators(attend: Attend) -> list[str]:
     """Lines before the loops: the running maximum and the sums."""
     values, m = attend.values, attend.spec.block_m
-    lines = [f"top = tl.full([{m}], -1.0e30, tl.float32)", f"total = tl.zeros([{m}], tl.float32)"]
-    lines += [f"acc{i} = tl.zeros([{m}, {values.of.pieces[i].block}], tl.float32)" for i in values.indices]
-    lines += [f"minima{p} = tl.zeros([{m}], tl.float32)" for p, g in enumerate(values.scales) if g.minimum]
-    return [*lines, "largest = 1.0e-30"] if values.normalized else lines
+    sums = f"[{m}, {attend.spec.block_n}]" if summed_late(attend) else f"[{m}]"
+    lines = [f"top = tl.full([{m}], -1.0e30, tl.float32)", f"total = tl.zeros({sums}, tl.float32)"]
+    rows = attend.rows
+    lines += [f"acc{i} = tl.zeros([{rows}, {values.of.pieces[i].block}], tl.float32)" for i in values.indices]
+    sums = f"[{rows}, {attend.spec.block_n}]" if summed_late(attend) else f"[{rows}]"
+    return lines + [
+        f"minima{p} = tl.zeros({sums}, tl.float32)" for p, g in enumerate(values.scales) if g.minimum
+    ]
 
 
-def softmax(attend: Attend) -> list[str]:
-    """Lines that make probabilities `p` of `s`, and scale the sums down to the new maximum."""
-    values = attend.values
-    lines = [
-        "highest = tl.maximum(top, tl.max(s, 1))",
+def softmax(attend: Attend, masked: bool) -> list[str]:
+    """Lines that make weights `w` and probabilities `p` of `s`, and scale the sums down to the new maximum."""
+    values, lines = attend.values, []
+    if values.normalized:
+        lines += _bounded(attend, masked)
+    less = f" - {HEADROOM}.0" if values.dot == "float16" else ""
+    lines += [
+        f"highest = tl.maximum(top, tl.max(s, 1){less})",
         "alpha = tl.exp2(top - highest)",
         "p = tl.exp2(s - highest[:, None])",
-        "total = total * alpha + tl.sum(p, 1)",
         "top = highest",
     ]
-    for place, group in enumerate(values.scales):
-        if group.minimum:
-            lines.append(f"minima{place} = minima{place} * alpha")
     if values.normalized:
-        largest = f"tl.max({values.scales[0].scale}, 0)"
-        for group in values.scales[1:]:
-            largest = f"tl.maximum({largest}, tl.max({group.scale}, 0))"
-        lines += [
-            f"larger = tl.maximum(largest, {largest})",
-            "alpha = alpha * (largest / larger)",
-            "largest = larger",
-            "unit = 1.0 / largest",
-        ]
+        lines += ["e = p", "p = p * v_unit"]
+    lines.append(_summed(attend, "total", "p"))
+    if attend.stack > 1:
+        lines.append(f"alpha = {stacking.repeated('alpha', attend.stack, attend.spec.block_m)}")
     lines += [f"acc{i} = acc{i} * alpha[:, None]" for i in values.indices]
     return lines
 
 
+def _summed(attend: Attend, name: str, term: str) -> str:
+    """The line that adds `term` [BLOCK_M, BLOCK_N] to a sum over all tiles."""
+    if summed_late(attend):
+        return f"{name} = {name} * alpha[:, None] + {term}"
+    return f"{name} = {name} * alpha + tl.sum({term}, 1)"
+
+
+def _in_full(attend: Attend, masked: bool) -> InFull | None:
+    """Rows in full, whose values have no scale, where a tile may have some."""
+    return attend.full("values" if attend.values.reader else "keys") if masked else None
+
+
+def _bounded(attend: Attend, masked: bool) -> list[str]:
+    """Lines that add the exponent of a token's scale to its score; `v_unit` takes it away again."""
+    values, rows, spec = attend.values, _in_full(attend, masked), attend.spec
+    first = values.scales[0]
+    bound, wide = str(first.scale), "[None, :]"
+    lines = []
+    if first.groups > 1:
+        # The largest of the sets of rows: a maximum over the blocks as they were loaded would load them once more.
+        lines.append(f"v_scales = {_of_rows(attend, first.scale, first.groups)}")
+        sets = f"tl.reshape(v_scales, [{attend.stack}, {spec.block_m}, {spec.block_n}])"
+        bound, wide = f"tl.max({sets}, 0)", ""
+    for group in values.scales[1:]:
+        bound = f"tl.maximum({bound}, {group.scale})"
+    smallest = _SMALLEST.get(values.of.storage.scale.dtype, _SMALLEST_WIDE)
+    log2 = "log2_of" if values.of.assembly else "tl.log2"
+    lines.append(f"v_exponent = {log2}(tl.maximum({bound}, {smallest!r}))")
+    if rows:
+        lines.append(f"v_exponent = tl.where({rows.flag_of_scores}, 0.0, v_exponent{wide})")
+        wide = ""
+    return [*lines, f"s = s + v_exponent{wide}", f"v_unit = tl.exp2(-v_exponent){wide}"]
+
+
 def weigh(attend: Attend, masked: bool) -> list[str]:
     """Lines that add p v; of tiles that are not `masked`, none is read in full."""
-    values = attend.values
-    rows = attend.full("values" if values.reader else "keys") if masked else None
+    values, rows = attend.values, _in_full(attend, masked)
     lines: list[str] = []
+    whole = "e" if values.normalized else "p"
     if rows:
         flag = rows.flag_of_scores
-        lines += [f"p_full = tl.where({flag}, p, 0.0)", f"p = tl.where({flag}, 0.0, p)"]
+        lines += [
+            f"{whole}_full = tl.where({flag}, {whole}, 0.0)",
+            f"{whole} = tl.where({flag}, 0.0, {whole})",
+        ]
+        if values.normalized:
+            lines.append(f"p = tl.where({flag}, 0.0, p)")
     exact = dot_dtype.precision(values.dot)
+    alone = len(values.scales) == values.scales[0].groups == 1 and values.of.storage.scale.dtype in _SMALLEST
     for place, group in enumerate(values.scales):
-        if group.minimum:
-            lines.append(f"minima{place} = minima{place} + tl.sum(p * {group.minimum}[None, :], 1)")
-        weights = "p"
-        if group.scale:
-            scale = f"({group.scale} * unit)" if values.normalized else group.scale
-            weights = f"(p * {scale}[None, :])"
+        scale, minimum = (_of_rows(attend, number, group.groups) for number in (group.scale, group.minimum))
+        if minimum:
+            lines.append(_summed(attend, f"minima{place}", f"{_rows(attend, 'p')} * {minimum}"))
+        weights = _rows(attend, whole)
+        # Where a token has one scale, its weight has all of that.
+        if group.scale and not (values.normalized and alone):
+            own = "v_scales" if values.normalized and group.groups > 1 else scale
+            weights = f"({_rows(attend, 'p')} * {own})"
         lines.append(f"w = {weights}.to(tl.{values.dot})")
         lines += [f"acc{i} = tl.dot(w, {values.name(i)}, acc{i}{exact})" for i in group.pieces]
     if rows:
         kind = dot_dtype.of_model(attend.spec)
-        lines.append(f"w = p_full.to(tl.{kind})")
+        lines.append(f"w = {_rows(attend, f'{whole}_full')}.to(tl.{kind})")
         # What is scaled at the end must not scale these.
-        unit = " * unit" if values.normalized else ""
-        unit += f" / {values.of.side}_scale" if values.of.late_scale else ""
+        unit = f" / {values.of.side}_scale" if values.of.late_scale else ""
         for i in values.indices:
             product = f"tl.dot(w, {values.name(i)}_full{dot_dtype.precision(kind)})"
             lines.append(f"acc{i} = acc{i} + {product}{unit}")
     return lines
 
 
+def _rows(attend: Attend, name: str) -> str:
+    """An expression: a block of all heads and slots as rows of the products."""
+    return stacking.repeated(name, attend.stack, attend.spec.block_m, attend.spec.block_n)
+
+
+def _of_rows(attend: Attend, name: str | None, groups: int) -> str | None:
+    """An expression: numbers of slots, of groups of channels where there are several, against rows of the products."""
+    if name is None or groups == 1:
+        return name and f"{name}[None, :]"
+    return stacking.spread(name, groups, attend.rows, attend.spec.block_n)
+
+
 def finish(attend: Attend) -> list[str]:
-    """Lines after the loops that make `acc*` the sums of p v, in true units."""
+    """Lines after the loops that make `total` and `acc*` the sums of p and p v, in true units."""
     values, lines = attend.values, []
+    if summed_late(attend):
+        lines.append("total = tl.sum(total, 1)")
+        lines += [f"minima{p} = tl.sum(minima{p}, 1)" for p, g in enumerate(values.scales) if g.minimum]
     for place, group in enumerate(values.scales):
         for i in group.pieces:
             own = f"acc{i}"
-            if values.normalized:
-                own = f"{own} * largest"
             if group.minimum:
                 own = f"{own} + minima{place}[:, None]"
             if values.of.late_scale:
                 own = f"{own} * {values.of.side}_scale"
             if own != f"acc{i}":
                 lines.append(f"acc{i} = {own}")
+    if attend.stack > 1:
+        letter, m = values.of.letter, attend.spec.block_m
+        count, width = attend.groups("values")
+        for i in values.indices:
+            mine = stacking.own(f"{letter}c{i}", count, width, attend.stack)
+            sets = f"tl.reshape(acc{i}, [{attend.stack}, {m}, {values.of.pieces[i].block}])"
+            lines.append(f"acc{i} = tl.sum(tl.where({mine}, {sets}, 0.0), 0)")
     return lines
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.kernels.shared.hadamard import hadamard
 from kvcompile.kernels.shared.rope import rotate
@@ -23,7 +24,7 @@ from kvcompile.kernels.triton.host import ops_attend, ops_write
 from kvcompile.kernels.triton.host.site_kernels import Kernels
 from kvcompile.kernels.triton.params import taken_as
 from kvcompile.kernels.triton.tile import cache_positions
-from kvcompile.layouts import TopPages
+from kvcompile.layouts import Paged, TopPages
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,16 @@ class Call:
     def dialect(self) -> tuple[str, ...]:
         """The options of kernels over many tokens that say how these stand."""
         return () if self.starts is None else (packed.OPTION,)
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """The option of kernels that attend which says that a sequence's slots are a multiple of 16, where that is known
+        when they are launched: of a size that a graph leaves open it is not."""
+        layout = self.site.layout
+        if not layout.in_order or isinstance(layout.placement, Paged):
+            return ()
+        slots = ops_attend.slots_of(self.kernels.spec("decode"), self.buffers)
+        return ("slots16",) if statically_known_true(slots % 16 == 0) else ()
 
     @property
     def rope_read(self) -> list[Tensor]:
@@ -118,7 +129,7 @@ def decode(
     own = made.config("decode")
     wide = ("q_fp32",) if q.dtype != made.dtype else ()
     few = ("chosen",) if pages is not None else ()
-    spec = made.spec("decode", (*options, *wide, *few))
+    spec = made.spec("decode", (*options, *wide, *few, *call.whole))
     programs = q.shape[0] * made.num_kv_heads * row_tiles(spec)
     most = most_read(call.site, slots, own.block_n)
     selection = call.site.layout.selection
@@ -142,7 +153,8 @@ def decode(
         spec.to_json(),
     )
     joined = made.spec("combine", ("lse",) if logits else ())
-    out = ops_attend.combine(partial, sums, call.sinks, joined.to_json())
+    last = made.config("combine")
+    out = ops_attend.combine(partial, sums, call.sinks, last.num_warps, last.num_stages, joined.to_json())
     return [*out, *logits]
 
 
@@ -238,7 +250,7 @@ def prefill(
     """The output of many queries, in the basis of the values, and with option lse, their log-sum-exp."""
     made, site = call.kernels, call.site
     own = made.config("prefill")
-    spec = made.spec("prefill", (*options, *(["new"] if new.parts else []), *call.dialect))
+    spec = made.spec("prefill", (*options, *(["new"] if new.parts else []), *call.dialect, *call.whole))
     in_full = made.in_full
     q_sinks = None
     if call.rope_read and cache_positions.two_queries(spec, many=True):

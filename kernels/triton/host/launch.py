@@ -31,6 +31,24 @@ class Recorded(NamedTuple):
     num_stages: int
 
 
+def known(kernel: Kernel, tensors: Mapping[str, Tensor]) -> tuple[tuple[str, int], ...]:
+    """What a launch says of its arguments, by name: 16, a multiple of it; 1, that number, which is a constant then.
+
+    As Triton's launcher specialises: addresses (tensors begin at multiples of 16 bytes) and strides; of sizes it is told
+    to know nothing (`render.py`).
+    """
+    found: dict[str, int] = {}
+    for param in kernel.source.params:
+        if isinstance(param, TensorParam):
+            tensor = tensors[param.name]
+            pointer, *strides = param.names
+            found[pointer] = 16
+            for name, stride in zip(strides, tensor.stride(), strict=False):
+                if stride == 1 or stride % 16 == 0:
+                    found[name] = 1 if stride == 1 else 16
+    return tuple(found.items())
+
+
 _RECORD: ContextVar[list[Recorded] | None] = ContextVar("launches that are recorded", default=None)
 
 

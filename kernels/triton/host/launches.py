@@ -18,7 +18,7 @@ from kvcompile.kernels.packed import PackedInputs
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.device import Device, acting_as
 from kvcompile.kernels.triton.host.attention import cached_attention
-from kvcompile.kernels.triton.host.launch import recording
+from kvcompile.kernels.triton.host.launch import Recorded, known, recording
 from kvcompile.kernels.triton.host.packed import cached_attention_packed
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tile import expression
@@ -27,11 +27,12 @@ from kvcompile.layouts import Paged
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, and how it is compiled."""
+    """A kernel, and how it is compiled. known: of its arguments (`launch.known`)"""
 
     spec: KernelSpec
     num_warps: int
     num_stages: int
+    known: tuple[tuple[str, int], ...] = ()
 
 
 def launches(
@@ -49,7 +50,7 @@ def launches(
     """
     with recording() as found, acting_as(device), FakeTensorMode():
         call(site, heads, dims, dtype, limit, 2, tokens)
-    return tuple(Launch(for_hardware(one.kernel.spec), one.num_warps, one.num_stages) for one in found)
+    return tuple(map(_launch, found))
 
 
 def packed_launches(
@@ -86,7 +87,7 @@ def packed_launches(
             torch.empty(2, pages, dtype=torch.int32),
         )
         cached_attention_packed(PackedInputs(rows, torch.empty(3, dtype=torch.int64), 0, tokens))
-    return tuple(Launch(for_hardware(one.kernel.spec), one.num_warps, one.num_stages) for one in found)
+    return tuple(map(_launch, found))
 
 
 def call(
@@ -160,6 +161,12 @@ def _leaves(site: SiteSpec, limit: int, shapes: Sequence[Sequence[int]] | None) 
     of = [read.get(number, (0, torch.float32)) for number in range(len(mod.leaves))]
     sizes = [[limit] * rank for rank, _ in of] if shapes is None else shapes
     return [torch.empty(list(own), dtype=dtype) for own, (_, dtype) in zip(sizes, of, strict=True)]
+
+
+def _launch(one: Recorded) -> Launch:
+    return Launch(
+        for_hardware(one.kernel.spec), one.num_warps, one.num_stages, known(one.kernel, one.tensors)
+    )
 
 
 def for_hardware(spec: KernelSpec) -> KernelSpec:

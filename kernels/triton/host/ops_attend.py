@@ -13,7 +13,7 @@ them. In Triton's interpreter they run on CPU tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from kvcompile.kernels.triton.attend.combine import weighed
 from kvcompile.kernels.triton.host.launch import launch
 from kvcompile.kernels.triton.host.source import Kernel, kernel_of
 from kvcompile.kernels.triton.retention import score_sums as columns_role
+from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tile import expression
 
 
@@ -80,7 +81,9 @@ def decode(
 
 
 @torch.library.triton_op("kvcompile::triton_combine", mutates_args={})
-def combine(partial: Tensor, sums: Tensor, sinks: Tensor | None, spec: str) -> list[Tensor]:
+def combine(
+    partial: Tensor, sums: Tensor, sinks: Tensor | None, num_warps: int, num_stages: int, spec: str
+) -> list[Tensor]:
     """The splits of a decode step joined: out [B, Hq, 1, Dv], and with option lse, float32 [B, Hq] in base 2.
 
     sinks: float32 [Hq], where the site has sink logits
@@ -93,7 +96,8 @@ def combine(partial: Tensor, sums: Tensor, sinks: Tensor | None, spec: str) -> l
     if "lse" in own.options:
         outs["lse"] = partial.new_empty((batch, own.num_qo_heads))
     given = {"partial": partial, "sums": sums, "sinks": sinks, **outs}
-    _launch(kernel, (own.num_qo_heads, batch), given, {"splits": partial.shape[2]}, 4, 2)
+    sizes = {"splits": partial.shape[2]}
+    _launch(kernel, (own.num_qo_heads, batch), given, sizes, num_warps, num_stages)
     return list(outs.values())
 
 
@@ -257,8 +261,8 @@ def _numbered(kernel: Kernel, leaves: list[Tensor]) -> list[tuple[int, Tensor]]:
     return list(zip(numbers, leaves, strict=True))
 
 
-def _sizes(kernel: Kernel, buffers: list[Tensor], bias: Tensor | None, rope: list[Tensor]) -> dict[str, int]:
-    spec = kernel.spec
+def slots_of(spec: KernelSpec, buffers: Sequence[Tensor]) -> int:
+    """Slots of a sequence in dense buffers."""
     slots = buffers[0].shape[2]
     every = spec.layout.keys.parts(spec.head_dim, spec.torch_dtype)[0].every
     if every > 1:
@@ -267,7 +271,13 @@ def _sizes(kernel: Kernel, buffers: list[Tensor], bias: Tensor | None, rope: lis
         if not spec.layout.in_keys:
             own = spec.layout.values.parts(spec.v_head_dim, spec.torch_dtype)[0].every
             slots = torch.sym_min(slots, buffers[spec.layout.num_key_parts].shape[2] * own)
-    sizes = {"slots": slots}
+    return slots
+
+
+def _sizes(kernel: Kernel, buffers: list[Tensor], bias: Tensor | None, rope: list[Tensor]) -> dict[str, int]:
+    spec = kernel.spec
+    slots = slots_of(spec, buffers)
+    sizes = {"slots": slots, "slots_16": slots // 16}
     if bias is not None:
         sizes["reach"] = bias.shape[-1]
     if rope:

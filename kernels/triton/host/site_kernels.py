@@ -10,6 +10,7 @@ import torch
 
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.append import append as append_role
+from kvcompile.kernels.triton.attend import needs_stages
 from kvcompile.kernels.triton.config import Config, case_of, config
 from kvcompile.kernels.triton.device import Fp8Form, device_of, fp8_of, interpreted
 from kvcompile.kernels.triton.roles import ROLES
@@ -53,6 +54,7 @@ class Kernels:
             own.block_n,
             fp8=self.fp8,
             options=tuple(sorted(found)),
+            stages=own.num_stages if needs_stages(role, self.site.layout) else 0,
         )
 
     def appends(self, options: Sequence[str]) -> str:

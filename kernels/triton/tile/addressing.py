@@ -30,7 +30,7 @@ class SlotArray:
     """An array of slots that a kernel reads.
 
     prefix: of the names of its tensors ("" for the cache, "new_" for new tokens)
-    slots:  how many there are, an expression or a number
+    slots:  how many there are, a number, or the argument that says so; "slots_16" says how many times 16
     page_size: 0: dense
     packed: whether the tokens of all sequences stand in one row (`kernels/triton/packed.py`)
     chosen: tokens of a page, where only pages that were chosen are read (`attend/keys.py`); 0: all slots are
@@ -103,9 +103,14 @@ class SlotArray:
             f"base = (page * {heads} + head) * {self.page_size} + {within}",
         ]
 
-    def rows(self, name: str, elements: int, channels: str, multiple: int = 1) -> str:
-        """Pointers [BLOCK_N, channels] to `channels` (a row [1, W]) of part `name`, rows of `elements`."""
+    def rows(self, name: str, elements: int, channels: str, multiple: int = 1, words: bool = False) -> str:
+        """Pointers [BLOCK_N, channels] to `channels` (a row [1, W]) of part `name`, rows of `elements`.
+
+        words: elements are words of two bytes, whatever the part has
+        """
         pointer, base = f"{self.prefix}{name}_ptr", self.base(multiple)
+        if words:
+            pointer = f"{pointer}.to(tl.pointer_type(tl.uint16))"
         if self.gathers:
             return f"{pointer} + {base}[:, None] * {elements} + {channels}"
         return f"{pointer} + {base} * {elements} + n[:, None] * {elements} + {channels}"
@@ -127,8 +132,10 @@ class SlotArray:
         return f"{self.prefix}{name}_ptr + {rows} // {group} * {elements} + {channels}"
 
     def _rows(self, multiple: int) -> str:
+        # That it is a multiple stands in the text, where every compiler of a launch sees it.
+        slots = "(slots_16 * 16)" if self.slots == "slots_16" else self.slots
         if multiple == 1:
-            return self.slots
-        if self.slots.isdigit():
-            return str(-(-int(self.slots) // multiple) * multiple)
-        return f"(({self.slots} + {multiple - 1}) // {multiple} * {multiple})"
+            return slots
+        if slots.isdigit():
+            return str(-(-int(slots) // multiple) * multiple)
+        return f"(({slots} + {multiple - 1}) // {multiple} * {multiple})"

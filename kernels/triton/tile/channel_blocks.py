@@ -2,7 +2,8 @@
 
 A head of 128 channels is one piece, one of 576 (MLA's latent) is 512 + 64, one of 80 is 64 + 16. Bits that are packed
 in planes (`kernels/reference/packing.py`) have a piece for each shift, so that every element of a piece unpacks alike,
-and one for each group of channels that has a scale of its own.
+and one for each group of channels that has a scale of its own. What becomes float16 is read as words of two bytes
+(`in_words`): then a register of a product, which holds two numbers, is filled from one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class ChannelBlock:
 
     @property
     def stop(self) -> int:
-        return self.start + self.step * self.width
+        """Behind its last channel."""
+        return self.start + self.step * (self.width - 1) + 1
 
 
 def split(start: int, stop: int) -> list[ChannelBlock]:
@@ -52,6 +54,23 @@ def between(dim: int, edges: Iterable[int]) -> tuple[ChannelBlock, ...]:
     """All `dim` channels, in pieces that cross none of `edges`."""
     marks = sorted({0, dim, *(edge for edge in edges if 0 < edge < dim)})
     return tuple(piece for a, b in pairwise(marks) for piece in split(a, b))
+
+
+def in_words(dim: int, edges: Iterable[int]) -> tuple[ChannelBlock, ...]:
+    """All `dim` channels as `between`, each piece taken apart into its even and its odd channels; () where an edge is
+    odd.
+
+    What is read as words of two bytes has two channels in one: those of a piece stand in the same byte of their words.
+    """
+    marks = sorted({0, dim, *(edge for edge in edges if 0 < edge < dim)})
+    if any(mark % 2 for mark in marks):
+        return ()
+    return tuple(
+        ChannelBlock(a + 2 * piece.start + odd, piece.width, 2)
+        for a, b in pairwise(marks)
+        for piece in split(0, (b - a) // 2)
+        for odd in (0, 1)
+    )
 
 
 def in_pairs(dim: int, start: int, rotary_dim: int, interleaved: bool) -> tuple[ChannelBlock, ...]:

@@ -1,7 +1,13 @@
 """The elements of a tile: the lines that load a side's stored vectors and make them what products take.
 
-    floats, fp8, int8    one load a piece
-    2, 3, 4 bits         a load for each byte that holds channels, then shifts (`kernels/reference/packing.py`)
+    floats               one load a piece
+    fp8, int8, 4, 2 bits, to float16    words of two bytes, each of which several pieces are in (`TileLoader.words`)
+    3 bits, and where products are in float32    a load for each byte that holds channels, then shifts
+                         (`kernels/reference/packing.py`)
+
+A register of a product has two numbers of float16: of two channels of a key, or of one channel of two values. Words of
+two bytes come into registers in pairs just so (values transposed by `ldmatrix`), and a mask and a difference make of
+the codes at a bit of both words a register that is ready. Of single bytes, values would be gathered one by one.
 
 Where scales multiply elements (`TileLoader.by_element`), every one is dequantized: code * scale + minimum in float32.
 """
@@ -19,6 +25,9 @@ def loaded(part: TileLoader, source: SlotArray, masked: bool) -> list[str]:
     lines: list[str] = []
     there: dict[str, str] = {}  # bytes that a piece has loaded already -> the block that holds them
     for index, piece in enumerate(part.pieces):
+        if part.words:
+            lines += _of_words(part, source, index, masked, there)
+            continue
         if _spreads(part, piece):
             lines += _halves(part, source, piece, index, masked, there)
             continue
@@ -82,6 +91,48 @@ def _codes(
         terms.append(term if not low else f"({term} << {low})")
         before, low = before + size, low + width
     return [*lines, f"{name} = {' | '.join(terms)}"]
+
+
+def _of_words(
+    part: TileLoader, source: SlotArray, index: int, masked: bool, there: dict[str, str]
+) -> list[str]:
+    """Lines that define a piece of codes as float16: pieces that are in the same words share their load."""
+    piece, name, lines = part.pieces[index], f"{part.letter}{index}", []
+    first, bit = part.word(index)
+    known = f"{piece.width} words from {first}"
+    if known not in there:
+        there[known] = f"{part.letter}_words{len(there)}"
+        place = f"{part.letter}w{index}"
+        at = source.rows(f"{part.side}_data", part.row_bytes // 2, place, part.group, words=True)
+        parts = ["inside[:, None]"] if masked else []
+        parts += [] if piece.whole else [f"({place} < {first + piece.width})"]
+        guard = f", mask={' & '.join(parts)}, other=0" if parts else ""
+        lines.append(f"{there[known]} = tl.load({at}{guard})")
+    codes = _of_bit(part, there[known], bit)
+    if not part.affine:
+        return [*lines, f"{name} = {codes}"]
+    lines += part.pair_scales(source, index, masked)
+    letter, own = part.letter, index - 1 if part.assembly and piece.start % 2 else index
+    numbers = f"{letter}_scale{own}, {letter}_minimum{own}"
+    if part.assembly:
+        return [*lines, f"{name} = affine_at{piece.start % 2}({codes}, {numbers})"]
+    scale, minimum = (f"{number}.to(tl.float32)" for number in numbers.split(", "))
+    return [*lines, f"{name} = ({codes}.to(tl.float32) * {scale} + {minimum}).to(tl.float16)"]
+
+
+def _of_bit(part: TileLoader, words: str, bit: int) -> str:
+    """The codes that stand from `bit` on in `words`, as float16."""
+    code = part.storage.element
+    form = {"int": "int8", "uint": "uint8" if code.bits == 8 else f"bits{code.bits}"}.get(code.kind, "")
+    if code.kind == "fp8":
+        form = f"fp8_{code.name}" if part.fp8 == "bits" or code.name == "e5m2" else f"native_{code.name}"
+    if part.assembly:
+        return f"{form}_at{bit}_halves({words})"
+    plain = f"({words} >> {bit})" if bit else words
+    plain = f"({plain} & {2**code.bits - 1})"
+    if code.kind == "fp8":
+        return f"fp8_{code.name}_bits({plain}.to(tl.uint8))"
+    return f"{plain}.to(tl.int8).to(tl.float16)" if code.kind == "int" else f"{plain}.to(tl.float16)"
 
 
 def _halves(

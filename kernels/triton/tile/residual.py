@@ -102,7 +102,7 @@ class InFull:
             at = f"{self.side}_full_ptr + {letter}_row[:, None] * {self.dim} + {c}"
             lines.append(f"{name} = tl.load({at}, mask={old}[:, None]{real}, other=0.0).to({kind})")
             if new:
-                own = f"{letter}_ptr + batch * {letter}_s0 + head * {letter}_s1"
-                at = f"{own} + (key - first)[:, None] * {letter}_s2 + {c}"
+                own = f"{letter}_ptr + batch * {letter}_s0 + tl.cast(head, tl.int64) * {letter}_s1"
+                at = f"{own} + (key - first)[:, None].to(tl.int64) * {letter}_s2 + {c}"
                 lines.append(f"{name} += tl.load({at}, mask={new}[:, None]{real}, other=0.0).to({kind})")
         return lines

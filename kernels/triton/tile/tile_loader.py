@@ -13,7 +13,8 @@ form: every element dequantized.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,20 +23,25 @@ from kvcompile.kernels.triton.params import Param, TensorParam, taken_as
 from kvcompile.kernels.triton.spec import DotType, KernelSpec
 from kvcompile.kernels.triton.tile import dot_dtype
 from kvcompile.kernels.triton.tile.addressing import SlotArray
-from kvcompile.kernels.triton.tile.channel_blocks import ChannelBlock, between
+from kvcompile.kernels.triton.tile.channel_blocks import ChannelBlock, between, in_words
 from kvcompile.kernels.triton.tile.code_values import scale_number
-from kvcompile.layouts import InKeys, Storage
+from kvcompile.kernels.triton.tile.stacking import stacks
+from kvcompile.layouts import InKeys, Paged, Storage
 
 PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # as kernels/reference/packing.py packs
 
 
 @dataclass(frozen=True)
 class Scales:
-    """Pieces that share a scale, a minimum: names of blocks [BLOCK_N] (or of numbers), or None."""
+    """Pieces that share a scale, a minimum: names of blocks [BLOCK_N] (or of numbers), or None.
+
+    groups: of channels that have numbers of their own: the blocks are [BLOCK_N, groups]; 1: they are [BLOCK_N]
+    """
 
     pieces: tuple[int, ...]
     scale: str | None = None
     minimum: str | None = None
+    groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,8 @@ class TileLoader:
     block_n:  slots of a tile
     elementwise: every element is dequantized, to `dot`
     assembly: whether integers become float16 by inline assembly; what is interpreted has a plain form
+    words:    whether rows are read as words of two bytes (`channel_blocks.in_words`)
+    stack:    how often a query head is a row of its products (`stacking.py`): groups of channels need no pieces then
     """
 
     side: str
@@ -64,6 +72,8 @@ class TileLoader:
     block_n: int
     elementwise: bool
     assembly: bool
+    words: bool = False
+    stack: int = 1
 
     @property
     def letter(self) -> str:
@@ -91,9 +101,17 @@ class TileLoader:
         return own and self.group % self.block_n == 0
 
     @property
+    def affine(self) -> bool:
+        """Whether codes become code * scale + minimum in float16, two at once: of a tile of several groups of tokens.
+
+        Folded into the queries, scales would take queries of their own for each group.
+        """
+        return self.storage.channelwise and self.words and not self.folded
+
+    @property
     def by_element(self) -> bool:
         """Whether scales multiply elements."""
-        return self.elementwise or (self.storage.channelwise and not self.folded)
+        return self.elementwise or (self.storage.channelwise and not (self.folded or self.affine))
 
     def params(self, source: SlotArray) -> tuple[Param, ...]:
         """The parts in memory, as tensors [array, KV head, row, ...]."""
@@ -116,6 +134,9 @@ class TileLoader:
         match kept.scale.per:
             case "vector":
                 return (Scales(every, f"{letter}_scale"),)
+            case "group" if self.stack > 1 and kept.groups(self.dim) > 1:
+                minimum = f"{letter}_minimum" if kept.scale.minimum else None
+                return (Scales(every, f"{letter}_scale", minimum, kept.groups(self.dim)),)
             case "group":
                 width = self.dim // kept.groups(self.dim)
                 return tuple(
@@ -133,6 +154,8 @@ class TileLoader:
         """Lines that define what `scales` names, fp32 [BLOCK_N]."""
         lines = []
         groups = self.scales()
+        if groups[0].groups > 1:
+            return self._by_groups(source, groups[0], masked)
         for part in ("scale", "minimum"):
             names = [name for group in groups if (name := getattr(group, part)) is not None]
             count = len(names)
@@ -142,6 +165,16 @@ class TileLoader:
             guard = ", mask=inside, other=0.0" if masked else ""
             for index, name in enumerate(names):
                 at = source.numbers(f"{self.side}_{part}", count, index)
+                lines.append(f"{name} = {scale_number(self.storage.scale, f'tl.load({at}{guard})')}")
+        return lines
+
+    def _by_groups(self, source: SlotArray, own: Scales, masked: bool) -> list[str]:
+        """Lines that load the numbers of all groups of a token, [BLOCK_N, groups]."""
+        guard = ", mask=inside[:, None], other=0.0" if masked else ""
+        lines = []
+        for part, name in (("scale", own.scale), ("minimum", own.minimum)):
+            if name is not None:
+                at = source.rows(f"{self.side}_{part}", own.groups, f"tl.arange(0, {own.groups})[None, :]")
                 lines.append(f"{name} = {scale_number(self.storage.scale, f'tl.load({at}{guard})')}")
         return lines
 
@@ -178,17 +211,67 @@ class TileLoader:
                 lines.append(f"{self.letter}_{part}{index} = {number}")
         return lines
 
+    def pair_scales(self, source: SlotArray, index: int, masked: bool) -> list[str]:
+        """Lines that define `k_scale0`, `k_minimum0`, .. of piece `index` (`affine`), [BLOCK_N, W].
+
+        Compiled, they are words of two numbers, of a channel and the next: of those, pieces of even and of odd channels
+        take theirs.
+        """
+        piece, groups = self.pieces[index], self.block_n // self.group
+        lines = []
+        for part in self.storage.scale.numbers:
+            name = f"{self.letter}_{part}{index}"
+            pointer = f"{source.prefix}{self.side}_{part}_ptr"
+            channels, width = self.channels(index), self.dim
+            guards = [f"(start + tl.arange(0, {groups})[:, None] * {self.group} < end)"] if masked else []
+            if self.assembly:
+                if piece.start % 2:
+                    continue  # with the channels before
+                pointer = f"{pointer}.to(tl.pointer_type(tl.uint32))"
+                channels, width = (
+                    f"({piece.start // 2} + tl.arange(0, {piece.block})[None, :])",
+                    self.dim // 2,
+                )
+                guards += [] if piece.whole else [f"({channels} < {piece.start // 2 + piece.width})"]
+            elif not piece.whole:
+                guards.append(self._real(index))
+            rows = f"({source.base(self.group)} // {self.group} + tl.arange(0, {groups})[:, None])"
+            guard = f", mask={' & '.join(guards)}, other=0" if guards else ""
+            block = f"tl.load({pointer} + {rows} * {width} + {channels}{guard})"
+            lines += [
+                f"{name} = {block}",
+                f"{name} = tl.broadcast_to({name}[:, None, :], [{groups}, {self.group}, {piece.block}])",
+                f"{name} = tl.reshape({name}, [{self.block_n}, {piece.block}])",
+            ]
+        return lines
+
     def constants(self) -> list[str]:
-        """Lines before the loops: the channels of each piece, [1, W]."""
+        """Lines before the loops: the channels of each piece, [1, W], and the words that they are in."""
         lines = []
         for index, piece in enumerate(self.pieces):
             step = "" if piece.step == 1 else f"{piece.step} * "
             start = "" if piece.start == 0 else f"{piece.start} + "
             lines.append(f"{self.channels(index)} = {start}{step}tl.arange(0, {piece.block})[None, :]")
+            if self.words:
+                first, _ = self.word(index)
+                own = f"{first} + " if first else ""
+                lines.append(f"{self.letter}w{index} = {own}tl.arange(0, {piece.block})[None, :]")
         return lines
 
     def channels(self, index: int) -> str:
         return f"{self.letter}c{index}"
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a vector's codes."""
+        element = self.storage.element
+        return self.dim * (element.bits if element.packed else 8) // 8
+
+    def word(self, index: int) -> tuple[int, int]:
+        """Of a piece that is read in words: the first of them, and from which bit of a word on its codes stand."""
+        start, size = self.pieces[index].start, self.row_bytes
+        plane = start // size * self.storage.element.bits
+        return start % size // 2, plane + 8 * (start % size % 2)
 
     def _real(self, index: int) -> str:
         """Which channels of a padded piece are channels."""
@@ -206,25 +289,75 @@ class TileLoader:
 
 
 def reader(
-    spec: KernelSpec, side: str, pieces: tuple[ChannelBlock, ...] | None = None, *, elementwise: bool = False
+    spec: KernelSpec,
+    side: str,
+    pieces: tuple[ChannelBlock, ...] | None = None,
+    *,
+    elementwise: bool = False,
+    cuts: Iterable[int] = (),
 ) -> TileLoader:
-    """The reader of the site's keys or values; pieces: instead of those that suit the storage best."""
+    """The reader of the site's keys or values.
+
+    pieces: instead of those that suit the storage best; cuts: channels before which one of these must end
+    """
     stored = spec.layout.keys if side == "keys" else spec.layout.values
     dim = spec.head_dim if side == "keys" else spec.v_head_dim
     assert not isinstance(stored, InKeys), "such values are read from the keys"
     kept = stored.of_slots
     dot = dot_dtype.of_model(spec) if elementwise or kept.channelwise else dot_dtype.of_codes(kept, spec)
-    if kept.channelwise and side == "keys" and not elementwise and kept.group % spec.block_n == 0:
+    own = side == "keys" and not elementwise
+    if kept.channelwise and own and (kept.group % spec.block_n == 0 or several_groups(spec, spec.block_n)):
         dot = dot_dtype.of_codes(kept, spec)
-    own = pieces or between(dim, edges(kept, dim))
+    stack = stacks(spec.role, spec.site, spec.head_dim, spec.v_head_dim)
+    marks = [*edges(kept, dim, stack > 1), *cuts]
     assembly = "interpreted" not in spec.options and dot == "float16"
-    return TileLoader(side, kept, dim, own, dot, spec.dtype, spec.fp8, spec.block_n, elementwise, assembly)
+    made = TileLoader(
+        side, kept, dim, (), dot, spec.dtype, spec.fp8, spec.block_n, elementwise, assembly, stack=stack
+    )
+    words = () if pieces or not _in_words(made, spec) else in_words(dim, marks)
+    return replace(made, pieces=pieces or words or between(dim, marks), words=bool(words))
 
 
-def edges(kept: Storage, dim: int) -> list[int]:
-    """Channels before which a piece must end."""
+def several_groups(spec: KernelSpec, block_n: int) -> bool:
+    """Whether a tile of so many slots has several whole groups of keys that share scales per channel (`affine`)."""
+    kept, placement = spec.layout.keys.of_slots, spec.layout.placement
+    dense = not isinstance(placement, Paged) or placement.page_size % block_n == 0
+    whole = kept.channelwise and block_n % kept.group == 0 and block_n > kept.group
+    plain = kept.element.kind == "uint" and kept.element.bits in (4, 8) and kept.scale.dtype == "float16"
+    packs = spec.head_dim * kept.element.bits % 16 == 0 and spec.head_dim % 2 == 0
+    chosen = "chosen" in spec.options
+    return (
+        whole
+        and dense
+        and plain
+        and packs
+        and spec.role == "decode"
+        and spec.dtype != "float32"
+        and not chosen
+    )
+
+
+# Bytes of a row of 2 bits, below which the words of one plane are too few columns for four warps.
+_NARROW = 64
+
+
+def _in_words(part: TileLoader, spec: KernelSpec) -> bool:
+    """Whether codes become float16 as they stand, so that two of a word fill the two halves of two registers."""
+    element = part.storage.element
+    if part.storage.channelwise and part.side == "keys" and not part.elementwise and not part.folded:
+        return several_groups(spec, spec.block_n)
+    plain = element.kind in ("int", "uint", "fp8") and element.bits in (2, 4, 8)
+    if element.bits == 2 and part.row_bytes < _NARROW:
+        return False
+    # Pieces of one group are too narrow to be halved.
+    alone = part.stack > 1 or element.bits == 8 or part.storage.groups(part.dim) == 1
+    return plain and alone and part.dot == "float16" and not part.by_element and part.row_bytes % 2 == 0
+
+
+def edges(kept: Storage, dim: int, stacked: bool = False) -> list[int]:
+    """Channels before which a piece must end. stacked: groups of channels are told apart by rows"""
     planes = PLANES[kept.element.bits] if kept.element.packed else ()
     sizes = [dim * width // 8 for width in planes if width != 8]
-    if kept.groups(dim) > 1:
+    if kept.groups(dim) > 1 and not stacked:
         sizes.append(dim // kept.groups(dim))
     return [edge for size in sizes for edge in range(size, dim, size)]

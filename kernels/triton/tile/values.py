@@ -40,7 +40,7 @@ class Values:
         for group in self.of.scales():
             own = tuple(i for i in group.pieces if i in self.indices)
             if own:
-                found.append(Scales(own, group.scale, group.minimum))
+                found.append(Scales(own, group.scale, group.minimum, group.groups))
         return tuple(found)
 
     @property

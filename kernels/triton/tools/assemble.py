@@ -1,6 +1,6 @@
 """Kernels ahead of time: to machine code for GPUs that are not there, and what that code says.
 
-    KernelSpec -> source -> Triton -> cubin (sm_80, sm_90, sm_100) -> cuobjdump -> registers, spills, the main loop
+    KernelSpec -> source -> Triton -> cubin (sm_80 to sm_120) -> cuobjdump -> registers, spills, the main loop
 
 Decode is a read of the cache, and an H200 at full bandwidth has 15.6, 7.8, 3.9 or 1.95 thread-instructions for each
 element of 16, 8, 4 or 2 bits: `Assembled.per_element` is what a kernel takes of them. All tools are in Triton's wheel.
@@ -25,31 +25,39 @@ from typing import TYPE_CHECKING, Any
 from kvcompile.errors import KernelError
 from kvcompile.kernels.triton.params import KernelSource, TensorParam
 from kvcompile.kernels.triton.spec import KernelSpec
-from kvcompile.kernels.triton.tools import sass
+from kvcompile.kernels.triton.tools import sass, ttgir
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-ARCHES = (80, 90, 100)
-_ALIGNED = [["tt.divisibility", 16]]  # addresses of tensors, and their strides, as launches find them
+ARCHES = (80, 86, 89, 90, 100, 120)
+_ALIGNED = [["tt.divisibility", 16]]
 _WARP = 32
 
 
 @dataclass(frozen=True)
 class Request:
-    """A kernel to assemble. arch: 90 for sm_90"""
+    """A kernel to assemble.
+
+    arch:  90 for sm_90
+    known: of its arguments, as `host/launch.known` says of a launch; None: of all addresses and strides that they are
+           multiples of 16
+    """
 
     spec: KernelSpec
     arch: int = 90
     num_warps: int = 4
     num_stages: int = 3
+    known: tuple[tuple[str, int], ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "spec": self.spec.to_json()}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Request:
-        return Request(**{**data, "spec": KernelSpec.from_json(data["spec"])})
+        told = data["known"]
+        known = None if told is None else tuple((name, number) for name, number in told)
+        return Request(**{**data, "spec": KernelSpec.from_json(data["spec"]), "known": known})
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,9 @@ class Assembled:
                   is not over slots
     products:     of the instructions, those that are matrix products
     loads:        bits of a load from global memory in the main loop (or, where there is none, in all of it) -> how many
+    barriers:     in one turn of the main loop
+    byte_loads:   of single bytes from shared memory, in one turn of the main loop
+    pipeline:     of the main loop, by its TTGIR (`ttgir.Pipeline`); None: it has no product
     """
 
     role: str
@@ -80,12 +91,18 @@ class Assembled:
     per_element: float | None
     products: int
     loads: dict[int, int]
+    barriers: int = 0
+    byte_loads: int = 0
+    pipeline: ttgir.Pipeline | None = None
     main_loop: tuple[str, ...] = ()
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Assembled:
         loads = {int(bits): count for bits, count in data["loads"].items()}
-        return Assembled(**{**data, "loads": loads, "main_loop": tuple(data["main_loop"])})
+        pipeline = data["pipeline"] and ttgir.Pipeline(**data["pipeline"])
+        return Assembled(
+            **{**data, "loads": loads, "main_loop": tuple(data["main_loop"]), "pipeline": pipeline}
+        )
 
 
 def assemble(requests: Iterable[Request], listing: bool = False) -> list[Assembled]:
@@ -123,11 +140,21 @@ def elements(spec: KernelSpec) -> int | None:
     return spec.block_n * (spec.head_dim if keys_only else spec.head_dim + spec.v_head_dim)
 
 
-def signature(source: KernelSource) -> tuple[dict[str, str], dict[tuple[int], list[list[Any]]]]:
-    """Types of the arguments, and what is known of them: addresses and strides are multiples of 16."""
-    aligned = {name for param in source.params if isinstance(param, TensorParam) for name in param.names}
-    types = source.signature
-    return types, {(place,): _ALIGNED for place, name in enumerate(types) if name in aligned}
+def signature(
+    source: KernelSource, known: tuple[tuple[str, int], ...] | None = None
+) -> tuple[dict[str, str], dict[tuple[int], int], dict[tuple[int], list[list[Any]]]]:
+    """Types of the arguments, those that are constants, and those that are multiples of 16; known: as `Request`'s."""
+    if known is None:
+        tensors = (param for param in source.params if isinstance(param, TensorParam))
+        known = tuple((name, 16) for param in tensors for name in param.names)
+    told, types = dict(known), source.signature
+    ones = {name for name, number in told.items() if number == 1}
+    places = {name: (place,) for place, name in enumerate(types)}
+    return (
+        {name: "constexpr" if name in ones else kind for name, kind in types.items()},
+        {places[name]: 1 for name in types if name in ones},
+        {places[name]: _ALIGNED for name in types if told.get(name) == 16},
+    )
 
 
 def _assembled(request: Request, listing: bool) -> Assembled:
@@ -140,9 +167,9 @@ def _assembled(request: Request, listing: bool) -> Assembled:
 
     spec = request.spec
     made = kernel(spec)
-    types, attributes = signature(made.source)
+    types, constants, attributes = signature(made.source, request.known)
     compiled = triton.compile(
-        ASTSource(made.function, types, {}, attributes),
+        ASTSource(made.function, types, constants, attributes),
         target=GPUTarget("cuda", request.arch, _WARP),
         options={"num_warps": request.num_warps, "num_stages": request.num_stages},
     )
@@ -166,6 +193,9 @@ def _assembled(request: Request, listing: bool) -> Assembled:
         per_element=per_element,
         products=sass.Loop(code).products if loop is None else loop.products,
         loads=sass.Loop(code).loads if loop is None else loop.loads,
+        barriers=0 if loop is None else loop.barriers,
+        byte_loads=0 if loop is None else loop.byte_loads,
+        pipeline=ttgir.pipeline(compiled.asm["ttgir"]),
         main_loop=tuple(i.text for i in loop.body) if listing and loop is not None else (),
     )
 
@@ -198,8 +228,8 @@ def table(made: Sequence[Assembled]) -> Table:
     """A rich table of them."""
     from kvcompile.util.console import table as plain
 
-    right = ("registers", "spills", "shared", "loop", "per element")
-    shown = plain("kernel", "arch", *right, "loads (bits x count)", right=right)
+    right = ("registers", "spills", "shared", "loop", "per element", "barriers")
+    shown = plain("kernel", "arch", *right, "buffers, on their way", "loads (bits x count)", right=right)
     for item in made:
         shown.add_row(
             f"{item.role} {item.key}",
@@ -209,9 +239,16 @@ def table(made: Sequence[Assembled]) -> Table:
             f"{item.shared:,}",
             "" if item.instructions is None else str(item.instructions),
             "" if item.per_element is None else f"{item.per_element:.2f}",
+            "" if item.instructions is None else str(item.barriers),
+            "" if item.pipeline is None else _shown(item.pipeline),
             ", ".join(f"{bits or 'bulk'} x {count}" for bits, count in item.loads.items()),
         )
     return shown
+
+
+def _shown(of: ttgir.Pipeline) -> str:
+    waited = f", {of.sync_loads} waited for" if of.sync_loads else ""
+    return f"{of.buffers}, {of.wait or 0}{waited}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -220,7 +257,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--spec", action="append", default=[], help="a KernelSpec as JSON; repeatable")
     parser.add_argument(
-        "--arch", action="append", type=int, default=[], help="80, 90, 100; repeatable (default: all)"
+        "--arch",
+        action="append",
+        type=int,
+        default=[],
+        help="80, 86, 89, 90, 100, 120; repeatable (default: all)",
     )
     parser.add_argument("--warps", type=int, default=4)
     parser.add_argument("--stages", type=int, default=3)

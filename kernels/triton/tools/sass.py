@@ -75,6 +75,16 @@ class Loop:
         return dict(sorted((bits, count) for bits, count in found.items() if bits is not None))
 
     @property
+    def barriers(self) -> int:
+        """Barriers of all warps of a program."""
+        return sum(instruction.name == "BAR" for instruction in self.body)
+
+    @property
+    def byte_loads(self) -> int:
+        """Loads of single bytes from shared memory."""
+        return sum(i.name == "LDS" and bool({"U8", "S8"} & {*i.opcode.split(".")}) for i in self.body)
+
+    @property
     def opcodes(self) -> dict[str, int]:
         """Instructions by name, the most frequent first."""
         return dict(Counter(instruction.name for instruction in self.body).most_common())

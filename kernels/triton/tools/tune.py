@@ -45,7 +45,7 @@ _SHAPES: dict[Role, dict[str, tuple[Any, ...]]] = {
     "decode": {
         "block_n": (16, 32, 64, 128),
         "num_warps": (2, 4, 8),
-        "num_stages": (2, 3, 4),
+        "num_stages": (2, 3, 4, 5, 6),
         "waves": (1.0, 2.0, 3.0, 4.0),
     },
     "prefill": {

@@ -47,6 +47,7 @@ class Break:
 
 BOTH = ("decode", "prefill")
 PLAIN = Case(CacheLayout(), chunks=CHUNKS, pads=PADS)
+LONG = replace(PLAIN, chunks=(90, 1))  # shares of several tiles
 INT8 = Case(CacheLayout(int8(), int8(), Paged(8)), chunks=CHUNKS, pads=PADS)
 INT4 = Case(CacheLayout(uint(4, 16), uint(4, 16)), (2, 1), (32, 32), chunks=CHUNKS, pads=PADS)
 KIVI = Case(CacheLayout(per_channel(4, 16, 16), with_residual(int8(), 5)), chunks=CHUNKS, pads=PADS)
@@ -90,7 +91,14 @@ BROKEN: dict[str, tuple[Break, Case]] = {
     ),
     "no scale of scores": (Break(BOTH, "s = s * 0.36067376022224085", "s = s"), PLAIN),
     "scores in base e": (Break(BOTH, "tl.exp2(s - highest[:, None])", "tl.exp(s - highest[:, None])"), PLAIN),
-    "old sums are not rescaled": (Break(BOTH, "total = total * alpha +", "total = total +"), PLAIN),
+    "old sums are not rescaled": (
+        Break(("decode",), "total = total * alpha[:, None] +", "total = total +"),
+        LONG,
+    ),
+    "old sums of a prompt are not rescaled": (
+        Break(("prefill",), "total = total * alpha +", "total = total +"),
+        PLAIN,
+    ),
     "old values are not rescaled": (Break(BOTH, "acc0 = acc0 * alpha[:, None]", "acc0 = acc0"), PLAIN),
     "rescaled the wrong way": (Break(BOTH, "tl.exp2(top - highest)", "tl.exp2(highest - top)"), PLAIN),
     "heads of a group mixed up": (Break(("prefill",), "% 2\n", "// 2 % 2\n"), PLAIN),
@@ -99,22 +107,56 @@ BROKEN: dict[str, tuple[Break, Case]] = {
         replace(INT8, layout=CacheLayout(int8(), int8())),
     ),
     "the scale of values at keys": (
-        Break(BOTH, "p * (v_scale * unit)[None, :]", "p * (k_scale * unit)[None, :]"),
+        Break(BOTH, "tl.log2(tl.maximum(v_scale,", "tl.log2(tl.maximum(k_scale,"),
         replace(INT8, dtype=torch.float16),
     ),
     "the next page": (Break(BOTH, "(start + n) // 8", "(((start + n) // 8) ^ 1)"), INT8),
     "a slot beside in its page": (Break(BOTH, "(start + n) % 8", "(((start + n) % 8) ^ 1)"), INT8),
     "nibbles swapped": (Break(BOTH, ">> 4) & 15", ">> 0) & 15"), INT4),
-    "no minimum of keys": (Break(BOTH, "s = s + q_sum0[:, None] * k_minimum0[None, :]", "s = s"), INT4),
-    "minima of values not rescaled": (Break(BOTH, "minima0 = minima0 * alpha", "minima0 = minima0"), INT4),
+    "nibbles of words swapped": (
+        Break(("decode",), ">> 12) & 15", ">> 4) & 15"),
+        replace(INT4, dtype=torch.float16),
+    ),
+    "bytes of words swapped": (
+        Break(BOTH, "k_words0 >> 8)", "k_words0 >> 0)"),
+        replace(INT8, dtype=torch.float16),
+    ),
+    "a scale of values that no probability is freed of": (
+        Break(BOTH, "v_unit = tl.exp2(-v_exponent)", "v_unit = tl.exp2(0.0 * v_exponent)"),
+        replace(INT8, dtype=torch.float16),
+    ),
+    "rows of a group of channels that is another row's": (
+        Break(("decode",), "(kc0 // 16)", "((kc0 // 16) ^ 1)"),
+        replace(INT4, dtype=torch.float16),
+    ),
+    "a result of another group's rows": (
+        Break(("decode",), "(vc0 // 16)", "((vc0 // 16) ^ 1)"),
+        replace(INT4, dtype=torch.float16),
+    ),
+    "slots that are counted by sixteens are not": (
+        Break(BOTH, "(slots_16 * 16)", "slots_16"),
+        replace(PLAIN, chunks=(29, 1), pads=(2, 0)),
+    ),
+    "no minimum of keys": (
+        Break(("prefill",), "s = s + q_sum0[:, None] * k_minimum0[None, :]", "s = s"),
+        INT4,
+    ),
+    "no minimum of keys in a step": (
+        Break(("decode",), "s = s + q_sum0[:, None] * ", "s = s + 0.0 * "),
+        INT4,
+    ),
+    "minima of values not rescaled": (
+        Break(("decode",), "minima0 = minima0 * alpha[:, None]", "minima0 = minima0"),
+        replace(INT4, chunks=LONG.chunks),
+    ),
     "the scales of another group": (Break(BOTH, "// 16 * 16 + kc0", "// 16 * 16 + (kc0 ^ 1)"), KIVI),
     "one token less in full": (Break(("decode",), "v_in_full = ((key >= (", "v_in_full = ((key > ("), KIVI),
     "the ring of newest one on": (Break(("decode",), "key % 5", "(key + 1) % 5"), KIVI),
     "new tokens in full one on": (
         Break(
             ("prefill",),
-            "(key - first)[:, None] * v_s2",
-            "(tl.maximum(key - 1, first) - first)[:, None] * v_s2",
+            "(key - first)[:, None].to(tl.int64) * v_s2",
+            "(tl.maximum(key - 1, first) - first)[:, None].to(tl.int64) * v_s2",
         ),
         KIVI,
     ),
@@ -155,7 +197,7 @@ BROKEN: dict[str, tuple[Break, Case]] = {
         Break(BOTH, 'e21, s, float("-inf")', 'e21 | True, s, float("-inf")'),
         BEHIND,
     ),
-    "the window of another head": (Break(BOTH, "heads[:, None]", "heads[:, None] // 2"), WINDOWS),
+    "the window of another head": (Break(BOTH, "e0 = heads[:, None]", "e0 = heads[:, None] // 2"), WINDOWS),
     "a place from the end is taken for the first": (Break(BOTH, "+ leaf0_n0, ", "* 0, "), FROM_THE_END),
     "a place beyond the last": (Break(BOTH, "leaf0_n0 - 1", "leaf0_n0 - 2"), FROM_THE_END),
     "splits weighed alike": (

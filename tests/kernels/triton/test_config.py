@@ -93,16 +93,37 @@ def test_bits_of_storages() -> None:
 
 def test_case_of_a_site() -> None:
     site = SiteSpec(CacheLayout(int8(), model_dtype(), Paged(64)), 0.1)
-    assert case_of("decode", site, 32, 8, 128, 64, torch.float16) == Case("decode", 8, 128, 4, 64)
+    assert case_of("decode", site, 32, 8, 128, 64, torch.float16) == Case("decode", 8, 128, 4, 64, lookups=1)
+    assert case_of("prefill", site, 32, 8, 128, 64, torch.float16) == Case("prefill", 8, 128, 4, 64)
+    groups = SiteSpec(CacheLayout(uint(4, 32), uint(4, 64)), 0.1)
+    assert case_of("decode", groups, 32, 8, 128, 128, torch.float16).stack == 4
 
 
-def test_a_tile_is_one_group_of_tokens() -> None:
-    """Scales per channel are folded into the queries once a tile, so a tile must not hold two groups."""
-    for group, expected in ((32, 32), (64, 64), (48, 32), (256, 128)):
-        site = SiteSpec(CacheLayout(per_channel(4, group, group), uint(4)), 0.1)
-        assert (
-            config(case_of("decode", site, 32, 8, 128, 128, torch.bfloat16), site, H200).block_n == expected
-        )
+@pytest.mark.parametrize(
+    ("role", "bits", "group", "expected"),
+    [
+        ("decode", 2, 32, 32),
+        ("decode", 2, 64, 64),
+        ("decode", 2, 48, 32),
+        ("decode", 2, 256, 128),
+        ("prefill", 4, 16, 16),
+        ("decode", 4, 32, 64),  # dequantized in float16
+        ("decode", 4, 16, 64),
+        ("decode", 4, 256, 64),
+    ],
+)
+def test_tiles_and_groups_of_tokens(role: str, bits: int, group: int, expected: int) -> None:
+    """Scales per channel are folded into the queries once a tile, which then has one group; or the keys take them."""
+    site = SiteSpec(CacheLayout(per_channel(bits, group, group), uint(4)), 0.1)
+    assert config(case_of(role, site, 32, 8, 128, 128, torch.bfloat16), site, H200).block_n == expected
+
+
+def test_heads_are_rows_once_for_each_group_of_channels() -> None:
+    """Sixteen rows, the least of a product, are four heads of four groups."""
+    site = SiteSpec(CacheLayout(uint(4, 32), uint(4, 32)), 0.1)
+    for heads, expected in ((8, 4), (32, 4), (64, 8), (256, 16)):
+        own = config(case_of("decode", site, heads, 8, 128, 128, torch.bfloat16), site, H200)
+        assert own.block_m == expected
 
 
 @pytest.mark.parametrize(

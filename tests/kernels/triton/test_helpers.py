@@ -41,6 +41,13 @@ def word(pair: np.ndarray) -> int:
     return int(low) | int(high) << 16
 
 
+def statements(text: str) -> list[str]:
+    """The instructions of `text`; a register that is taken apart into two halves is an instruction for each."""
+    text = re.sub(r"\.reg[^;]*;", "", text)
+    text = re.sub(r"mov\.b32 \{(\w+), (\w+)\}, (\w+);", r"and.b32 \1, \3, 0xFFFF; shr.b32 \2, \3, 16;", text)
+    return [line.strip() for line in re.split(r"[;{}]", text) if line.strip()]
+
+
 def run(text: str, inputs: dict[str, int]) -> dict[str, int]:
     """Registers after the instructions of `text`, each of 32 bits."""
     registers = dict(inputs)
@@ -48,9 +55,7 @@ def run(text: str, inputs: dict[str, int]) -> dict[str, int]:
     def value(name: str) -> int:
         return int(name, 0) if name[0].isdigit() else registers[name]
 
-    for line in re.split(r"[;{}]", re.sub(r"\.reg[^;]*;", "", text)):
-        if not line.strip():
-            continue
+    for line in statements(text):
         operation, rest = line.split(maxsplit=1)
         target, *names = (name.strip() for name in rest.split(","))
         a = [value(name) for name in names]
@@ -70,8 +75,13 @@ def run(text: str, inputs: dict[str, int]) -> dict[str, int]:
                 registers[target] = int("".join(str(table >> int("".join(b), 2) & 1) for b in bits), 2)
             case "and.b32":
                 registers[target] = a[0] & a[1]
+            case "shl.b32":
+                registers[target] = a[0] << a[1] & 0xFFFFFFFF
             case "shr.b32":
                 registers[target] = a[0] >> a[1]
+            case "cvt.rn.f16x2.e4m3x2":
+                pair = torch.tensor([a[0] & 0xFF, a[0] >> 8], dtype=torch.uint8).view(torch.float8_e4m3fn)
+                registers[target] = word(pair.to(torch.float16).numpy())
             case "mul.rn.f32":
                 single = np.array(a[:2], dtype=np.uint32).view(np.float32)
                 registers[target] = int((single[:1] * single[1:]).view(np.uint32)[0])
@@ -88,9 +98,40 @@ def run(text: str, inputs: dict[str, int]) -> dict[str, int]:
 
 
 def test_all_assembly_is_run_here() -> None:
-    bits = {f"bits{w}_at{s}_halves" for w in (2, 4) for s in range(0, 8, w)}
+    bits = {f"bits{w}_at{s}_halves" for w in (2, 4) for s in range(0, 16, w)}
     fp8 = {"fp8_e4m3_halves", "fp8_e5m2_halves"}
-    assert set(assembly()) == {"product", "int8_halves", "uint8_halves", "halfwords", *fp8, *bits}
+    forms = ("int8", "uint8", "fp8_e4m3", "fp8_e5m2", "native_e4m3")
+    words = {f"{form}_at{bit}_halves" for form in forms for bit in (0, 8)}
+    others = {"product", "log2_of", "int8_halves", "uint8_halves", "halfwords"}
+    assert set(assembly()) == {*others, *fp8, *bits, *words}
+
+
+def constraints() -> dict[str, list[str]]:
+    """The constraints of each helper's operands, outputs first."""
+    text = resources.files("kvcompile.kernels.triton").joinpath("templates", "helpers.py.jinja").read_text()
+    found = {}
+    for node in ast.parse(text).body:
+        for call in ast.walk(node):
+            if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "inline_asm_elementwise":
+                assert isinstance(node, ast.FunctionDef) and isinstance(call.args[1], ast.Constant)
+                found[node.name] = str(call.args[1].value).split(",")
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(assembly()))
+def test_an_output_may_have_the_register_of_an_input(name: str) -> None:
+    """Where an input is read after an output was written, that output says that it needs a register of its own (`&`)."""
+    operands = constraints()[name]
+    outputs = {f"${place}" for place, kind in enumerate(operands) if kind.startswith("=")}
+    inputs = {f"${place}" for place, kind in enumerate(operands) if not kind.startswith("=")}
+    written: set[str] = set()
+    for line in statements(assembly()[name]):
+        target, *read = (one.strip() for one in line.split(maxsplit=1)[1].split(","))
+        if inputs & set(read):
+            late = {one for one in written if not operands[int(one[1:])].startswith("=&")}
+            assert not late, f"{name}: {line.strip()} reads an input after {late} was written"
+        written |= {target} & outputs
+    assert written == outputs
 
 
 def test_a_product_is_rounded() -> None:
@@ -129,8 +170,33 @@ def test_bytes_are_spread() -> None:
     assert (out["$0"], out["$1"]) == (0x00400001, 0x00FF0080)
 
 
-@pytest.mark.parametrize(("width", "shift"), [(w, s) for w in (2, 4) for s in range(0, 8, w)])
+@pytest.mark.parametrize("bit", [0, 8])
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        ("int8", torch.int8),
+        ("uint8", torch.uint8),
+        ("fp8_e4m3", torch.float8_e4m3fn),
+        ("native_e4m3", torch.float8_e4m3fn),
+        ("fp8_e5m2", torch.float8_e5m2),
+    ],
+)
+def test_bytes_of_words_become_float16(form: str, dtype: torch.dtype, bit: int) -> None:
+    """A byte of each of two words, whatever stands in the other bytes."""
+    known = torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float16).numpy()
+    stored = [byte for byte in range(256) if np.isfinite(known[byte])]
+    for a, b, other in product(stored, (stored[0], stored[len(stored) // 2], stored[-1]), (0, 0x5A, 255)):
+        low, high = a | other << 8, b | other << 8
+        if bit:
+            low, high = other | a << 8, other | b << 8
+        out = run(assembly()[f"{form}_at{bit}_halves"], {"$1": low | high << 16})
+        assert list(halves(out["$0"])) == [known[a], known[b]]
+
+
+@pytest.mark.parametrize(("width", "shift"), [(w, s) for w in (2, 4) for s in range(0, 16, w)])
 def test_bits_become_float16(width: int, shift: int) -> None:
     for a, b in product(range(256), (0, 0x5A, 0xA5, 255)):
+        if shift >= 8:  # the other byte is not what is asked for
+            a, b = a << 8 | b, b << 8 | a
         out = run(assembly()[f"bits{width}_at{shift}_halves"], {"$1": a | b << 16})
         assert list(halves(out["$0"])) == [(x >> shift) & (2**width - 1) for x in (a, b)]

@@ -30,7 +30,7 @@ MANY = 64  # new tokens of a prompt
 
 
 def asked(launch: Launch, arch: int) -> Request:
-    return Request(launch.spec, arch, launch.num_warps, launch.num_stages)
+    return Request(launch.spec, arch, launch.num_warps, launch.num_stages, launch.known)
 
 
 def request(role: str, name: str, shape: str, arch: int) -> Request:

@@ -148,7 +148,7 @@ def test_any_number_of_splits(name: str) -> None:
     for splits in (1, 2, 3, 7):
         partial, sums = decoded(call, splits, 16)
         assert partial.isfinite().all() and sums.isfinite().all()
-        (out,) = ops_attend.combine(partial, sums, call.sinks, spec_of(call, "combine"))
+        (out,) = ops_attend.combine(partial, sums, call.sinks, 1, 1, spec_of(call, "combine"))
         within(out[:2], same.out[:2, :, -1:], wanted, torch.float32, f"{splits} splits", few=True)
         assert not out[2].any()
         # A share with no tile weighs nothing.
@@ -174,7 +174,7 @@ def test_combine(splits: int, sinks: bool) -> None:
     sums = torch.stack([tops, p.sum(-1)], -1).float()
     sink = torch.randn(6, generator=g) if sinks else None
     partial = (p[..., None] * values).sum(-2).float()
-    out, lse = ops_attend.combine(partial, sums, sink, spec.spec("combine", ("lse",)).to_json())
+    out, lse = ops_attend.combine(partial, sums, sink, 1, 1, spec.spec("combine", ("lse",)).to_json())
     flat = scores.transpose(2, 3).flatten(3)
     if sink is not None:
         own = sink.double().view(1, 2, 3, 1).expand(2, -1, -1, -1) / math.log(2)
@@ -198,7 +198,7 @@ def test_combine(splits: int, sinks: bool) -> None:
 def test_combine_of_padding_gives_nothing() -> None:
     spec = kernels_of(Case(CacheLayout()).site, (2, 1), (16, 16), torch.float32, torch.device("cpu"), False)
     sums = torch.tensor([-1.0e30, 0.0]).expand(1, 1, 3, 2, 2).contiguous()
-    (out,) = ops_attend.combine(torch.zeros(1, 1, 3, 2, 16), sums, None, spec.spec("combine").to_json())
+    (out,) = ops_attend.combine(torch.zeros(1, 1, 3, 2, 16), sums, None, 1, 1, spec.spec("combine").to_json())
     assert not out.any()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from typer.testing import CliRunner
 
 from kvcompile.cli.app import app
 from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton import config
 from kvcompile.kernels.triton.available import fp8_form
 from kvcompile.kernels.triton.device import Device, acting_as, device_of
+from kvcompile.kernels.triton.host import site_kernels
 from kvcompile.kernels.triton.host.site_kernels import Kernels
 from kvcompile.kernels.triton.spec import KernelSpec
 from tests.support.kernel_specs import DEVICES, H200, SHAPES, cache, recipe_layouts
@@ -44,6 +47,19 @@ def roles(recipe: str, tokens: int, attention: str = "causal") -> list[str]:
 def test_the_launches_of_recipes(recipe: str, one: list[str], many: list[str]) -> None:
     """RoPE, encoding and the write of a token are one launch, whatever the storage."""
     assert roles(recipe, 1) == one and roles(recipe, 64) == many
+
+
+def test_every_tiled_role_is_cut_up_as_its_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And combine, whose row is looked up like the others."""
+    own = config.config
+
+    def odd(case: config.Case, site: SiteSpec, device: Device) -> config.Config:
+        return replace(own(case, site, device), num_warps=8, num_stages=1)
+
+    monkeypatch.setattr(site_kernels, "config", odd)
+    found = SHAPES["llama"].kernels(cache(), H200, 1) + SHAPES["llama"].kernels(cache(), H200, 64)
+    cut = {one.spec.role: (one.num_warps, one.num_stages) for one in found if one.spec.role != "append"}
+    assert cut == dict.fromkeys(("decode", "combine", "prefill"), (8, 1))
 
 
 def test_they_are_those_of_the_device() -> None:
@@ -100,7 +116,7 @@ def test_assembled_on_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--arch", "70"], "--arch: expected 80, 90, 100, got 70"),
+        (["--arch", "70"], "--arch: expected 80, 86, 89, 90, 100, 120, got 70"),
         (["--heads", "8/3"], "--heads: expected query heads / KV heads"),
         (["--recipe", "int4", "--head-dim", "80"], "group 32 does not divide head_dim 80"),
     ],

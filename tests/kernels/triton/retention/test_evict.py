@@ -132,6 +132,13 @@ def test_pages_are_copied(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert torch.equal(pool.view(torch.uint8), before)
 
 
+def test_copies_of_many_beams_fit_a_grid() -> None:
+    """64 beams of 32k tokens in pages of 16: a grid's first axis takes 2^31 - 1 programs, the others 65,535."""
+    spec = Site(WINDOW).spec("page_copy", page_copy_role.words(8 * 16 * 128 * 2), block_n=1024)
+    copies, tiles = page_copy_role.grid(spec, 64 * 32768 // 16)
+    assert copies == 131_072 and tiles == 8
+
+
 @pytest.mark.parametrize("options", [(), ("int32",), ("int32[4]", "uint8[16]"), ("int32[4]", "one")], ids=str)
 def test_pages_of_no_size_are_refused(options: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="page_copy takes one option"):

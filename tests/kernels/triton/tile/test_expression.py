@@ -250,7 +250,7 @@ def test_they_assemble(names: tuple[str, ...]) -> None:
         for tokens in (1, 64):
             for launch in launches(site, (4, 2), (128, 128), torch.bfloat16, H200, tokens):
                 if launch.spec.role in ("decode", "prefill"):
-                    request = Request(launch.spec, 90, launch.num_warps, launch.num_stages)
+                    request = Request(launch.spec, 90, launch.num_warps, launch.num_stages, launch.known)
                     asked[f"{name}, {launch.spec.role}"] = request
     made = dict(zip(asked, assemble(asked.values()), strict=True))
     assert len(made) == 2 * len(names)

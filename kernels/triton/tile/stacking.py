@@ -1,0 +1,69 @@
+"""Rows of a step's products: where channels have scales by groups, each query head is a row once for each group.
+
+    row = group * BLOCK_M + head        q[row, c] = q[head, c] if c is in the group, else 0
+
+A product has 16 rows at least, and the query heads of a KV head are few: rows that would be padding do what else took
+a product, and a set of weights, for each group of channels.
+
+    s[head] = sum over groups of  (q[row] k) * scale[group] + sum(q[row]) * minimum[group]
+    w[row]  = p[head] * scale[group]          acc[row] = sum w[row] v, of which the channels of the group are taken
+
+Of sides with fewer groups than the other, a row in `often` has the group, the others nothing (keys) or the same (values).
+"""
+
+from __future__ import annotations
+
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.layouts import InKeys, Storage
+
+MOST = 16  # groups: with more, even one head would be more rows than a product needs
+
+
+def groups(storage: Storage | InKeys, dim: int) -> int:
+    """Groups of channels of a vector that have a scale of their own."""
+    if isinstance(storage, InKeys) or storage.of_slots.scale.per != "group":
+        return 1
+    return storage.of_slots.groups(dim)
+
+
+def stacks(role: str, site: SiteSpec, head_dim: int, v_head_dim: int) -> int:
+    """How often a query head is a row; 1: once, as of many queries, whose rows are no padding."""
+    layout = site.layout
+    turns = layout.rotates_on_read and site.rotary is not None
+    if role != "decode" or layout.in_keys or turns:
+        return 1
+    counts = (groups(layout.keys, head_dim), groups(layout.values, v_head_dim))
+    most = max(counts)
+    return most if most <= MOST and not any(count & (count - 1) for count in counts) else 1
+
+
+def repeated(name: str, often: int, rows: int, columns: int | None = None) -> str:
+    """An expression: a block [rows] or [rows, columns] with all of its rows `often` times, one set behind the other."""
+    if often == 1:
+        return name
+    if columns is None:
+        return f"tl.reshape(tl.broadcast_to({name}[None, :], [{often}, {rows}]), [{often * rows}])"
+    whole = f"tl.broadcast_to({name}[None, :, :], [{often}, {rows}, {columns}])"
+    return f"tl.reshape({whole}, [{often * rows}, {columns}])"
+
+
+def spread(name: str, count: int, rows: int, columns: int) -> str:
+    """An expression: numbers [columns, count] of groups as [rows, columns], each of `count` sets of rows with its own."""
+    each = rows // count
+    whole = f"tl.broadcast_to(tl.trans({name})[:, None, :], [{count}, {each}, {columns}])"
+    return f"tl.reshape({whole}, [{rows}, {columns}])"
+
+
+def summed(name: str, often: int, rows: int, columns: int) -> str:
+    """An expression: the sum of the `often` rows of each of `rows` heads."""
+    return f"tl.sum(tl.reshape({name}, [{often}, {rows}, {columns}]), 0)"
+
+
+def own(channels: str, count: int, width: int, often: int) -> str:
+    """An expression: which channels [1, W] are of a set of rows, bool [often, 1, W]."""
+    sets = f"tl.arange(0, {often})[:, None, None]"
+    if count == 1:
+        return f"({sets} == tl.zeros_like({channels})[None, :, :])"
+    times = often // count
+    group = f"({channels} // {width})" + (f" * {times}" if times > 1 else "")
+    return f"({sets} == ({group})[None, :, :])"

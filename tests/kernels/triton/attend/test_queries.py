@@ -1,0 +1,47 @@
+"""Where queries stand: beyond 2^31 elements as well, in a file that has nothing between its rows, so that no GPU is needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcompile.kernels.triton.host.call import New, prefill
+from kvcompile.layouts import CacheLayout
+from tests.kernels.triton.attend.test_attend import at_the_end, decoded
+from tests.support.triton_attention import Case
+from tests.support.triton_write import kernels_folder  # noqa: F401  (a fixture)
+
+FAR = 2**30  # elements between two rows: twice that is beyond 31 bits
+CASE = Case(CacheLayout(), (3, 1), (16, 16), torch.float16, chunks=(3,), pads=(0,))
+
+
+def far_apart(folder: Path, x: Tensor, dim: int) -> Tensor:
+    """x float16 with rows of dimension `dim` FAR elements apart, in a file of which little is written: what is 2^31
+    elements before a row is there as well, and 0."""
+    size = 2**31 + FAR * x.shape[dim]
+    memory = torch.from_file(str(folder / "memory"), shared=True, size=size, dtype=torch.float16)
+    strides = list(x.stride())
+    strides[dim] = FAR
+    return memory.as_strided(x.shape, strides, 2**31).copy_(x)
+
+
+@pytest.mark.parametrize("dim", [1, 2], ids=["heads", "tokens"])
+def test_queries_of_a_long_prompt(tmp_path: Path, dim: int) -> None:
+    _, _, call = at_the_end(CASE, (0,))
+    q, k, v = CASE.qkv()
+    call = replace(call, q=q, k=k, v=v, positions=torch.arange(3)[None])
+    (near,) = prefill(call, New(q, k, v, []))
+    far = far_apart(tmp_path, q, dim)
+    (found,) = prefill(replace(call, q=far), New(far, k, v, []))
+    assert torch.equal(found, near) and near.isfinite().all() and near.abs().max() > 0
+
+
+def test_the_query_of_a_step(tmp_path: Path) -> None:
+    _, _, call = at_the_end(CASE, (0,))
+    near = decoded(call, 1, 16)
+    far = decoded(replace(call, q=far_apart(tmp_path, call.q.contiguous(), 1)), 1, 16)
+    assert all(torch.equal(a, b) for a, b in zip(near, far, strict=True)) and near[0].abs().max() > 0
