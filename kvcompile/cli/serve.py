@@ -115,7 +115,16 @@ def serve(
             help="A name that this server goes by, repeatable. On loopback it knows only loopback's own; elsewhere any."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    tensor: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Ranks that have the model together; this command is run by as many processes of torchrun.",
+        ),
+    ] = 1,
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, cuda:1, ...; of ranks, cuda is the one of each rank's number.")
+    ] = "cpu",
     dtype: Dtype = None,
     settings: Settings = None,
     scales: ScalesFile = None,
@@ -134,6 +143,8 @@ def serve(
     """Serve a model with the KV cache of a recipe over HTTP, as OpenAI's interface is.
 
     Example: kvcompile serve --model smollm2 --recipe paged --port 8000 --top
+
+    Example: torchrun --nproc-per-node 3 -m kvcompile.cli serve --tensor 3
     """
     _check_packages()
     overrides = overrides_from(settings, scales)
@@ -143,6 +154,11 @@ def serve(
         overrides["verify"] = verify.value
     if api_key == "" or os.environ.get("KVCOMPILE_API_KEY") == "":  # typer takes an empty variable for none
         raise KVCompileError("the API key is empty: give one, or none at all")
+    if tensor > 1 and device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    if tensor > 1 and int(os.environ.get("RANK", 0)):
+        _follow(model, recipe, overrides, dtype, device, tensor)
+        return
     from kvcompile.serve.http import LOOPBACK, Limits, Options, bind, create_app, url
     from kvcompile.serve.http import serve as serve_http
 
@@ -161,7 +177,7 @@ def serve(
     )
     bound = bind(host, port)  # a port that is taken shows before the model loads
     with closing(bound), closing(_engine(
-        model, recipe, overrides, dtype, device,
+        model, recipe, overrides, dtype, device, tensor,
         name=options.name,
         memory=memory,
         max_sequences=max_sequences,
@@ -193,22 +209,38 @@ def _check_packages() -> None:
         raise KVCompileError(f"serve needs {' and '.join(missing)}; run: {INSTALL}")
 
 
-def _engine(
-    model: str, recipe: str, overrides: dict[str, Any], dtype: str | None, device: str, **more: Any
-) -> Any:
-    """An engine that has compiled what it needs."""
+def _optimized(
+    model: str, recipe: str, overrides: dict[str, Any], dtype: str | None, device: str, tensor: int
+) -> tuple[Any, Any]:
+    """The optimized module, and the model's tokenizer."""
     with waiting("starting"):
         import kvcompile
         from kvcompile.models import load_model
         from kvcompile.recipe import Recipe
-        from kvcompile.serve.engine import Engine
 
         loaded_recipe = Recipe.load(recipe, **overrides)  # a mistake in it shows before the model loads
     with waiting(f"loading {model}"):
         loaded = load_model(model, dtype, device)
     with stages() as progress:
-        fast = kvcompile.optimize(loaded.model, recipe=loaded_recipe, progress=progress)
-    engine = Engine(fast, tokenizer=loaded.tokenizer, **more)
+        parallel = {"tensor": tensor} if tensor > 1 else None
+        fast = kvcompile.optimize(loaded.model, loaded_recipe, progress=progress, parallel=parallel)
+    return fast, loaded.tokenizer
+
+
+def _engine(
+    model: str,
+    recipe: str,
+    overrides: dict[str, Any],
+    dtype: str | None,
+    device: str,
+    tensor: int,
+    **more: Any,
+) -> Any:
+    """An engine that has compiled what it needs."""
+    fast, tokenizer = _optimized(model, recipe, overrides, dtype, device, tensor)
+    from kvcompile.serve.engine import Engine
+
+    engine = Engine(fast, tokenizer=tokenizer, **more)
     try:
         with waiting("compiling"):
             engine.warmup()
@@ -216,6 +248,16 @@ def _engine(
         engine.close()
         raise
     return engine
+
+
+def _follow(
+    model: str, recipe: str, overrides: dict[str, Any], dtype: str | None, device: str, tensor: int
+) -> None:
+    """Serve as one of the ranks behind rank 0, which has the port."""
+    fast, _ = _optimized(model, recipe, overrides, dtype, device, tensor)
+    from kvcompile.serve.ranks import follow
+
+    follow(fast)
 
 
 def _tell(options: Options, address: str, stats: Stats, host: str) -> None:

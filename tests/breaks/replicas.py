@@ -1,4 +1,4 @@
-"""Breaks of replicas behind one interface."""
+"""Breaks of replicas behind one interface, and of an engine over ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from tests.breaks.broken import broken
 
 AFFINITY = "tests/serve/replicas/test_affinity.py"
 FILE = "kvcompile/serve/replicas/affinity.py"
+RANKS, RANKS_FILE = "tests/serve/test_ranks.py", "kvcompile/serve/ranks.py"
 
 REPLICAS = (
     broken(
@@ -35,5 +36,26 @@ REPLICAS = (
         "if self._of.get(name) in loads)",
         "if name in self._of)",
         AFFINITY,
+    ),
+    broken(
+        "ranks forget nothing that rank 0 forgets",
+        RANKS_FILE,
+        'self._channel.tell("leave", text)',
+        "pass",
+        RANKS,
+    ),
+    broken(
+        "ranks do not copy pages that rank 0 copies",
+        RANKS_FILE,
+        'with self._everywhere("move", tuple(moves), computed):',
+        'with self._everywhere("move", (), computed):',
+        RANKS,
+    ),
+    broken(
+        "an idle rank 0 gives no sign of life",
+        RANKS_FILE,
+        "self._channel.tell(IDLE)",
+        "pass",
+        RANKS,
     ),
 )

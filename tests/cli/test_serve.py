@@ -96,7 +96,7 @@ def test_it_serves_and_ends(made: Made) -> None:
     said = run(made, ask=ask)
     assert f"serving smollm2 at {made.url}" in said and made.url.startswith("http://127.0.0.1:")
     assert "40 pages, 1 MiB; prefix cache on" in said and "stopped" in said and "everybody" not in said
-    assert made.arguments == ("smollm2", "paged", {}, None, "cpu")
+    assert made.arguments == ("smollm2", "paged", {}, None, "cpu", 1)
     options = made.app.state.service.options
     assert options == http.Options(name="smollm2", hosts=http.LOOPBACK)
 
@@ -112,7 +112,7 @@ def test_every_option_is_used(made: Made) -> None:
         *("--set", "runtime.max_tokens=77", "--scales", "s.json", "--no-compile", "--verify", "off"),
     )
     recipe = {"runtime": {"max_tokens": 77}, "scales": "s.json", "compile": {"mode": "none"}, "verify": "off"}
-    assert made.arguments == ("tiny", "int8", recipe, "float32", "cpu")
+    assert made.arguments == ("tiny", "int8", recipe, "float32", "cpu", 1)
     assert made.more == {
         "name": "mine",
         "memory": "1GiB",
@@ -164,6 +164,16 @@ def fails(*options: str, env: dict[str, str] | None = None) -> str:
     )
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.output
     return result.output
+
+
+def test_only_the_first_of_several_ranks_has_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(command, "_follow", lambda *given: followed.append(given))
+    options = ["serve", "--tensor", "2", "--recipe", "int8", "--device", "cuda", "--port", "1"]  # nobody may bind it
+    ranked = {"RANK": "1", "LOCAL_RANK": "1"}
+    result = CliRunner().invoke(app, options, env=ranked)
+    assert result.exit_code == 0, result.output
+    assert followed == [("smollm2", "int8", {}, None, "cuda:1", 2)]
 
 
 def test_what_is_refused_before_a_model_loads(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:

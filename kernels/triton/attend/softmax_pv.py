@@ -22,7 +22,6 @@ from kvcompile.kernels.triton.attend.context import Attend
 from kvcompile.kernels.triton.tile import dot_dtype, stacking
 from kvcompile.kernels.triton.tile.residual import InFull
 
-
 # Powers of two between the largest weight and 1: float16 has 2^16 above 1, and as many below it.
 HEADROOM = 12
 # Numbers that summed up late take registers: of a program's, so many at most.
