@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +56,20 @@ def theirs(folder: str, ranks: int) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, **plan).eval()
 
 
-def timed(run: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    run()
-    return 1e3 * (time.perf_counter() - began)
+def turn_of(name: str, model: Any, ids: Any) -> tuple[float, float, Any]:
+    """Milliseconds of a prompt and of a step after it, and the last step's logits."""
+    if name == "kvcompile":
+        model.reset()
+        began = time.perf_counter()
+        model(ids, logits_to_keep=1)
+        more = {}
+    else:
+        began = time.perf_counter()
+        more = {"past_key_values": model(ids, use_cache=True, logits_to_keep=1).past_key_values}
+    then = time.perf_counter()
+    for _ in range(STEPS):
+        out = model(ids[:, :1], **more)
+    return 1e3 * (then - began), 1e3 * (time.perf_counter() - then) / STEPS, out.logits
 
 
 def rank(options: argparse.Namespace) -> None:
@@ -79,24 +88,11 @@ def rank(options: argparse.Namespace) -> None:
     with torch.inference_mode():
         for turn in range(options.rounds + 1):
             for name, model in models.items():
-                out: dict[str, Any] = {}
-                if name == "kvcompile":
-                    model.reset()
-                    prompt = timed(lambda: out.update(model(ids, logits_to_keep=1)))
-                    step = timed(lambda: [last.__setitem__(name, model(ids[:, :1])) for _ in range(STEPS)])
-                else:
-                    prompt = timed(lambda: out.update(model(ids, use_cache=True, logits_to_keep=1)))
-                    cache = out["past_key_values"]
-                    step = timed(
-                        lambda: [
-                            last.__setitem__(name, model(ids[:, :1], past_key_values=cache))
-                            for _ in range(STEPS)
-                        ]
-                    )
+                prompt, step, last[name] = turn_of(name, model, ids)
                 if turn:  # the first one warms up
                     found[name]["prompt"].append(prompt)
-                    found[name]["step"].append(step / STEPS)
-    first, second = (last[name].logits.float() for name in models)
+                    found[name]["step"].append(step)
+    first, second = (last[name].float() for name in models)
     apart = float((first - second).abs().max() / second.abs().max())
     if number == 0:
         medians = {
