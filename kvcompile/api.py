@@ -170,6 +170,9 @@ def _built(
         checks=checks,
         passes=totals(runs),
     )
+    if front.sharding is not None:
+        fast.report["sharding"] = front.sharding.told()
+        fast.report["whole"] = front.sharding.whole
     return fast
 
 

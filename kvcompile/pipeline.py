@@ -113,14 +113,15 @@ def identity(model: nn.Module) -> ModelId:
     return ModelId(architecture=type(model).__name__, digest=digest)
 
 
-def analyze(model: nn.Module, recipe: Recipe) -> Analysis:
-    """What `recipe` would do to `model`, without doing it.
+def analyze(model: nn.Module, recipe: Recipe, ranks: int = 1) -> Analysis:
+    """What `recipe` would do to `model`, without doing it; over ranks: what each of them has.
 
     Raises:
         ModelError, PlanError: as `understand` and `make_plan`.
     """
     front = understand(base_of(model))
-    return analysis_of(front, plan_for(front, recipe), recipe)
+    plan = plan_for(front, recipe)
+    return analysis_of(front if ranks == 1 else sharded(front, plan, ranks), plan, recipe)
 
 
 def plan_for(front: Front, recipe: Recipe) -> Plan:
@@ -150,11 +151,16 @@ def known(front: Front) -> KnownModel:
 def analysis_of(front: Front, plan: Plan, recipe: Recipe) -> Analysis:
     captured, detection = front.captured, front.detection
     compiled = recipe.compile.mode != "none" and plan.backend == INDUCTOR
+    sharding = front.sharding
     return Analysis(
-        plan,
+        plan if sharding is None else localized(plan, sharding, 0),
         detection.misses,
         captured.route,
-        (*captured.reasons, *describe(captured.opaques, compiled)),
+        (
+            *captured.reasons,
+            *describe(captured.opaques, compiled),
+            *(() if sharding is None else sharding.told()),
+        ),
         captured.seconds,
         detection.seconds,
     )

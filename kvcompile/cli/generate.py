@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -59,11 +59,16 @@ def generate(
         Verify | None,
         typer.Option(help="How much is compared with the original model; the recipe's by default."),
     ] = None,
+    tensor: Annotated[
+        int,
+        typer.Option(min=1, help="Ranks that each have a part of the model; start as many with torchrun."),
+    ] = 1,
     debug: Debug = False,
 ) -> None:
     """Generate text with a model and the KV cache of a recipe.
 
     Example: kvcompile generate --recipe streaming --prompt "Tell me a story." -n 400
+    Over ranks: torchrun --nproc-per-node 3 -m kvcompile.cli generate --tensor 3
     """
     overrides = overrides_from(settings, scales)
     if no_compile:
@@ -89,7 +94,11 @@ def generate(
     tokens = encode(loaded.tokenizer, text, chat=not no_chat_template).to(device)
     ready = time.perf_counter()
     with stages() as progress:
-        fast: Any = kvcompile.optimize(loaded.model, recipe=loaded_recipe, progress=progress)
+        parallel = {"tensor": tensor} if tensor > 1 else None
+        fast: Any = kvcompile.optimize(
+            loaded.model, recipe=loaded_recipe, progress=progress, parallel=parallel
+        )
+        loaded = replace(loaded, model=None)  # a rank keeps its part alone
         fast.warmup(progress=progress)
     optimized = time.perf_counter()
     sampling: dict[str, Any] = {"do_sample": False}
@@ -97,12 +106,15 @@ def generate(
         torch.manual_seed(seed)
         sampling = {"do_sample": True, "temperature": temperature}
     clock = Clock()
-    fast.generate(
-        **tokens, max_new_tokens=max_new_tokens, streamer=streamer(loaded.tokenizer, clock), **sampling
-    )
+    first = fast.group is None or fast.group.rank == 0
+    shown = streamer(loaded.tokenizer, clock) if first else None
+    fast.generate(**tokens, max_new_tokens=max_new_tokens, streamer=shown, **sampling)
+    if not first:
+        return
     plan = fast.plan
     stderr().print(
-        f"{clock.summary()} · recipe {plan.recipe}, {format_bytes(plan.bytes_per_token)} a token · "
+        f"{clock.summary()} · recipe {plan.recipe}, {format_bytes(plan.bytes_per_token)} a token"
+        f"{'' if fast.group is None else f' on each of {fast.group.size} ranks'} · "
         f"load {ready - started:.1f} s, optimize and compile {optimized - ready:.1f} s",
         style="dim",
         highlight=False,

@@ -34,6 +34,7 @@ def explain(
     full: Annotated[bool, typer.Option("--full", help="One row per layer, with source lines.")] = False,
     settings: Settings = None,
     scales: ScalesFile = None,
+    tensor: Annotated[int, typer.Option(min=1, help="What each of so many ranks would have.")] = 1,
     debug: Debug = False,
 ) -> None:
     """Show what a recipe does to each layer of a model, why, and what it costs. Nothing is compiled.
@@ -50,7 +51,7 @@ def explain(
     with waiting(f"loading {model}"):
         loaded = load_model(model, dtype)
     with waiting(f"tracing {model}"):
-        explanation = run(loaded.model, loaded_recipe)
+        explanation = run(loaded.model, loaded_recipe, parallel={"tensor": tensor})
     if json:
         typer.echo(explanation.to_json())
         return

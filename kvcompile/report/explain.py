@@ -172,12 +172,15 @@ def sharing_of(plan: Plan) -> Sharing:
     return sharing((decision.layout for decision in plan.decisions), bool(plan.states), masked)
 
 
-def explain(model: object, recipe: object = None, **overrides: Any) -> Explanation:
+def explain(
+    model: object, recipe: object = None, *, parallel: object = None, **overrides: Any
+) -> Explanation:
     """Trace a model, plan a recipe for it, and say all about it; nothing is compiled.
 
     Args:
         model: an nn.Module, or what `optimize` returned: then its own plan is shown if no recipe is given.
         recipe: anything `Recipe.load` takes; default: baseline.
+        parallel: {"tensor": n}: what each of n ranks would have; no other process is needed.
         overrides: over the recipe, e.g. `max_tokens=4096`.
 
     Raises:
@@ -185,14 +188,15 @@ def explain(model: object, recipe: object = None, **overrides: Any) -> Explanati
     """
     from kvcompile.pipeline import analyze
     from kvcompile.recipe import Recipe
+    from kvcompile.runtime.parallel.options import Parallel
 
     known: Analysis | None = getattr(model, "analysis", None)
-    if known is not None and recipe is None and not overrides:
+    if known is not None and recipe is None and parallel is None and not overrides:
         return _explanation(known)
     loaded = Recipe.load("baseline" if recipe is None else recipe, **overrides)
     # An optimized module has a cache inside; what can be traced is the model it was made from.
     original = getattr(model, "model", model) if known is not None else model
-    return _explanation(analyze(original, loaded))  # type: ignore[arg-type]
+    return _explanation(analyze(original, loaded, Parallel.of(parallel).tensor))  # type: ignore[arg-type]
 
 
 def _explanation(analysis: Analysis) -> Explanation:

@@ -17,7 +17,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvcompile.compile.executor import Executor
-from kvcompile.errors import InputError, LimitError, MethodError
+from kvcompile.errors import ExportError, InputError, LimitError, MethodError
 from kvcompile.plan import Plan
 from kvcompile.runtime.handle import CacheHandle
 from kvcompile.runtime.module import CachedModel
@@ -225,6 +225,7 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
 
         The recipe is not in it; `kvcompile.export` writes what runs as it is.
         """
+        self.check_alone("saved", ExportError)
         model: Any = self.model
         return model.save_pretrained(*args, **kwargs)
 

@@ -38,6 +38,7 @@ from kvcompile.plan import Plan
 
 log = logging.getLogger(__name__)
 assert attention_op.LIBRARY
+_TOLD = 12  # layers that are whole, and are told one by one
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,25 @@ class Sharding:
     gathers: int
     weight_bytes: tuple[int, ...]
     whole_bytes: int
+
+    def told(self) -> tuple[str, ...]:
+        """What each rank has, what they exchange, and what is whole on all of them and why; for people."""
+        part = max(self.weight_bytes) / max(self.whole_bytes, 1)
+        head = (
+            f"over {self.ranks} ranks: {self.by_columns} linear layers by columns, {self.by_rows} by rows, "
+            f"{len(self.whole)} whole; a pass adds {self.sums} times over the ranks and gathers {self.gathers} times; "
+            f"a rank has {part:.0%} of the bytes of the weights"
+        )
+        repeats = [f"{number}" for number, division in enumerate(self.divisions) if division.repeats]
+        shared = f"layers {', '.join(repeats)}: a rank keeps KV heads, or latent rows, that other ranks keep as well"
+        undivided = [
+            f"layer {number}: its attention is whole on all ranks: {division.because}"
+            for number, division in enumerate(self.divisions)
+            if not division.divided
+        ]
+        left = [str(each) for each in self.whole[:_TOLD]]
+        more = [f"and {len(self.whole) - _TOLD} more layers"] if len(self.whole) > _TOLD else []
+        return (head, *([shared] if repeats else []), *undivided, *left, *more)
 
     def digest(self) -> str:
         """A hash of all ranks' graphs: what each computes of what, and which part of which weight it has."""

@@ -24,13 +24,14 @@ from tests.breaks.graphs import GRAPHS
 from tests.breaks.http import HTTP
 from tests.breaks.kernels import KERNELS
 from tests.breaks.packed import PACKED
+from tests.breaks.parallel import PARALLEL
 from tests.breaks.product import PRODUCT
 from tests.breaks.replicas import REPLICAS
 from tests.breaks.serving import SERVING
 from tests.breaks.texts import TEXTS
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL = (*KERNELS, *GRAPHS, *PRODUCT, *HTTP, *SERVING, *PACKED, *REPLICAS, *TEXTS)
+ALL = (*KERNELS, *GRAPHS, *PRODUCT, *HTTP, *SERVING, *PACKED, *PARALLEL, *REPLICAS, *TEXTS)
 # An editable install finds these beside `kvcompile`; a copy has them inside, where Python looks first.
 INSIDE = ("passes", "kernels", "recipes")
 NO_TESTS = (4, 5)  # exit codes of pytest: a wrong path, nothing collected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import kvcompile
 from kvcompile.errors import PlanError, VerificationError
 from kvcompile.passes.shard import build, collectives
 from kvcompile.passes.shard.shard import localized
@@ -170,6 +172,11 @@ def test_each_rank_has_its_own_scales_and_the_plan_of_its_heads() -> None:
     plans = [localized(found.plan, found.sharding, rank) for rank in range(2)]
     assert [d.num_kv_heads for d in plans[0].decisions] == [2, 2]
     assert plans[0].digest() == plans[1].digest() != found.plan.digest()
+    scales = (("keys.scale", (1.0, 2.0, 3.0, 4.0)), ("values.scale", (5.0,)))
+    scaled = replace(found.plan, decisions=tuple(replace(d, scales=scales) for d in found.plan.decisions))
+    own = [localized(scaled, found.sharding, rank).decisions[1].scales for rank in range(2)]
+    assert own[0] == (("keys.scale", (1.0, 2.0)), ("values.scale", (5.0,)))
+    assert own[1] == (("keys.scale", (3.0, 4.0)), ("values.scale", (5.0,)))
 
 
 class Mixed(TinyLlama):
@@ -187,6 +194,17 @@ def test_what_is_used_whole_stays_whole_and_is_told() -> None:
     found.verified()
     assert len(found.sharding.whole) == 2
     assert all("q_proj" in each.where and "layer_norm" in each.because for each in found.sharding.whole)
+
+
+def test_explain_tells_what_each_rank_has() -> None:
+    model = heads(8, 2)
+    alone, told = (kvcompile.explain(model, parallel={"tensor": n}) for n in (1, 4))
+    assert told.plan.bytes_per_token * 2 == alone.plan.bytes_per_token
+    text = str(told)
+    assert "over 4 ranks: 11 linear layers by columns, 4 by rows, 0 whole" in " ".join(text.split())
+    assert "layers 0, 1: a rank keeps KV heads, or latent rows, that other ranks keep as well" in " ".join(
+        text.split()
+    )
 
 
 class Crossed(TinyLlama):
