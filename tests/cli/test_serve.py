@@ -169,7 +169,17 @@ def fails(*options: str, env: dict[str, str] | None = None) -> str:
 def test_only_the_first_of_several_ranks_has_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[tuple[Any, ...]] = []
     monkeypatch.setattr(command, "_follow", lambda *given: followed.append(given))
-    options = ["serve", "--tensor", "2", "--recipe", "int8", "--device", "cuda", "--port", "1"]  # nobody may bind it
+    options = [
+        "serve",
+        "--tensor",
+        "2",
+        "--recipe",
+        "int8",
+        "--device",
+        "cuda",
+        "--port",
+        "1",
+    ]  # nobody may bind it
     ranked = {"RANK": "1", "LOCAL_RANK": "1"}
     result = CliRunner().invoke(app, options, env=ranked)
     assert result.exit_code == 0, result.output
