@@ -65,7 +65,9 @@ class Case:
     turned: whether keys turn when they are read (RoPE)
     stack: how often a query head is a row of its products (`tile/stacking.py`)
     lookups: of a step: what is read one behind the other before it is known where a tile is: pages, and chosen ones
-    groups: whether a tile may have several groups of keys that share scales per channel (`TileLoader.affine`)
+    affine: whether codes of keys take their scales in float16 (`TileLoader.affine`); of scales per channel, a tile may
+        have several groups then
+    codebook: whether codes of keys are chosen from a list of numbers
     """
 
     role: Role
@@ -77,7 +79,8 @@ class Case:
     turned: bool = False
     stack: int = 1
     lookups: int = 0
-    groups: bool = False
+    affine: bool = False
+    codebook: bool = False
 
     def buffers(self, stages: int) -> int:
         """Tiles that stand in shared memory: each lookup takes as many stages as what it finds."""
@@ -129,7 +132,8 @@ def case_of(
         site.layout.rotates_on_read and site.rotary is not None,
         stacks(role, site, head_dim, v_head_dim),
         isinstance(placement, Paged) + site.layout.selection.selects if role == "decode" else 0,
-        _several_groups(role, site, head_dim, dtype),
+        _affine(role, site, head_dim, dtype),
+        not site.layout.in_keys and site.layout.keys.of_slots.element.kind == "codebook",
     )
 
 
@@ -162,7 +166,7 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
     """`config` with a tile that the site's layout and the device's shared memory allow."""
     keys = site.layout.keys
     block_n = config.block_n
-    if keys.channelwise and keys.group >= _SMALLEST and not case.groups:
+    if keys.channelwise and keys.group >= _SMALLEST and not case.affine:
         # One group a tile: its scales are folded into the queries. Of 2 bits, so small a tile is the work of two warps.
         block_n = min(block_n, _power_below(keys.group))
         if case.role == "decode" and block_n <= 32 and case.dim <= 128 and case.bits <= 2:
@@ -193,8 +197,12 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
     return config
 
 
-def _several_groups(role: Role, site: SiteSpec, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether a tile may have several groups of keys that share scales per channel, for any tile that fits a page."""
+def _affine(role: Role, site: SiteSpec, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether codes of keys take their scales in float16 (`TileLoader.affine`), for any tile that fits a page."""
+    own = site.layout.keys
+    if role == "prefill" and not site.layout.in_keys and own.of_slots.scale.per == "group":
+        whole = own.of_slots.element.kind == "uint" and own.of_slots.element.bits in (4, 8)
+        return whole and dtype != torch.float32 and own.of_slots.groups(head_dim) > 1
     keys, placement = site.layout.keys, site.layout.placement
     group = keys.group
     page = placement.page_size if isinstance(placement, Paged) else _ONE_PAGE
@@ -205,7 +213,7 @@ def _several_groups(role: Role, site: SiteSpec, head_dim: int, dtype: torch.dtyp
     halves = dtype != torch.float32 and keys.of_slots.scale.dtype == "float16"
     turns = site.layout.rotates_on_read and site.rotary is not None
     return (
-        role == "decode"
+        role != "columns"
         and whole
         and dense
         and plain

@@ -196,8 +196,10 @@ def decode_attention(
         s = tl.dot(q1, tl.trans(k1), s)
         s = tl.dot(q2, tl.trans(k2), s)
         s = tl.dot(q3, tl.trans(k3), s)
-        s = s * tl.reshape(tl.broadcast_to(tl.trans(k_scale)[:, None, :], [4, 4, 128]), [16, 128])
-        s = s + q_sum0[:, None] * tl.reshape(tl.broadcast_to(tl.trans(k_minimum)[:, None, :], [4, 4, 128]), [16, 128])
+        k_scales = tl.reshape(tl.broadcast_to(tl.trans(k_scale)[:, None, :], [4, 4, 128]), [16, 128])
+        k_minimums = tl.reshape(tl.broadcast_to(tl.trans(k_minimum)[:, None, :], [4, 4, 128]), [16, 128])
+        s = s * k_scales
+        s = s + q_sum0[:, None] * k_minimums
         s = tl.sum(tl.reshape(s, [4, 4, 128]), 0)
         s = s * row_scale[:, None]
         v_scale = tl.load(values_scale_ptr + base[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
@@ -222,7 +224,8 @@ def decode_attention(
         acc1 = acc1 * alpha[:, None]
         acc2 = acc2 * alpha[:, None]
         acc3 = acc3 * alpha[:, None]
-        minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * tl.reshape(tl.broadcast_to(tl.trans(v_minimum)[:, None, :], [4, 4, 128]), [16, 128])
+        v_minima = tl.reshape(tl.broadcast_to(tl.trans(v_minimum)[:, None, :], [4, 4, 128]), [16, 128])
+        minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * v_minima
         w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * v_scales).to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
         acc1 = tl.dot(w, v1, acc1)
@@ -248,8 +251,10 @@ def decode_attention(
         s = tl.dot(q1, tl.trans(k1), s)
         s = tl.dot(q2, tl.trans(k2), s)
         s = tl.dot(q3, tl.trans(k3), s)
-        s = s * tl.reshape(tl.broadcast_to(tl.trans(k_scale)[:, None, :], [4, 4, 128]), [16, 128])
-        s = s + q_sum0[:, None] * tl.reshape(tl.broadcast_to(tl.trans(k_minimum)[:, None, :], [4, 4, 128]), [16, 128])
+        k_scales = tl.reshape(tl.broadcast_to(tl.trans(k_scale)[:, None, :], [4, 4, 128]), [16, 128])
+        k_minimums = tl.reshape(tl.broadcast_to(tl.trans(k_minimum)[:, None, :], [4, 4, 128]), [16, 128])
+        s = s * k_scales
+        s = s + q_sum0[:, None] * k_minimums
         s = tl.sum(tl.reshape(s, [4, 4, 128]), 0)
         s = s * row_scale[:, None]
         s = tl.where(inside[None, :], s, float("-inf"))
@@ -275,7 +280,8 @@ def decode_attention(
         acc1 = acc1 * alpha[:, None]
         acc2 = acc2 * alpha[:, None]
         acc3 = acc3 * alpha[:, None]
-        minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * tl.reshape(tl.broadcast_to(tl.trans(v_minimum)[:, None, :], [4, 4, 128]), [16, 128])
+        v_minima = tl.reshape(tl.broadcast_to(tl.trans(v_minimum)[:, None, :], [4, 4, 128]), [16, 128])
+        minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * v_minima
         w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * v_scales).to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
         acc1 = tl.dot(w, v1, acc1)

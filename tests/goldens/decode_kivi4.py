@@ -234,18 +234,20 @@ def decode_attention(
         base = (batch * 8 + head) * slots + start
         base_32 = (batch * 8 + head) * ((slots + 31) // 32 * 32) + start
         k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base_32 * 32 + n[:, None] * 32 + kw0)
-        k_scale0 = tl.load(keys_scale_ptr.to(tl.pointer_type(tl.uint32)) + (base_32 // 32 + tl.arange(0, 2)[:, None]) * 64 + (0 + tl.arange(0, 32)[None, :]))
+        k_groups = base_32 // 32 + tl.arange(0, 2)[:, None]
+        k_scale0 = tl.load(keys_scale_ptr.to(tl.pointer_type(tl.uint32)) + k_groups * 64 + (0 + tl.arange(0, 32)[None, :]))
         k_scale0 = tl.broadcast_to(k_scale0[:, None, :], [2, 32, 32])
         k_scale0 = tl.reshape(k_scale0, [64, 32])
-        k_minimum0 = tl.load(keys_minimum_ptr.to(tl.pointer_type(tl.uint32)) + (base_32 // 32 + tl.arange(0, 2)[:, None]) * 64 + (0 + tl.arange(0, 32)[None, :]))
+        k_minimum0 = tl.load(keys_minimum_ptr.to(tl.pointer_type(tl.uint32)) + k_groups * 64 + (0 + tl.arange(0, 32)[None, :]))
         k_minimum0 = tl.broadcast_to(k_minimum0[:, None, :], [2, 32, 32])
         k_minimum0 = tl.reshape(k_minimum0, [64, 32])
         k0 = affine_at0(bits4_at0_halves(k_words0), k_scale0, k_minimum0)
         k1 = affine_at1(bits4_at8_halves(k_words0), k_scale0, k_minimum0)
-        k_scale2 = tl.load(keys_scale_ptr.to(tl.pointer_type(tl.uint32)) + (base_32 // 32 + tl.arange(0, 2)[:, None]) * 64 + (32 + tl.arange(0, 32)[None, :]))
+        k_groups = base_32 // 32 + tl.arange(0, 2)[:, None]
+        k_scale2 = tl.load(keys_scale_ptr.to(tl.pointer_type(tl.uint32)) + k_groups * 64 + (32 + tl.arange(0, 32)[None, :]))
         k_scale2 = tl.broadcast_to(k_scale2[:, None, :], [2, 32, 32])
         k_scale2 = tl.reshape(k_scale2, [64, 32])
-        k_minimum2 = tl.load(keys_minimum_ptr.to(tl.pointer_type(tl.uint32)) + (base_32 // 32 + tl.arange(0, 2)[:, None]) * 64 + (32 + tl.arange(0, 32)[None, :]))
+        k_minimum2 = tl.load(keys_minimum_ptr.to(tl.pointer_type(tl.uint32)) + k_groups * 64 + (32 + tl.arange(0, 32)[None, :]))
         k_minimum2 = tl.broadcast_to(k_minimum2[:, None, :], [2, 32, 32])
         k_minimum2 = tl.reshape(k_minimum2, [64, 32])
         k2 = affine_at0(bits4_at4_halves(k_words0), k_scale2, k_minimum2)
@@ -279,7 +281,8 @@ def decode_attention(
         acc1 = acc1 * alpha[:, None]
         acc2 = acc2 * alpha[:, None]
         acc3 = acc3 * alpha[:, None]
-        minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 64]), [16, 64]) * tl.reshape(tl.broadcast_to(tl.trans(v_minimum)[:, None, :], [4, 4, 64]), [16, 64])
+        v_minima = tl.reshape(tl.broadcast_to(tl.trans(v_minimum)[:, None, :], [4, 4, 64]), [16, 64])
+        minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 64]), [16, 64]) * v_minima
         w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 64]), [16, 64]) * v_scales).to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
         acc1 = tl.dot(w, v1, acc1)
@@ -300,18 +303,20 @@ def decode_attention(
         every = inside
         inside = (inside & ~k_in_full)
         k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base_32 * 32 + n[:, None] * 32 + kw0, mask=inside[:, None], other=0)
-        k_scale0 = tl.load(keys_scale_ptr.to(tl.pointer_type(tl.uint32)) + (base_32 // 32 + tl.arange(0, 2)[:, None]) * 64 + (0 + tl.arange(0, 32)[None, :]), mask=(start + tl.arange(0, 2)[:, None] * 32 < end), other=0)
+        k_groups = base_32 // 32 + tl.arange(0, 2)[:, None]
+        k_scale0 = tl.load(keys_scale_ptr.to(tl.pointer_type(tl.uint32)) + k_groups * 64 + (0 + tl.arange(0, 32)[None, :]), mask=(start + tl.arange(0, 2)[:, None] * 32 < end), other=0)
         k_scale0 = tl.broadcast_to(k_scale0[:, None, :], [2, 32, 32])
         k_scale0 = tl.reshape(k_scale0, [64, 32])
-        k_minimum0 = tl.load(keys_minimum_ptr.to(tl.pointer_type(tl.uint32)) + (base_32 // 32 + tl.arange(0, 2)[:, None]) * 64 + (0 + tl.arange(0, 32)[None, :]), mask=(start + tl.arange(0, 2)[:, None] * 32 < end), other=0)
+        k_minimum0 = tl.load(keys_minimum_ptr.to(tl.pointer_type(tl.uint32)) + k_groups * 64 + (0 + tl.arange(0, 32)[None, :]), mask=(start + tl.arange(0, 2)[:, None] * 32 < end), other=0)
         k_minimum0 = tl.broadcast_to(k_minimum0[:, None, :], [2, 32, 32])
         k_minimum0 = tl.reshape(k_minimum0, [64, 32])
         k0 = affine_at0(bits4_at0_halves(k_words0), k_scale0, k_minimum0)
         k1 = affine_at1(bits4_at8_halves(k_words0), k_scale0, k_minimum0)
-        k_scale2 = tl.load(keys_scale_ptr.to(tl.pointer_type(tl.uint32)) + (base_32 // 32 + tl.arange(0, 2)[:, None]) * 64 + (32 + tl.arange(0, 32)[None, :]), mask=(start + tl.arange(0, 2)[:, None] * 32 < end), other=0)
+        k_groups = base_32 // 32 + tl.arange(0, 2)[:, None]
+        k_scale2 = tl.load(keys_scale_ptr.to(tl.pointer_type(tl.uint32)) + k_groups * 64 + (32 + tl.arange(0, 32)[None, :]), mask=(start + tl.arange(0, 2)[:, None] * 32 < end), other=0)
         k_scale2 = tl.broadcast_to(k_scale2[:, None, :], [2, 32, 32])
         k_scale2 = tl.reshape(k_scale2, [64, 32])
-        k_minimum2 = tl.load(keys_minimum_ptr.to(tl.pointer_type(tl.uint32)) + (base_32 // 32 + tl.arange(0, 2)[:, None]) * 64 + (32 + tl.arange(0, 32)[None, :]), mask=(start + tl.arange(0, 2)[:, None] * 32 < end), other=0)
+        k_minimum2 = tl.load(keys_minimum_ptr.to(tl.pointer_type(tl.uint32)) + k_groups * 64 + (32 + tl.arange(0, 32)[None, :]), mask=(start + tl.arange(0, 2)[:, None] * 32 < end), other=0)
         k_minimum2 = tl.broadcast_to(k_minimum2[:, None, :], [2, 32, 32])
         k_minimum2 = tl.reshape(k_minimum2, [64, 32])
         k2 = affine_at0(bits4_at4_halves(k_words0), k_scale2, k_minimum2)
@@ -370,7 +375,8 @@ def decode_attention(
         e_full = tl.where(v_in_full[None, :], e, 0.0)
         e = tl.where(v_in_full[None, :], 0.0, e)
         p = tl.where(v_in_full[None, :], 0.0, p)
-        minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 64]), [16, 64]) * tl.reshape(tl.broadcast_to(tl.trans(v_minimum)[:, None, :], [4, 4, 64]), [16, 64])
+        v_minima = tl.reshape(tl.broadcast_to(tl.trans(v_minimum)[:, None, :], [4, 4, 64]), [16, 64])
+        minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 64]), [16, 64]) * v_minima
         w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 64]), [16, 64]) * v_scales).to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
         acc1 = tl.dot(w, v1, acc1)

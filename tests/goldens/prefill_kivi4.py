@@ -4,28 +4,12 @@
 # cache     K int4 per channel/32 tokens, last 128 in full, V int4/g32, last 128 in full · contiguous · full
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
-# tile      64 x 32, fp8 native
-# key       f2947124e0f75284
-# spec      {"block": [64, 32], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "prefill", "site": {"layout": {"before_rope": false, "keys": {"code": "uint4", "hadamard": false, "residual": 128, "scale": {"dtype": "float16", "minimum": true, "per": "channel", "size": 32}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"code": "uint4", "hadamard": false, "residual": 128, "scale": {"dtype": "float16", "minimum": true, "per": "group", "size": 32}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
+# tile      64 x 64, fp8 native
+# key       47c7d10e69aa8b23
+# spec      {"block": [64, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "prefill", "site": {"layout": {"before_rope": false, "keys": {"code": "uint4", "hadamard": false, "residual": 128, "scale": {"dtype": "float16", "minimum": true, "per": "channel", "size": 32}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"code": "uint4", "hadamard": false, "residual": 128, "scale": {"dtype": "float16", "minimum": true, "per": "group", "size": 32}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def halfwords(x):
-    """uint8 -> uint16, four in two instructions; pieces that share bytes unpack from it."""
-    return tl.inline_asm_elementwise(
-        """
-        prmt.b32 $0, $2, 0, 0x4140;
-        prmt.b32 $1, $2, 0, 0x4342;
-        """,
-        "=&r,=r,r",
-        [x],
-        dtype=tl.uint16,
-        is_pure=True,
-        pack=4,
-    )
 
 
 @triton.jit
@@ -115,9 +99,51 @@ def bits4_at12_halves(x):
 
 
 @triton.jit
-def log2_of(x):
-    """log2 of a normal positive float32, in one instruction: tl.log2 takes care of all others, in seven."""
-    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+def affine(code, scale, minimum):
+    """code * scale + minimum in float16, rounded once, two at a time."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [code, scale, minimum], dtype=tl.float16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def affine_at0(code, scale, minimum):
+    """code * scale + minimum in float16, of the lower of the two numbers in each word of scales and minima."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 a, b;
+            prmt.b32 a, $2, $3, 0x5410;
+            prmt.b32 b, $4, $5, 0x5410;
+            fma.rn.f16x2 $0, $1, a, b;
+        }
+        """,
+        "=r,r,r,r,r,r",
+        [code, scale, minimum],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def affine_at1(code, scale, minimum):
+    """code * scale + minimum in float16, of the upper of the two numbers in each word of scales and minima."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 a, b;
+            prmt.b32 a, $2, $3, 0x7632;
+            prmt.b32 b, $4, $5, 0x7632;
+            fma.rn.f16x2 $0, $1, a, b;
+        }
+        """,
+        "=r,r,r,r,r,r",
+        [code, scale, minimum],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit(do_not_specialize=["slots", "tokens"])
@@ -141,7 +167,7 @@ def prefill_attention(
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     m = tl.arange(0, 64)
-    n = tl.arange(0, 32)
+    n = tl.arange(0, 64)
     # Rows: the heads of a group of one token, then those of the next.
     below = tl.program_id(0) * 64
     token = (below + m) // 4
@@ -157,10 +183,11 @@ def prefill_attention(
     kc1 = 1 + 2 * tl.arange(0, 32)[None, :]
     kc2 = 64 + 2 * tl.arange(0, 32)[None, :]
     kc3 = 65 + 2 * tl.arange(0, 32)[None, :]
-    vc0 = tl.arange(0, 32)[None, :]
-    vc1 = 32 + tl.arange(0, 32)[None, :]
-    vc2 = 64 + tl.arange(0, 32)[None, :]
-    vc3 = 96 + tl.arange(0, 32)[None, :]
+    vc0 = 2 * tl.arange(0, 32)[None, :]
+    vw0 = tl.arange(0, 32)[None, :]
+    vc1 = 1 + 2 * tl.arange(0, 32)[None, :]
+    vc2 = 64 + 2 * tl.arange(0, 32)[None, :]
+    vc3 = 65 + 2 * tl.arange(0, 32)[None, :]
     q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + token[:, None].to(tl.int64) * q_s2 + kc0, mask=real[:, None], other=0.0)
     q1 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + token[:, None].to(tl.int64) * q_s2 + kc1, mask=real[:, None], other=0.0)
     q2 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + token[:, None].to(tl.int64) * q_s2 + kc2, mask=real[:, None], other=0.0)
@@ -179,98 +206,90 @@ def prefill_attention(
     q2 = q2 / norm[:, None]
     q3 = q3 / norm[:, None]
     row_scale = norm * 0.12751743082459868
+    q0 = q0.to(tl.float16)
+    q1 = q1.to(tl.float16)
+    q2 = q2.to(tl.float16)
+    q3 = q3.to(tl.float16)
     top = tl.full([64], -1.0e30, tl.float32)
     total = tl.zeros([64], tl.float32)
     acc0 = tl.zeros([64, 32], tl.float32)
     acc1 = tl.zeros([64, 32], tl.float32)
     acc2 = tl.zeros([64, 32], tl.float32)
     acc3 = tl.zeros([64, 32], tl.float32)
-    minima0 = tl.zeros([64], tl.float32)
-    minima1 = tl.zeros([64], tl.float32)
-    minima2 = tl.zeros([64], tl.float32)
-    minima3 = tl.zeros([64], tl.float32)
 
     # the cache
     end = far + 1
-    tiles = (tl.maximum(end, 0) + 31) // 32
+    tiles = (tl.maximum(end, 0) + 63) // 64
     plain_from = 0
     plain_end = near + 1
     plain_end = tl.minimum(plain_end, (tl.maximum(near + 1, 0) - (tl.maximum(near + 1, 0) % 128)))
     plain_end = tl.minimum(plain_end, (tl.maximum(near + 1, 0) - 128))
-    plain_to = tl.maximum(plain_end, 0) // 32
+    plain_to = tl.maximum(plain_end, 0) // 64
     begin = 0
     stop = tiles
     plain_begin = tl.minimum(tl.maximum(begin, plain_from), stop)
     plain_stop = tl.maximum(tl.minimum(stop, plain_to), plain_begin)
     for tile in range(plain_begin, plain_stop):
-        start = tile * 32
+        start = tile * 64
         base = (batch * 8 + head) * slots + start
         base_32 = (batch * 8 + head) * ((slots + 31) // 32 * 32) + start
-        k_scale0 = tl.load(keys_scale_ptr + base_32 // 32 * 128 + kc0).to(tl.float32)
-        k_minimum0 = tl.load(keys_minimum_ptr + base_32 // 32 * 128 + kc0).to(tl.float32)
-        k_scale1 = tl.load(keys_scale_ptr + base_32 // 32 * 128 + kc1).to(tl.float32)
-        k_minimum1 = tl.load(keys_minimum_ptr + base_32 // 32 * 128 + kc1).to(tl.float32)
-        k_scale2 = tl.load(keys_scale_ptr + base_32 // 32 * 128 + kc2).to(tl.float32)
-        k_minimum2 = tl.load(keys_minimum_ptr + base_32 // 32 * 128 + kc2).to(tl.float32)
-        k_scale3 = tl.load(keys_scale_ptr + base_32 // 32 * 128 + kc3).to(tl.float32)
-        k_minimum3 = tl.load(keys_minimum_ptr + base_32 // 32 * 128 + kc3).to(tl.float32)
         k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base_32 * 32 + n[:, None] * 32 + kw0)
-        k0 = bits4_at0_halves(k_words0)
-        k1 = bits4_at8_halves(k_words0)
-        k2 = bits4_at4_halves(k_words0)
-        k3 = bits4_at12_halves(k_words0)
-        s = tl.dot((q0 * k_scale0).to(tl.float16), tl.trans(k0))
-        s = tl.dot((q1 * k_scale1).to(tl.float16), tl.trans(k1), s)
-        s = tl.dot((q2 * k_scale2).to(tl.float16), tl.trans(k2), s)
-        s = tl.dot((q3 * k_scale3).to(tl.float16), tl.trans(k3), s)
-        s = s + (tl.sum(q0 * k_minimum0, 1) + tl.sum(q1 * k_minimum1, 1) + tl.sum(q2 * k_minimum2, 1) + tl.sum(q3 * k_minimum3, 1))[:, None]
+        k_groups = base_32 // 32 + tl.arange(0, 2)[:, None]
+        k_scale0 = tl.load(keys_scale_ptr.to(tl.pointer_type(tl.uint32)) + k_groups * 64 + (0 + tl.arange(0, 32)[None, :]))
+        k_scale0 = tl.broadcast_to(k_scale0[:, None, :], [2, 32, 32])
+        k_scale0 = tl.reshape(k_scale0, [64, 32])
+        k_minimum0 = tl.load(keys_minimum_ptr.to(tl.pointer_type(tl.uint32)) + k_groups * 64 + (0 + tl.arange(0, 32)[None, :]))
+        k_minimum0 = tl.broadcast_to(k_minimum0[:, None, :], [2, 32, 32])
+        k_minimum0 = tl.reshape(k_minimum0, [64, 32])
+        k0 = affine_at0(bits4_at0_halves(k_words0), k_scale0, k_minimum0)
+        k1 = affine_at1(bits4_at8_halves(k_words0), k_scale0, k_minimum0)
+        k_groups = base_32 // 32 + tl.arange(0, 2)[:, None]
+        k_scale2 = tl.load(keys_scale_ptr.to(tl.pointer_type(tl.uint32)) + k_groups * 64 + (32 + tl.arange(0, 32)[None, :]))
+        k_scale2 = tl.broadcast_to(k_scale2[:, None, :], [2, 32, 32])
+        k_scale2 = tl.reshape(k_scale2, [64, 32])
+        k_minimum2 = tl.load(keys_minimum_ptr.to(tl.pointer_type(tl.uint32)) + k_groups * 64 + (32 + tl.arange(0, 32)[None, :]))
+        k_minimum2 = tl.broadcast_to(k_minimum2[:, None, :], [2, 32, 32])
+        k_minimum2 = tl.reshape(k_minimum2, [64, 32])
+        k2 = affine_at0(bits4_at4_halves(k_words0), k_scale2, k_minimum2)
+        k3 = affine_at1(bits4_at12_halves(k_words0), k_scale2, k_minimum2)
+        s = tl.dot(q0, tl.trans(k0))
+        s = tl.dot(q1, tl.trans(k1), s)
+        s = tl.dot(q2, tl.trans(k2), s)
+        s = tl.dot(q3, tl.trans(k3), s)
         s = s * row_scale[:, None]
-        v_scale = tl.load(values_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
-        v_scale_0, v_scale_1 = tl.split(tl.reshape(v_scale, [32, 2, 2]))
-        v_scale0, v_scale2 = tl.split(tl.reshape(v_scale_0, [32, 2]))
-        v_scale1, v_scale3 = tl.split(tl.reshape(v_scale_1, [32, 2]))
-        v_minimum = tl.load(values_minimum_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
-        v_minimum_0, v_minimum_1 = tl.split(tl.reshape(v_minimum, [32, 2, 2]))
-        v_minimum0, v_minimum2 = tl.split(tl.reshape(v_minimum_0, [32, 2]))
-        v_minimum1, v_minimum3 = tl.split(tl.reshape(v_minimum_1, [32, 2]))
-        v_bytes0 = halfwords(tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0))
-        v0 = bits4_at0_halves(v_bytes0)
-        v_bytes1 = halfwords(tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc1))
-        v1 = bits4_at0_halves(v_bytes1)
-        v2 = bits4_at4_halves(v_bytes0)
-        v3 = bits4_at4_halves(v_bytes1)
-        v_exponent = log2_of(tl.maximum(tl.maximum(tl.maximum(tl.maximum(v_scale0, v_scale1), v_scale2), v_scale3), 5.960464477539063e-08))
-        s = s + v_exponent[None, :]
-        v_unit = tl.exp2(-v_exponent)[None, :]
+        v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 32 + n[:, None] * 32 + vw0)
+        v_scale0 = tl.load(values_scale_ptr + base * 4 + n[:, None] * 4 + 0 + tl.arange(0, 2)[None, :])
+        v_scale0 = tl.reshape(tl.broadcast_to(v_scale0[:, :, None], [64, 2, 16]), [64, 32])
+        v_minimum0 = tl.load(values_minimum_ptr + base * 4 + n[:, None] * 4 + 0 + tl.arange(0, 2)[None, :])
+        v_minimum0 = tl.reshape(tl.broadcast_to(v_minimum0[:, :, None], [64, 2, 16]), [64, 32])
+        v0 = affine(bits4_at0_halves(v_words0), v_scale0, v_minimum0)
+        v1 = affine(bits4_at8_halves(v_words0), v_scale0, v_minimum0)
+        v_scale2 = tl.load(values_scale_ptr + base * 4 + n[:, None] * 4 + 2 + tl.arange(0, 2)[None, :])
+        v_scale2 = tl.reshape(tl.broadcast_to(v_scale2[:, :, None], [64, 2, 16]), [64, 32])
+        v_minimum2 = tl.load(values_minimum_ptr + base * 4 + n[:, None] * 4 + 2 + tl.arange(0, 2)[None, :])
+        v_minimum2 = tl.reshape(tl.broadcast_to(v_minimum2[:, :, None], [64, 2, 16]), [64, 32])
+        v2 = affine(bits4_at4_halves(v_words0), v_scale2, v_minimum2)
+        v3 = affine(bits4_at12_halves(v_words0), v_scale2, v_minimum2)
         highest = tl.maximum(top, tl.max(s, 1) - 12.0)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
         top = highest
-        e = p
-        p = p * v_unit
         total = total * alpha + tl.sum(p, 1)
         acc0 = acc0 * alpha[:, None]
         acc1 = acc1 * alpha[:, None]
         acc2 = acc2 * alpha[:, None]
         acc3 = acc3 * alpha[:, None]
-        minima0 = minima0 * alpha + tl.sum(p * v_minimum0[None, :], 1)
-        w = (p * v_scale0[None, :]).to(tl.float16)
+        w = p.to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
-        minima1 = minima1 * alpha + tl.sum(p * v_minimum1[None, :], 1)
-        w = (p * v_scale1[None, :]).to(tl.float16)
         acc1 = tl.dot(w, v1, acc1)
-        minima2 = minima2 * alpha + tl.sum(p * v_minimum2[None, :], 1)
-        w = (p * v_scale2[None, :]).to(tl.float16)
         acc2 = tl.dot(w, v2, acc2)
-        minima3 = minima3 * alpha + tl.sum(p * v_minimum3[None, :], 1)
-        w = (p * v_scale3[None, :]).to(tl.float16)
         acc3 = tl.dot(w, v3, acc3)
     # Tiles before and after those, in which not every key is seen, or some stand in full elsewhere.
     edges = tl.maximum(stop - begin, 0) - (plain_stop - plain_begin)
     for edge in range(0, edges):
         tile = begin + edge
         tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
-        start = tile * 32
+        start = tile * 64
         inside = start + n < end
         key = start + n
         base = (batch * 8 + head) * slots + start
@@ -281,19 +300,25 @@ def prefill_attention(
         v_rows_full = ((key >= (tl.maximum(near + 1, 0) - 128))) & inside
         every = inside
         inside = (inside & (key < (tl.maximum(far + 1, 0) - (tl.maximum(far + 1, 0) % 128))))
-        k_scale0 = tl.load(keys_scale_ptr + base_32 // 32 * 128 + kc0).to(tl.float32)
-        k_minimum0 = tl.load(keys_minimum_ptr + base_32 // 32 * 128 + kc0).to(tl.float32)
-        k_scale1 = tl.load(keys_scale_ptr + base_32 // 32 * 128 + kc1).to(tl.float32)
-        k_minimum1 = tl.load(keys_minimum_ptr + base_32 // 32 * 128 + kc1).to(tl.float32)
-        k_scale2 = tl.load(keys_scale_ptr + base_32 // 32 * 128 + kc2).to(tl.float32)
-        k_minimum2 = tl.load(keys_minimum_ptr + base_32 // 32 * 128 + kc2).to(tl.float32)
-        k_scale3 = tl.load(keys_scale_ptr + base_32 // 32 * 128 + kc3).to(tl.float32)
-        k_minimum3 = tl.load(keys_minimum_ptr + base_32 // 32 * 128 + kc3).to(tl.float32)
         k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base_32 * 32 + n[:, None] * 32 + kw0, mask=inside[:, None], other=0)
-        k0 = bits4_at0_halves(k_words0)
-        k1 = bits4_at8_halves(k_words0)
-        k2 = bits4_at4_halves(k_words0)
-        k3 = bits4_at12_halves(k_words0)
+        k_groups = base_32 // 32 + tl.arange(0, 2)[:, None]
+        k_scale0 = tl.load(keys_scale_ptr.to(tl.pointer_type(tl.uint32)) + k_groups * 64 + (0 + tl.arange(0, 32)[None, :]), mask=(start + tl.arange(0, 2)[:, None] * 32 < end), other=0)
+        k_scale0 = tl.broadcast_to(k_scale0[:, None, :], [2, 32, 32])
+        k_scale0 = tl.reshape(k_scale0, [64, 32])
+        k_minimum0 = tl.load(keys_minimum_ptr.to(tl.pointer_type(tl.uint32)) + k_groups * 64 + (0 + tl.arange(0, 32)[None, :]), mask=(start + tl.arange(0, 2)[:, None] * 32 < end), other=0)
+        k_minimum0 = tl.broadcast_to(k_minimum0[:, None, :], [2, 32, 32])
+        k_minimum0 = tl.reshape(k_minimum0, [64, 32])
+        k0 = affine_at0(bits4_at0_halves(k_words0), k_scale0, k_minimum0)
+        k1 = affine_at1(bits4_at8_halves(k_words0), k_scale0, k_minimum0)
+        k_groups = base_32 // 32 + tl.arange(0, 2)[:, None]
+        k_scale2 = tl.load(keys_scale_ptr.to(tl.pointer_type(tl.uint32)) + k_groups * 64 + (32 + tl.arange(0, 32)[None, :]), mask=(start + tl.arange(0, 2)[:, None] * 32 < end), other=0)
+        k_scale2 = tl.broadcast_to(k_scale2[:, None, :], [2, 32, 32])
+        k_scale2 = tl.reshape(k_scale2, [64, 32])
+        k_minimum2 = tl.load(keys_minimum_ptr.to(tl.pointer_type(tl.uint32)) + k_groups * 64 + (32 + tl.arange(0, 32)[None, :]), mask=(start + tl.arange(0, 2)[:, None] * 32 < end), other=0)
+        k_minimum2 = tl.broadcast_to(k_minimum2[:, None, :], [2, 32, 32])
+        k_minimum2 = tl.reshape(k_minimum2, [64, 32])
+        k2 = affine_at0(bits4_at4_halves(k_words0), k_scale2, k_minimum2)
+        k3 = affine_at1(bits4_at12_halves(k_words0), k_scale2, k_minimum2)
         inside = every
         k_row = (batch * 8 + head) * 128 + tl.where(k_rows_full, 0 + key % 128, 0)
         k0_full = tl.load(keys_full_ptr + k_row[:, None] * 128 + kc0, mask=(k_rows_full & (key < first))[:, None], other=0.0).to(tl.bfloat16)
@@ -304,11 +329,10 @@ def prefill_attention(
         k2_full += tl.load(k_ptr + batch * k_s0 + tl.cast(head, tl.int64) * k_s1 + (key - first)[:, None].to(tl.int64) * k_s2 + kc2, mask=(k_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
         k3_full = tl.load(keys_full_ptr + k_row[:, None] * 128 + kc3, mask=(k_rows_full & (key < first))[:, None], other=0.0).to(tl.bfloat16)
         k3_full += tl.load(k_ptr + batch * k_s0 + tl.cast(head, tl.int64) * k_s1 + (key - first)[:, None].to(tl.int64) * k_s2 + kc3, mask=(k_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
-        s = tl.dot((q0 * k_scale0).to(tl.float16), tl.trans(k0))
-        s = tl.dot((q1 * k_scale1).to(tl.float16), tl.trans(k1), s)
-        s = tl.dot((q2 * k_scale2).to(tl.float16), tl.trans(k2), s)
-        s = tl.dot((q3 * k_scale3).to(tl.float16), tl.trans(k3), s)
-        s = s + (tl.sum(q0 * k_minimum0, 1) + tl.sum(q1 * k_minimum1, 1) + tl.sum(q2 * k_minimum2, 1) + tl.sum(q3 * k_minimum3, 1))[:, None]
+        s = tl.dot(q0, tl.trans(k0))
+        s = tl.dot(q1, tl.trans(k1), s)
+        s = tl.dot(q2, tl.trans(k2), s)
+        s = tl.dot(q3, tl.trans(k3), s)
         s = s * row_scale[:, None]
         f = tl.dot(q0_full, tl.trans(k0_full))
         f = tl.dot(q1_full, tl.trans(k1_full), f)
@@ -318,20 +342,19 @@ def prefill_attention(
         s = tl.where(inside[None, :] & (key[None, :] <= position[:, None]), s, float("-inf"))
         every = inside
         inside = (inside & (key < (tl.maximum(far + 1, 0) - 128)))
-        v_scale = tl.load(values_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-        v_scale_0, v_scale_1 = tl.split(tl.reshape(v_scale, [32, 2, 2]))
-        v_scale0, v_scale2 = tl.split(tl.reshape(v_scale_0, [32, 2]))
-        v_scale1, v_scale3 = tl.split(tl.reshape(v_scale_1, [32, 2]))
-        v_minimum = tl.load(values_minimum_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-        v_minimum_0, v_minimum_1 = tl.split(tl.reshape(v_minimum, [32, 2, 2]))
-        v_minimum0, v_minimum2 = tl.split(tl.reshape(v_minimum_0, [32, 2]))
-        v_minimum1, v_minimum3 = tl.split(tl.reshape(v_minimum_1, [32, 2]))
-        v_bytes0 = halfwords(tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0, mask=inside[:, None], other=0))
-        v0 = bits4_at0_halves(v_bytes0)
-        v_bytes1 = halfwords(tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc1, mask=inside[:, None], other=0))
-        v1 = bits4_at0_halves(v_bytes1)
-        v2 = bits4_at4_halves(v_bytes0)
-        v3 = bits4_at4_halves(v_bytes1)
+        v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 32 + n[:, None] * 32 + vw0, mask=inside[:, None], other=0)
+        v_scale0 = tl.load(values_scale_ptr + base * 4 + n[:, None] * 4 + 0 + tl.arange(0, 2)[None, :], mask=inside[:, None], other=0.0)
+        v_scale0 = tl.reshape(tl.broadcast_to(v_scale0[:, :, None], [64, 2, 16]), [64, 32])
+        v_minimum0 = tl.load(values_minimum_ptr + base * 4 + n[:, None] * 4 + 0 + tl.arange(0, 2)[None, :], mask=inside[:, None], other=0.0)
+        v_minimum0 = tl.reshape(tl.broadcast_to(v_minimum0[:, :, None], [64, 2, 16]), [64, 32])
+        v0 = affine(bits4_at0_halves(v_words0), v_scale0, v_minimum0)
+        v1 = affine(bits4_at8_halves(v_words0), v_scale0, v_minimum0)
+        v_scale2 = tl.load(values_scale_ptr + base * 4 + n[:, None] * 4 + 2 + tl.arange(0, 2)[None, :], mask=inside[:, None], other=0.0)
+        v_scale2 = tl.reshape(tl.broadcast_to(v_scale2[:, :, None], [64, 2, 16]), [64, 32])
+        v_minimum2 = tl.load(values_minimum_ptr + base * 4 + n[:, None] * 4 + 2 + tl.arange(0, 2)[None, :], mask=inside[:, None], other=0.0)
+        v_minimum2 = tl.reshape(tl.broadcast_to(v_minimum2[:, :, None], [64, 2, 16]), [64, 32])
+        v2 = affine(bits4_at4_halves(v_words0), v_scale2, v_minimum2)
+        v3 = affine(bits4_at12_halves(v_words0), v_scale2, v_minimum2)
         inside = every
         v_row = (batch * 8 + head) * 128 + tl.where(v_rows_full, 0 + key % 128, 0)
         v0_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc0, mask=(v_rows_full & (key < first))[:, None], other=0.0).to(tl.bfloat16)
@@ -342,46 +365,28 @@ def prefill_attention(
         v2_full += tl.load(v_ptr + batch * v_s0 + tl.cast(head, tl.int64) * v_s1 + (key - first)[:, None].to(tl.int64) * v_s2 + vc2, mask=(v_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
         v3_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc3, mask=(v_rows_full & (key < first))[:, None], other=0.0).to(tl.bfloat16)
         v3_full += tl.load(v_ptr + batch * v_s0 + tl.cast(head, tl.int64) * v_s1 + (key - first)[:, None].to(tl.int64) * v_s2 + vc3, mask=(v_rows_full & (key >= first))[:, None], other=0.0).to(tl.bfloat16)
-        v_exponent = log2_of(tl.maximum(tl.maximum(tl.maximum(tl.maximum(v_scale0, v_scale1), v_scale2), v_scale3), 5.960464477539063e-08))
-        v_exponent = tl.where(v_in_full, 0.0, v_exponent[None, :])
-        s = s + v_exponent
-        v_unit = tl.exp2(-v_exponent)
         highest = tl.maximum(top, tl.max(s, 1) - 12.0)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
         top = highest
-        e = p
-        p = p * v_unit
         total = total * alpha + tl.sum(p, 1)
         acc0 = acc0 * alpha[:, None]
         acc1 = acc1 * alpha[:, None]
         acc2 = acc2 * alpha[:, None]
         acc3 = acc3 * alpha[:, None]
-        e_full = tl.where(v_in_full, e, 0.0)
-        e = tl.where(v_in_full, 0.0, e)
+        p_full = tl.where(v_in_full, p, 0.0)
         p = tl.where(v_in_full, 0.0, p)
-        minima0 = minima0 * alpha + tl.sum(p * v_minimum0[None, :], 1)
-        w = (p * v_scale0[None, :]).to(tl.float16)
+        w = p.to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
-        minima1 = minima1 * alpha + tl.sum(p * v_minimum1[None, :], 1)
-        w = (p * v_scale1[None, :]).to(tl.float16)
         acc1 = tl.dot(w, v1, acc1)
-        minima2 = minima2 * alpha + tl.sum(p * v_minimum2[None, :], 1)
-        w = (p * v_scale2[None, :]).to(tl.float16)
         acc2 = tl.dot(w, v2, acc2)
-        minima3 = minima3 * alpha + tl.sum(p * v_minimum3[None, :], 1)
-        w = (p * v_scale3[None, :]).to(tl.float16)
         acc3 = tl.dot(w, v3, acc3)
-        w = e_full.to(tl.bfloat16)
+        w = p_full.to(tl.bfloat16)
         acc0 = acc0 + tl.dot(w, v0_full)
         acc1 = acc1 + tl.dot(w, v1_full)
         acc2 = acc2 + tl.dot(w, v2_full)
         acc3 = acc3 + tl.dot(w, v3_full)
 
-    acc0 = acc0 + minima0[:, None]
-    acc1 = acc1 + minima1[:, None]
-    acc2 = acc2 + minima2[:, None]
-    acc3 = acc3 + minima3[:, None]
     # A query of padding sees nothing, and gives 0.
     total = tl.where(total == 0.0, 1.0, total)
     row = ((batch * 32 + heads) * tokens + token) * 128

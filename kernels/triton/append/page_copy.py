@@ -60,5 +60,5 @@ def generate(spec: KernelSpec) -> KernelSource:
 
 
 def grid(spec: KernelSpec, copies: int) -> tuple[int, int]:
-    """The copies on the axis that takes 2^31 - 1 programs: of 64 beams that change places there are more than 65,535."""
+    """Copies on the axis that takes 2^31 - 1 programs: of 64 beams that change places there are more than 65,535."""
     return copies, -(-page_of(spec)[1] // spec.block_n)

@@ -15,7 +15,8 @@ split over programs (flash decoding, Dao et al. 2023): each writes acc, top and 
 Options of the two roles
     logits        decode: scores in base 2 are stored, [B, Hkv, group, slots] float32, for `score`
     lse           prefill: the log-sum-exp in base 2 of each query is stored, [B, Hq, tokens] float32, for `columns`
-    slots16       the slots of a sequence are a multiple of 16, and come divided by it (`slots_16`): scales are copied then
+    slots16       the slots of a sequence are a multiple of 16, and come divided by it (`slots_16`), so that Triton sees
+                  that rows of scales are aligned and copies them ahead
     chosen        decode: the slots are those of the pages in `pages_read`, int32 [B, Hkv, K] (`layouts/selection/`)
     packed        prefill: the tokens of all sequences stand in one row, `out` as well, [row_tokens, Hq, Dv]
     new           prefill: the new tokens are not in the slots; they come as a source of their own

@@ -24,18 +24,20 @@ def products(attend: Attend, masked: bool) -> list[str]:
             if keys.folded:
                 left = f"(q{index} * k_scale{index}).to(tl.{keys.dot})"
             lines.append(f"{name} = {_dot(left, f'k{index}', name if count else None, keys.dot)}")
-        scale, minimum = (
-            None
-            if number is None
-            else f"{number}[None, :]"
-            if group.groups == 1
-            else stacking.spread(number, group.groups, attend.rows, spec.block_n)
-            for number in (group.scale, group.minimum)
-        )
-        if scale:
-            lines.append(f"{name} = {name} * {scale}")
-        if minimum:
-            lines.append(f"{name} = {name} + q_sum{place}[:, None] * {minimum}")
+        numbers = {}
+        for part, number in (("scale", group.scale), ("minimum", group.minimum)):
+            if number is None:
+                continue
+            numbers[part] = f"{number}[None, :]"
+            if group.groups > 1:
+                lines.append(
+                    f"{number}s = {stacking.spread(number, group.groups, attend.rows, spec.block_n)}"
+                )
+                numbers[part] = f"{number}s"
+        if group.scale:
+            lines.append(f"{name} = {name} * {numbers['scale']}")
+        if group.minimum:
+            lines.append(f"{name} = {name} + q_sum{place}[:, None] * {numbers['minimum']}")
         if place:
             lines.append("s = s + t")
     if keys.folded:

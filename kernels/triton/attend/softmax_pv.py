@@ -122,6 +122,9 @@ def weigh(attend: Attend, masked: bool) -> list[str]:
     for place, group in enumerate(values.scales):
         scale, minimum = (_of_rows(attend, number, group.groups) for number in (group.scale, group.minimum))
         if minimum:
+            if group.groups > 1:
+                lines.append(f"v_minima = {minimum}")
+                minimum = "v_minima"
             lines.append(_summed(attend, f"minima{place}", f"{_rows(attend, 'p')} * {minimum}"))
         weights = _rows(attend, whole)
         # Where a token has one scale, its weight has all of that.

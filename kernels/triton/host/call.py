@@ -69,8 +69,10 @@ class Call:
 
     @property
     def whole(self) -> tuple[str, ...]:
-        """The option of kernels that attend which says that a sequence's slots are a multiple of 16, where that is known
-        when they are launched: of a size that a graph leaves open it is not."""
+        """The option of kernels that attend that says that a sequence's slots are a multiple of 16, where it is known.
+
+        Of a size that a graph leaves open it is not.
+        """
         layout = self.site.layout
         if not layout.in_order or isinstance(layout.placement, Paged):
             return ()

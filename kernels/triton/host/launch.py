@@ -32,10 +32,10 @@ class Recorded(NamedTuple):
 
 
 def known(kernel: Kernel, tensors: Mapping[str, Tensor]) -> tuple[tuple[str, int], ...]:
-    """What a launch says of its arguments, by name: 16, a multiple of it; 1, that number, which is a constant then.
+    """What a launch says of its arguments, by name: 16, a multiple of it; 1, the number, which is a constant then.
 
-    As Triton's launcher specialises: addresses (tensors begin at multiples of 16 bytes) and strides; of sizes it is told
-    to know nothing (`render.py`).
+    As Triton's launcher specialises: addresses (tensors begin at multiples of 16 bytes) and strides; of sizes it is
+    told to know nothing (`render.py`).
     """
     found: dict[str, int] = {}
     for param in kernel.source.params:

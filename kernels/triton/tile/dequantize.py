@@ -112,10 +112,12 @@ def _of_words(
     if not part.affine:
         return [*lines, f"{name} = {codes}"]
     lines += part.pair_scales(source, index, masked)
-    letter, own = part.letter, index - 1 if part.assembly and piece.start % 2 else index
+    shared = part.by_group or part.assembly
+    letter, own = part.letter, index - 1 if shared and piece.start % 2 else index
     numbers = f"{letter}_scale{own}, {letter}_minimum{own}"
     if part.assembly:
-        return [*lines, f"{name} = affine_at{piece.start % 2}({codes}, {numbers})"]
+        form = "affine" if part.by_group else f"affine_at{piece.start % 2}"
+        return [*lines, f"{name} = {form}({codes}, {numbers})"]
     scale, minimum = (f"{number}.to(tl.float32)" for number in numbers.split(", "))
     return [*lines, f"{name} = ({codes}.to(tl.float32) * {scale} + {minimum}).to(tl.float16)"]
 

@@ -6,9 +6,10 @@ A product has 16 rows at least, and the query heads of a KV head are few: rows t
 a product, and a set of weights, for each group of channels.
 
     s[head] = sum over groups of  (q[row] k) * scale[group] + sum(q[row]) * minimum[group]
-    w[row]  = p[head] * scale[group]          acc[row] = sum w[row] v, of which the channels of the group are taken
+    w[row]  = p[head] * scale[group]    acc[row] = sum w[row] v, of which the channels of the group are taken
 
-Of sides with fewer groups than the other, a row in `often` has the group, the others nothing (keys) or the same (values).
+Of a side with fewer groups than the other, one row in several has the group, and the others nothing (keys) or the same
+(values).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def repeated(name: str, often: int, rows: int, columns: int | None = None) -> st
 
 
 def spread(name: str, count: int, rows: int, columns: int) -> str:
-    """An expression: numbers [columns, count] of groups as [rows, columns], each of `count` sets of rows with its own."""
+    """An expression: numbers [columns, count] of groups as [rows, columns], a set of rows for each of `count`."""
     each = rows // count
     whole = f"tl.broadcast_to(tl.trans({name})[:, None, :], [{count}, {each}, {columns}])"
     return f"tl.reshape({whole}, [{rows}, {columns}])"

@@ -23,7 +23,7 @@ from kvcompile.kernels.triton.params import Param, TensorParam, taken_as
 from kvcompile.kernels.triton.spec import DotType, KernelSpec
 from kvcompile.kernels.triton.tile import dot_dtype
 from kvcompile.kernels.triton.tile.addressing import SlotArray
-from kvcompile.kernels.triton.tile.channel_blocks import ChannelBlock, between, in_words
+from kvcompile.kernels.triton.tile.channel_blocks import SMALLEST, ChannelBlock, between, in_words
 from kvcompile.kernels.triton.tile.code_values import scale_number
 from kvcompile.kernels.triton.tile.stacking import stacks
 from kvcompile.layouts import InKeys, Paged, Storage
@@ -60,6 +60,7 @@ class TileLoader:
     assembly: whether integers become float16 by inline assembly; what is interpreted has a plain form
     words:    whether rows are read as words of two bytes (`channel_blocks.in_words`)
     stack:    how often a query head is a row of its products (`stacking.py`): groups of channels need no pieces then
+    by_group: whether codes take the scales of their groups of channels (`affine`), if rows are read in words
     """
 
     side: str
@@ -74,6 +75,7 @@ class TileLoader:
     assembly: bool
     words: bool = False
     stack: int = 1
+    by_group: bool = False
 
     @property
     def letter(self) -> str:
@@ -102,11 +104,13 @@ class TileLoader:
 
     @property
     def affine(self) -> bool:
-        """Whether codes become code * scale + minimum in float16, two at once: of a tile of several groups of tokens.
+        """Whether codes become code * scale + minimum in float16, two at once.
 
-        Folded into the queries, scales would take queries of their own for each group.
+        Of a tile of several groups of tokens that share scales per channel: folded into the queries, these would take
+        queries of their own for each group. Of many queries also where groups of channels have scales: these would take
+        products of their own, as the rows of a product are full (`by_group`).
         """
-        return self.storage.channelwise and self.words and not self.folded
+        return self.words and (self.by_group or (self.storage.channelwise and not self.folded))
 
     @property
     def by_element(self) -> bool:
@@ -129,7 +133,7 @@ class TileLoader:
         """Which pieces are multiplied by what, after the product."""
         every = tuple(range(len(self.pieces)))
         kept, letter = self.storage, self.letter
-        if self.elementwise:
+        if self.elementwise or self.affine:
             return (Scales(every),)
         match kept.scale.per:
             case "vector":
@@ -217,6 +221,8 @@ class TileLoader:
         Compiled, they are words of two numbers, of a channel and the next: of those, pieces of even and of odd channels
         take theirs.
         """
+        if self.by_group:
+            return self._group_scales(source, index, masked)
         piece, groups = self.pieces[index], self.block_n // self.group
         lines = []
         for part in self.storage.scale.numbers:
@@ -235,14 +241,35 @@ class TileLoader:
                 guards += [] if piece.whole else [f"({channels} < {piece.start // 2 + piece.width})"]
             elif not piece.whole:
                 guards.append(self._real(index))
-            rows = f"({source.base(self.group)} // {self.group} + tl.arange(0, {groups})[:, None])"
+            if not lines:
+                first = f"{source.base(self.group)} // {self.group}"
+                lines.append(f"{self.letter}_groups = {first} + tl.arange(0, {groups})[:, None]")
             guard = f", mask={' & '.join(guards)}, other=0" if guards else ""
-            block = f"tl.load({pointer} + {rows} * {width} + {channels}{guard})"
+            block = f"tl.load({pointer} + {self.letter}_groups * {width} + {channels}{guard})"
             lines += [
                 f"{name} = {block}",
                 f"{name} = tl.broadcast_to({name}[:, None, :], [{groups}, {self.group}, {piece.block}])",
                 f"{name} = tl.reshape({name}, [{self.block_n}, {piece.block}])",
             ]
+        return lines
+
+    def _group_scales(self, source: SlotArray, index: int, masked: bool) -> list[str]:
+        """Lines that define the numbers of a piece's groups of channels in float16, for each of its channels."""
+        piece, count = self.pieces[index], self.storage.groups(self.dim)
+        if piece.start % 2:
+            return []  # with the channels before
+        size = self.dim // count
+        covered = max(1, 2 * piece.width // size)
+        guard = ", mask=inside[:, None], other=0.0" if masked else ""
+        lines = []
+        for part in self.storage.scale.numbers:
+            name = f"{self.letter}_{part}{index}"
+            places = f"{piece.start // size} + tl.arange(0, {covered})[None, :]"
+            lines.append(f"{name} = tl.load({source.rows(f'{self.side}_{part}', count, places)}{guard})")
+            whole = (
+                f"tl.broadcast_to({name}[:, :, None], [{self.block_n}, {covered}, {piece.width // covered}])"
+            )
+            lines.append(f"{name} = tl.reshape({whole}, [{self.block_n}, {piece.width}])")
         return lines
 
     def constants(self) -> list[str]:
@@ -309,13 +336,35 @@ def reader(
     if kept.channelwise and own and (kept.group % spec.block_n == 0 or several_groups(spec, spec.block_n)):
         dot = dot_dtype.of_codes(kept, spec)
     stack = stacks(spec.role, spec.site, spec.head_dim, spec.v_head_dim)
-    marks = [*edges(kept, dim, stack > 1), *cuts]
+    by_group = _by_group(spec, kept, dim, dot, elementwise)
+    marks = [*edges(kept, dim, stack > 1 or by_group), *cuts]
     assembly = "interpreted" not in spec.options and dot == "float16"
     made = TileLoader(
-        side, kept, dim, (), dot, spec.dtype, spec.fp8, spec.block_n, elementwise, assembly, stack=stack
+        side,
+        kept,
+        dim,
+        (),
+        dot,
+        spec.dtype,
+        spec.fp8,
+        spec.block_n,
+        elementwise,
+        assembly,
+        stack=stack,
+        by_group=by_group,
     )
     words = () if pieces or not _in_words(made, spec) else in_words(dim, marks)
     return replace(made, pieces=pieces or words or between(dim, marks), words=bool(words))
+
+
+def _by_group(spec: KernelSpec, kept: Storage, dim: int, dot: DotType, elementwise: bool) -> bool:
+    """Whether codes take the scales of their groups of channels: those of many queries, if all pieces are whole."""
+    element, count = kept.element, kept.groups(dim)
+    if spec.role == "decode" or kept.scale.per != "group" or count == 1 or elementwise or spec.layout.in_keys:
+        return False
+    plain = element.kind == "uint" and element.bits in (4, 8) and kept.scale.dtype == "float16"
+    whole = dim & (dim - 1) == 0 and dim * element.bits // 8 >= 2 * SMALLEST and dim // count >= 4
+    return plain and whole and dot == "float16"
 
 
 def several_groups(spec: KernelSpec, block_n: int) -> bool:
@@ -331,7 +380,7 @@ def several_groups(spec: KernelSpec, block_n: int) -> bool:
         and dense
         and plain
         and packs
-        and spec.role == "decode"
+        and spec.role != "columns"
         and spec.dtype != "float32"
         and not chosen
     )
@@ -350,7 +399,7 @@ def _in_words(part: TileLoader, spec: KernelSpec) -> bool:
     if element.bits == 2 and part.row_bytes < _NARROW:
         return False
     # Pieces of one group are too narrow to be halved.
-    alone = part.stack > 1 or element.bits == 8 or part.storage.groups(part.dim) == 1
+    alone = part.stack > 1 or part.by_group or element.bits == 8 or part.storage.groups(part.dim) == 1
     return plain and alone and part.dot == "float16" and not part.by_element and part.row_bytes % 2 == 0
 
 

@@ -1,9 +1,9 @@
 """What a kernel's TTGIR says of its main loop: whether copies of the next tiles are on their way while one is computed.
 
 `num_stages` asks for a pipeline, and does not tell whether there is one: Triton gives the stages to whatever a tile
-loads, a page's number among it, and loads what it cannot copy in pieces of 4 bytes at once. TTGIR is the last form in
-which both show: buffers are `ttg.memdesc<2x64x128x..>`, copies that may be under way at the top of a turn are the number
-of `ttg.async_wait`, and a `tt.load` of a tensor is one that is waited for. Text in, numbers out; as `sass.py`.
+loads, a page's number among it, and what it cannot copy in pieces of 4 bytes it loads at once. TTGIR is the last form
+in which both show: buffers are `ttg.memdesc<2x64x128x..>`, copies that may be under way at the top of a turn are the
+number of `ttg.async_wait`, and a `tt.load` of a tensor is one that is waited for. Text in, numbers out; as `sass.py`.
 """
 
 from __future__ import annotations

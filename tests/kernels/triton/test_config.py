@@ -106,7 +106,8 @@ def test_case_of_a_site() -> None:
         ("decode", 2, 64, 64),
         ("decode", 2, 48, 32),
         ("decode", 2, 256, 128),
-        ("prefill", 4, 16, 16),
+        ("prefill", 2, 16, 16),
+        ("prefill", 4, 16, 64),
         ("decode", 4, 32, 64),  # dequantized in float16
         ("decode", 4, 16, 64),
         ("decode", 4, 256, 64),

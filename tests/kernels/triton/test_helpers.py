@@ -102,7 +102,16 @@ def test_all_assembly_is_run_here() -> None:
     fp8 = {"fp8_e4m3_halves", "fp8_e5m2_halves"}
     forms = ("int8", "uint8", "fp8_e4m3", "fp8_e5m2", "native_e4m3")
     words = {f"{form}_at{bit}_halves" for form in forms for bit in (0, 8)}
-    others = {"product", "log2_of", "int8_halves", "uint8_halves", "halfwords"}
+    others = {
+        "product",
+        "log2_of",
+        "int8_halves",
+        "uint8_halves",
+        "halfwords",
+        "affine",
+        "affine_at0",
+        "affine_at1",
+    }
     assert set(assembly()) == {*others, *fp8, *bits, *words}
 
 
@@ -120,7 +129,7 @@ def constraints() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("name", sorted(assembly()))
 def test_an_output_may_have_the_register_of_an_input(name: str) -> None:
-    """Where an input is read after an output was written, that output says that it needs a register of its own (`&`)."""
+    """If an input is read after an output was written, that output needs a register of its own, and says so (`&`)."""
     operands = constraints()[name]
     outputs = {f"${place}" for place, kind in enumerate(operands) if kind.startswith("=")}
     inputs = {f"${place}" for place, kind in enumerate(operands) if not kind.startswith("=")}
@@ -168,6 +177,18 @@ def test_bytes_become_float16(name: str, offset: int) -> None:
 def test_bytes_are_spread() -> None:
     out = run(assembly()["halfwords"], {"$2": 0xFF804001})
     assert (out["$0"], out["$1"]) == (0x00400001, 0x00FF0080)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_codes_become_numbers(odd: int) -> None:
+    """code * scale + minimum of two channels, whose numbers are the lower or the upper ones of two words each."""
+    g = np.random.default_rng(odd)
+    for _ in range(50):
+        codes, scales, minima = g.integers(0, 16, 2), g.standard_normal(4), g.standard_normal(4)
+        words = [word(pair) for pair in (codes, scales[:2], scales[2:], minima[:2], minima[2:])]
+        out = run(assembly()[f"affine_at{odd}"], {f"${n + 1}": one for n, one in enumerate(words)})
+        scale, minimum = (x.astype(HALF).astype(np.float64)[odd::2] for x in (scales, minima))
+        assert list(halves(out["$0"])) == list((codes * scale + minimum).astype(HALF))
 
 
 @pytest.mark.parametrize("bit", [0, 8])

@@ -1,5 +1,6 @@
-"""Ahead of time, with no GPU: what shipped recipes need assembles for sm_80, sm_90 and sm_100, does not spill, reads in
-whole vectors, and takes no more instructions per element than accepted (`tests/budgets.json`).
+"""Ahead of time, with no GPU: what shipped recipes need assembles for every architecture, does not spill, reads in
+whole vectors, takes no more instructions per element than accepted (`tests/budgets.json`), and has the pipeline that
+its stages ask for (`tests/pipelines.json`).
 
 KVCOMPILE_ACCEPT=1 writes the budgets that it meets; `-m slow` assembles every recipe, shape and architecture.
 """
@@ -17,16 +18,33 @@ from kvcompile.errors import KernelError
 from kvcompile.kernels.triton.config import bits_of
 from kvcompile.kernels.triton.generate import generate
 from kvcompile.kernels.triton.host.launches import Launch
-from kvcompile.kernels.triton.tools.assemble import ARCHES, Request, assemble, elements, signature
+from kvcompile.kernels.triton.tools.assemble import (
+    ARCHES,
+    Assembled,
+    Request,
+    assemble,
+    elements,
+    signature,
+)
 from kvcompile.layouts import CacheLayout
 from tests.support.kernel_specs import DEVICES, SHAPES, cache, of_recipes, spec
 
 BUDGETS = Path(__file__).parents[3] / "budgets.json"
+PIPELINES = Path(__file__).parents[3] / "pipelines.json"
 TOLERANCE = 1.05  # what another minor version of the compiler may add
 # Outside of the main loop: so many the assembler trades for one more program on a multiprocessor.
-SPILLS = 24
+SPILLS = 48
 LAYOUTS = dict(of_recipes())
 MANY = 64  # new tokens of a prompt
+# Decode without all that a pipeline must have, and why.
+UNPIPELINED = {
+    "kivi2": "a plane of 2 bits is too narrow for words, and scales per channel are read where they are folded in",
+    "nf4": "codes of a codebook are chosen by selects on bytes",
+    "mxfp4": "codes of a codebook are chosen by selects on bytes",
+    "sinks_h2o_fp8": "every tile may have tokens in full, and reads which tokens its slots hold",
+    "streaming": "cosines and sines of keys that turn take the shared memory of a second buffer",
+    "streaming_int8": "cosines and sines of keys that turn take the shared memory of a second buffer",
+}
 
 
 def asked(launch: Launch, arch: int) -> Request:
@@ -53,6 +71,9 @@ QUICK = (
     ("decode", "fp8:causal", "llama", 80),
     ("decode", "fp8:causal", "llama", 90),
     ("decode", "paged_int8:causal", "llama", 90),
+    ("decode", "paged:causal", "llama", 90),
+    ("decode", "int8:causal", "llama", 90),
+    ("decode", "int8:causal", "llama", 120),
     ("decode", "int4:causal", "llama", 90),
     ("decode", "kivi4:causal", "llama", 90),
     ("decode", "h2o_int8:causal", "mqa", 90),
@@ -77,6 +98,7 @@ def widest(request: Request) -> int:
 def check(cases: Mapping[str, Request], budgeted: bool) -> Iterator[str]:
     """What is wrong. budgeted: each of them must have a budget."""
     budgets = json.loads(BUDGETS.read_text("utf-8")) if BUDGETS.exists() else {}
+    pipelines = json.loads(PIPELINES.read_text("utf-8")) if PIPELINES.exists() else {}
     accepts = budgeted and bool(os.environ.get("KVCOMPILE_ACCEPT"))
     for name, made in zip(cases, assemble(cases.values()), strict=True):
         wrong = []
@@ -101,9 +123,42 @@ def check(cases: Mapping[str, Request], budgeted: bool) -> Iterator[str]:
             wrong.append("has no budget: KVCOMPILE_ACCEPT=1 writes one")
         elif found > limit * TOLERANCE:
             wrong.append(f"{found} instructions per element, the budget is {limit}")
+        wrong += _unpipelined(name, made)
+        if (one := pipeline_of(made)) is not None and (accepts or name in pipelines):
+            if accepts:
+                pipelines[name] = one
+            wrong += worse(one, pipelines[name])
         yield from (f"{name}: {problem}" for problem in wrong)
     if accepts:
+        PIPELINES.write_text(json.dumps(dict(sorted(pipelines.items())), indent=1) + "\n", "utf-8")
         BUDGETS.write_text(json.dumps(dict(sorted(budgets.items())), indent=1) + "\n", "utf-8")
+
+
+def pipeline_of(made: Assembled) -> dict[str, int] | None:
+    """What `tests/pipelines.json` has of a kernel: None of one whose main loop has no product."""
+    if made.pipeline is None or made.role not in ("decode", "prefill"):
+        return None
+    found = {"buffers": made.pipeline.buffers, "wait": made.pipeline.wait or 0}
+    found |= {"sync_loads": made.pipeline.sync_loads, "barriers": made.barriers}
+    return found | {"byte_loads": made.byte_loads}
+
+
+def worse(found: Mapping[str, int], accepted: Mapping[str, int]) -> list[str]:
+    """In what a main loop is worse than accepted."""
+    more = [name for name in ("buffers", "wait") if found[name] < accepted[name]]
+    more += [name for name in ("sync_loads", "barriers", "byte_loads") if found[name] > accepted[name]]
+    return [f"{name} of the main loop: {found[name]}, accepted are {accepted[name]}" for name in more]
+
+
+def _unpipelined(name: str, made: Assembled) -> list[str]:
+    """What a decode loop lacks: two buffers, copies on their way when a turn begins, nothing read while it waits."""
+    recipe = name.split()[1].partition(":")[0]
+    if made.role != "decode" or recipe in UNPIPELINED:
+        return []
+    found = pipeline_of(made)
+    assert found is not None
+    ideal = {"buffers": 2, "wait": 1, "sync_loads": 0, "barriers": found["barriers"], "byte_loads": 0}
+    return worse(found, ideal)
 
 
 def test_kernels_of_shipped_recipes() -> None:
@@ -155,7 +210,8 @@ def test_what_does_not_assemble_is_an_error_that_names_it() -> None:
 
 def test_addresses_and_strides_are_aligned_and_sizes_are_not() -> None:
     source = generate(spec("append", cache(), "llama", "one")[0])
-    types, attributes = signature(source)
+    types, constants, attributes = signature(source)
+    assert not constants
     aligned = {list(types)[place] for (place,) in attributes}
     assert {name for name in types if name.endswith("_ptr")} < aligned
     assert "k_s0" in aligned and "tokens" in types and "tokens" not in aligned

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -268,6 +268,29 @@ def test_the_log_sum_exp_of_many_queries() -> None:
     within(lse[there], summed(torch.float32)[there], summed(torch.float64)[there], torch.float32)
     wanted, _ = oracle(case, same.held)
     within(*(x.masked_select(real(case)) for x in (out, same.out, wanted)), torch.float32)
+
+
+@dataclass(frozen=True)
+class OneLargeValue(Case):
+    """Many tokens that weigh alike, and one that hardly weighs anything, whose values are 3,000 times theirs."""
+
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().qkv()
+        q, k, v = torch.zeros_like(q), torch.zeros_like(k), v.clone()
+        q[..., 0] = 8.0
+        k[..., 7, 0] = -12.0  # p = exp(-24) of the others'
+        v[..., 7, :] *= 3000.0
+        return q, k, v
+
+
+@pytest.mark.parametrize("layout", [CacheLayout(values=int8()), CacheLayout(values=uint(4, 8))], ids=str)
+def test_one_large_value_takes_no_bits_of_the_others(layout: CacheLayout) -> None:
+    """float16 holds probabilities times scales: divided by the largest scale, most of them would be next to nothing."""
+    case = OneLargeValue(layout, (2, 1), (16, 16), torch.float16, chunks=(39, 1), pads=(0,))
+    got, same = ran(case, "triton"), ran(case, "reference")
+    wanted, _ = oracle(case, got.held)
+    late = slice(20, None)
+    within(*(x[:, :, late] for x in (got.out, same.out, wanted)), torch.float16)
 
 
 # ---- columns

@@ -1,4 +1,4 @@
-"""Where queries stand: beyond 2^31 elements as well, in a file that has nothing between its rows, so that no GPU is needed."""
+"""Where queries stand, also beyond 2^31 elements: in a file with nothing between its rows, so that no GPU is needed."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
 from kvcompile.cli.app import app
@@ -15,7 +16,10 @@ from kvcompile.kernels.triton import config
 from kvcompile.kernels.triton.available import fp8_form
 from kvcompile.kernels.triton.device import Device, acting_as, device_of
 from kvcompile.kernels.triton.host import site_kernels
+from kvcompile.kernels.triton.host.launch import arguments, known, recording
+from kvcompile.kernels.triton.host.launches import call, launches
 from kvcompile.kernels.triton.host.site_kernels import Kernels
+from kvcompile.kernels.triton.params import ScalarParam
 from kvcompile.kernels.triton.spec import KernelSpec
 from tests.support.kernel_specs import DEVICES, H200, SHAPES, cache, recipe_layouts
 
@@ -92,7 +96,7 @@ def test_every_shape_of_site_can_be_asked() -> None:
 def test_kernels_on_the_command_line(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["kernels", "--recipe", "kivi4", "--out", str(tmp_path / "sources")])
     assert shown.exit_code == 0, shown.output
-    assert "group" in shown.stdout and "x 32" in shown.stdout
+    assert "group" in shown.stdout and "x 64" in shown.stdout
     sources = list((tmp_path / "sources").iterdir())
     assert {path.name.partition("_")[0] for path in sources} == {
         "append",
@@ -124,3 +128,37 @@ def test_assembled_on_the_command_line() -> None:
 def test_what_has_no_kernels_is_refused(arguments: list[str], said: str) -> None:
     shown = CliRunner().invoke(app, ["kernels", *arguments])
     assert shown.exit_code == 1 and said in " ".join(shown.stderr.split())
+
+
+def test_what_is_assembled_is_what_a_launch_specialises_for() -> None:
+    """By Triton's own launcher, on tensors of these shapes and strides: of every argument the same is known."""
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.compiler import BaseBackend
+
+    seen = set()
+    for recipe in ("int8", "paged_int8", "int4", "kivi4", "h2o_int8", "quest"):
+        layout = recipe_layouts(recipe)["causal"]
+        for tokens in (1, 64):
+            with recording() as found, acting_as(H200), FakeTensorMode():
+                call(SHAPES["llama"].site(layout), (32, 8), (128, 128), torch.bfloat16, 4096, 2, tokens)
+            for one in found:
+                told = dict(known(one.kernel, one.tensors))
+                real = torch.empty(16)  # instead of tensors without memory: as aligned as all
+                sizes = {p.name for p in one.kernel.source.params if isinstance(p, ScalarParam)}
+                for name, value in arguments(one.kernel, one.tensors, one.sizes).items():
+                    value = real if isinstance(value, torch.Tensor) else value
+                    _, key = native_specialize_impl(
+                        BaseBackend, value, False, name not in sizes, name not in sizes
+                    )
+                    expected = 16 if key == "D" else 1 if key == 1 else None
+                    assert told.get(name) == expected, (one.kernel.spec.role, name, key)
+                seen.add(one.kernel.spec.role)
+    assert {"append", "decode", "prefill", "combine", "group", "evict", "score", "page_bounds"} <= seen
+
+
+def test_slots_come_as_sixteens_where_they_are() -> None:
+    int8 = recipe_layouts("int8")["causal"]
+    for limit, expected in ((4096, True), (4090, False)):
+        found = launches(SHAPES["llama"].site(int8), (32, 8), (128, 128), torch.bfloat16, H200, 1, limit)
+        decode = next(one.spec for one in found if one.spec.role == "decode")
+        assert ("slots16" in decode.options) == expected
