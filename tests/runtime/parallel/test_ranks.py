@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import kvcompile
-from kvcompile.errors import InputError, PlanError, RankError, ServeError
+from kvcompile.errors import InputError, PlanError, RankError
 from kvcompile.runtime.parallel.options import Parallel
 from tests.support.models import NanoGPT, TinyConfig, TinyLlama, make, tiny_hf
 
