@@ -224,7 +224,7 @@ class TileLoader:
         if self.by_group:
             return self._group_scales(source, index, masked)
         piece, groups = self.pieces[index], self.block_n // self.group
-        lines = []
+        lines: list[str] = []
         for part in self.storage.scale.numbers:
             name = f"{self.letter}_{part}{index}"
             pointer = f"{source.prefix}{self.side}_{part}_ptr"
