@@ -23,15 +23,32 @@ def combine(
     batch = tl.program_id(1).to(tl.int64)
     own = (batch * 8 + head // 4) * splits * 4 + head % 4
     c = tl.arange(0, 128)
-    s = tl.arange(0, 16)
     top = -1.0e30
     total = 0.0
     acc = tl.zeros([128], tl.float32)
-    for first in range(0, splits, 16):
-        there = first + s < splits
-        row = own + (first + s) * 4
-        tops = tl.load(sums_ptr + row * 2, mask=there, other=-1.0e30)
-        totals = tl.load(sums_ptr + row * 2 + 1, mask=there, other=0.0)
+    # Few shares are read at once, or many: reading costs one latency in either case.
+    many = tl.where(splits > 16, splits, 0)
+    for first in range(0, many, 64):
+        s = first + tl.arange(0, 64)
+        row = own + s * 4
+        tops = tl.load(sums_ptr + row * 2, mask=s < splits, other=-1.0e30)
+        totals = tl.load(sums_ptr + row * 2 + 1, mask=s < splits, other=0.0)
+        # A share of no tiles has a total of 0, and nothing was written for it.
+        there = totals > 0.0
+        parts = tl.load(partial_ptr + row[:, None] * 128 + c[None, :], mask=there[:, None], other=0.0)
+        highest = tl.maximum(top, tl.max(tops, 0))
+        alpha = tl.exp2(top - highest)
+        weight = tl.exp2(tops - highest)
+        total = total * alpha + tl.sum(totals * weight, 0)
+        acc = acc * alpha + tl.sum(parts * weight[:, None], 0)
+        top = highest
+    for first in range(many, splits, 16):
+        s = first + tl.arange(0, 16)
+        row = own + s * 4
+        tops = tl.load(sums_ptr + row * 2, mask=s < splits, other=-1.0e30)
+        totals = tl.load(sums_ptr + row * 2 + 1, mask=s < splits, other=0.0)
+        # A share of no tiles has a total of 0, and nothing was written for it.
+        there = totals > 0.0
         parts = tl.load(partial_ptr + row[:, None] * 128 + c[None, :], mask=there[:, None], other=0.0)
         highest = tl.maximum(top, tl.max(tops, 0))
         alpha = tl.exp2(top - highest)

@@ -188,5 +188,5 @@ def decode_attention(
     tl.store(sums_ptr + row * 2, top, mask=real)
     tl.store(sums_ptr + row * 2 + 1, total, mask=real)
     row = row * 128
-    tl.store(partial_ptr + row[:, None] + vc0, acc0, mask=real[:, None])
-    tl.store(partial_ptr + row[:, None] + vc1, acc1, mask=real[:, None])
+    tl.store(partial_ptr + row[:, None] + vc0, acc0, mask=real[:, None] & (total > 0.0)[:, None])
+    tl.store(partial_ptr + row[:, None] + vc1, acc1, mask=real[:, None] & (total > 0.0)[:, None])

@@ -95,4 +95,4 @@ def decode_attention(
     tl.store(sums_ptr + row * 2, top, mask=real)
     tl.store(sums_ptr + row * 2 + 1, total, mask=real)
     row = row * 512
-    tl.store(partial_ptr + row[:, None] + kc0, acc0, mask=real[:, None])
+    tl.store(partial_ptr + row[:, None] + kc0, acc0, mask=real[:, None] & (total > 0.0)[:, None])

@@ -91,7 +91,7 @@ def generate(spec: KernelSpec) -> KernelSource:
         accumulators=accumulators(attend),
         loops=loops,
         finish=finish(attend),
-        partial=stores(attend, "partial_ptr + row[:, None]", "{}"),
+        partial=stores(attend, "partial_ptr + row[:, None]", "{}", " & (total > 0.0)[:, None]"),
         out=stores(attend, "out_ptr + row[:, None]", "({} / total[:, None])"),
         log2e=scores.LOG2E,
         rescale=[f"acc{i} = acc{i} * tl.exp2(top - highest)[:, None]" for i in attend.values.indices],

@@ -2,7 +2,8 @@
 
     top = max top_i    total = sum total_i 2^(top_i - top)    out = sum acc_i 2^(top_i - top) / total
 
-A sink logit joins the total. Values that are kept turned (Hadamard) are turned back here, once per query.
+Shares without tiles are not read: of a graph for long sequences, a short one has few others. A sink logit joins the
+total. Values that are kept turned (Hadamard) are turned back here, once per query.
 
 Options
     lse          the log-sum-exp in base 2 is stored, [B, Hq] float32, for `score`
@@ -19,7 +20,9 @@ from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tile.scores import LOG2E
 
-SPLITS_AT_ONCE = 16
+# Shares that are read at once: all of most steps.
+FEW, MOST = 16, 64
+_NUMBERS = 8192  # of shares that are read at once: 64 registers of a thread
 
 
 def turns(spec: KernelSpec) -> bool:
@@ -48,7 +51,8 @@ def generate(spec: KernelSpec) -> KernelSource:
         spec=spec,
         dim=dim,
         block=block,
-        at_once=SPLITS_AT_ONCE,
+        few=FEW,
+        most=max(FEW, min(MOST, _NUMBERS // block)),
         sinks=spec.site.score.sinks,
         lse="lse" in spec.options,
         log2e=LOG2E,

@@ -181,12 +181,12 @@ def finish(attend: Attend) -> list[str]:
     return lines
 
 
-def stores(attend: Attend, pointer: str, value: str) -> list[str]:
-    """Lines that store each piece of the result; `value` is a template of what is stored."""
+def stores(attend: Attend, pointer: str, value: str, also: str = "") -> list[str]:
+    """Lines that store each piece of the result; value: a template of what is stored; also: a further condition."""
     values = attend.values
     letter, lines = values.of.letter, []
     for i in values.indices:
         piece = values.of.pieces[i]
-        guard = "real[:, None]" + ("" if piece.whole else f" & ({letter}c{i} < {piece.stop})")
+        guard = "real[:, None]" + also + ("" if piece.whole else f" & ({letter}c{i} < {piece.stop})")
         lines.append(f"tl.store({pointer} + {letter}c{i}, {value.format(f'acc{i}')}, mask={guard})")
     return lines

@@ -58,8 +58,8 @@ def decode(
         pages: int32 [B, Hkv, K], with option chosen.
 
     Returns:
-        partial float32 [B, Hkv, splits, G, Dv], sums float32 [B, Hkv, splits, G, 2] (top and total), and with option
-        logits, float32 [B, Hkv, G, slots].
+        partial float32 [B, Hkv, splits, G, Dv] (anything where the total is 0), sums float32 [B, Hkv, splits, G, 2]
+        (top and total), and with option logits, float32 [B, Hkv, G, slots].
     """
     kernel = kernel_of(spec)
     own = kernel.spec

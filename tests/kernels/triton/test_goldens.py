@@ -136,3 +136,10 @@ def test_the_text_is_tidy(name: str) -> None:
     assert not [line for line in lines if line != line.rstrip() or "{%" in line or "{{" in line]
     assert max(map(len, lines)) <= 220
     assert "\n\n\n\n" not in text
+
+
+@pytest.mark.parametrize("name", [name for name in GOLDENS if name.startswith(("decode", "prefill"))])
+def test_loops_that_are_pipelined_have_no_branches(name: str) -> None:
+    """Some releases of Triton copy a tile over one that a branch of the turn before still reads (triton PR 8139)."""
+    loops = [node for node in ast.walk(ast.parse(generate(GOLDENS[name]).text)) if isinstance(node, ast.For)]
+    assert loops and not [inner for loop in loops for inner in ast.walk(loop) if isinstance(inner, ast.If)]
