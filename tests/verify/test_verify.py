@@ -33,6 +33,7 @@ from kvcompile.layouts import symbols as sy
 from kvcompile.pipeline import Front, plan_for, understand
 from kvcompile.recipe import Recipe
 from kvcompile.verify import Check, verify
+from tests.support.marks import cases
 from tests.support.models import NanoGPT, TinyConfig, TinyLlama, make, tiny_hf
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -116,10 +117,14 @@ def test_other_models_pass(kind: str) -> None:
         assert result.error < result.budget / 2, str(result)
 
 
-def test_thorough_passes_and_measures_more() -> None:
+@pytest.mark.parametrize("slots", cases((132, 1024), (132,)))
+def test_thorough_passes_and_measures_more(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        RECIPES, "streaming_int8", {"cache": {"retention": {"sinks": 4, "window": slots - 4}}}
+    )
     quick, thorough = (check("streaming_int8", mode=mode) for mode in ("quick", "thorough"))
     assert len(thorough) > len(quick) and {c.name for c in quick} < {c.name for c in thorough}
-    assert max(c.tokens for c in thorough) > 1024  # the plan's own ring is full
+    assert max(c.tokens for c in thorough) > slots  # the plan's own ring is full
     assert check("baseline", mode="off") == ()
 
 
