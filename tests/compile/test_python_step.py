@@ -19,6 +19,7 @@ from kvcompile.errors import CompileError, ExportError
 from kvcompile.kernels.ops.opaque import OpaqueModule
 from tests.passes.recurrent.test_state import Decay, Hybrid, Notes, hybrid
 from tests.support import budget
+from tests.support.marks import cases
 
 LIMITS: dict[str, Any] = {"max_tokens": 96, "max_batch": 4, "verify": "off"}
 
@@ -103,7 +104,7 @@ def truth(dtype: torch.dtype, ids: Tensor) -> list[Tensor]:
         return [model(ids), *[found[mixer] for mixer in (model.mixer, *model.more)]]
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("batch", cases((1, 2, 3), (1, 2)))
 def test_fifty_steps_compile_nothing_and_give_what_python_gives(
     modules: dict[str, Any], pythons: list[str], batch: int
 ) -> None:

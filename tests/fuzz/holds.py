@@ -6,7 +6,7 @@ from tests.fuzz.check import check
 from tests.fuzz.draw import spec_from_seed
 from tests.fuzz.spec import DecoderSpec
 
-FAST, SLOW, FILES = 60, 5080, 4
+FAST, SLOW, FILES = 32, 5108, 4
 
 
 def fast(number: int) -> range:

@@ -128,6 +128,7 @@ def test_crop_of_nonsense(llama: nn.Module) -> None:
     close(fast(text(7)), fast.model(text(7)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recipe", [*BACK, *ONWARD])
 def test_generate_goes_on_from_what_a_text_has_in_common(llama: nn.Module, recipe: str) -> None:
     """The issue's case: a text that is no continuation must not be gone on with as if it were."""

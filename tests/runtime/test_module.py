@@ -175,6 +175,7 @@ def test_weights_are_shared_and_the_original_is_as_it_was() -> None:
     assert {p.data_ptr() for p in fast.parameters()} == pointers and not fast.training
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "recipe", ["baseline", "int8", "int4", "fp8", "kivi2", "kivi4", "streaming", "streaming_int8"]
 )

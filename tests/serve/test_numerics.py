@@ -19,6 +19,7 @@ from kvcompile.runtime.module import CachedModel
 from kvcompile.serve import Sampling
 from kvcompile.verify.compare import allowed, relative
 from tests.coverage.configs import tiny_model
+from tests.support.marks import cases
 from tests.support.models import NanoGPT, make, tiny_hf
 from tests.support.serving import Stepped, alone
 
@@ -227,7 +228,12 @@ def test_swapped_texts_give_the_same_bits(recipe: str) -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if not name.startswith("few") and name != OWN])
+# What is in another layout, too, with more.
+SLOW = ("paged", "h2o", "streaming", "kivi")
+LAYOUTS = [name for name in RECIPES if not name.startswith("few") and name != OWN]
+
+
+@pytest.mark.parametrize("recipe", cases(LAYOUTS, {*LAYOUTS} - {*SLOW}))
 def test_every_layout(recipe: str) -> None:
     compare("llama", recipe, seed=1)
 

@@ -33,9 +33,9 @@ SOME = Sampling(max_tokens=8, ignore_eos=True)
 @pytest.mark.parametrize(
     ("kind", "recipe"),
     [
-        ("llama", "paged"),
+        pytest.param("llama", "paged", marks=pytest.mark.slow),  # of other models below, and of int8
         ("llama", "paged_int8"),
-        ("llama", "window in pages"),
+        pytest.param("llama", "window in pages", marks=pytest.mark.slow),  # released, or of a layer
         ("llama", "released"),
         ("gemma2", OWN),
         ("llama", "layers apart"),

@@ -16,6 +16,7 @@ from kvcompile.runtime.module import CachedModel
 from kvcompile.serve import Engine, Sampling
 from kvcompile.serve.stats import Stats
 from tests.serve.test_numerics import CHUNK, OWN, RECIPES, module, texts
+from tests.support.marks import cases
 from tests.support.serving import Stepped
 
 SAMPLING = Sampling(max_tokens=6, ignore_eos=True)
@@ -93,7 +94,11 @@ def same(one: list[tuple[Tensor, int]], other: list[tuple[Tensor, int]]) -> bool
     return all(torch.equal(a, b) for (a, _), (b, _) in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize(("kind", "recipe"), FOUND, ids=lambda x: x)
+# What is in another layout, too, with more.
+SLOW = {("llama", recipe) for recipe in ("paged_int8", "streaming", "kivi", "few pages", "window in pages")}
+
+
+@pytest.mark.parametrize(("kind", "recipe"), cases(FOUND, {*FOUND} - SLOW), ids=lambda x: x)
 def test_what_is_found_gives_the_same_bits(kind: str, recipe: str) -> None:
     fast = module(kind, recipe)
     cold, _ = told(fast, prefix_cache="off")

@@ -25,6 +25,7 @@ TEXTS = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_future_is_refused(text: str) -> None:
     refused(shown(text), "future|bidirectional|sees key|later")
@@ -49,6 +50,7 @@ def test_scores_that_look_at_all_scores(name: str) -> None:
     refused(decoder(Layer(response=Part(name), spelling=EAGER)), ".")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", ["d < n // 2", "j < n - 5", "(n < 300) | (d < 50)", "i + n > j * 2 + 400"])
 def test_masks_by_the_length_of_the_text(text: str) -> None:
     """A token's window changes as the text grows; what was computed for it cannot."""

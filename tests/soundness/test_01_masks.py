@@ -52,7 +52,7 @@ CONDITIONS = (
 )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_masks(condition: str) -> None:
     exact(masked(condition))
@@ -64,6 +64,7 @@ def test_masks_filled_by_hand(condition: str) -> None:
     exact(masked(condition, eager=True))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("condition", CONDITIONS[1::7])
 def test_masks_of_padded_rows(condition: str) -> None:
     exact(masked(condition, **BY_PLACES))

@@ -34,22 +34,25 @@ BIASES = (
 )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("text", BIASES)
 def test_biases(text: str) -> None:
     exact(biased(text))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", BIASES[::5])
 def test_biases_in_a_mask_that_adds(text: str) -> None:
     exact(biased(text, eager=False))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", BIASES[2::6])
 def test_biases_of_padded_rows(text: str) -> None:
     exact(biased(text, **BY_PLACES))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "text",
     [

@@ -24,22 +24,25 @@ SCALES = (
 )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("text", SCALES)
 def test_scales_of_scores(text: str) -> None:
     exact(scaled(text))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", SCALES[::2])
 def test_scales_of_queries(text: str) -> None:
     exact(scaled(text, "query"))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", SCALES[:4])
 def test_scales_of_padded_rows(text: str) -> None:
     exact(scaled(text, **BY_PLACES))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "text",
     [
@@ -54,6 +57,7 @@ def test_scales_by_distance_and_key(text: str) -> None:
     exact(scaled(text))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "text",
     [
@@ -67,12 +71,14 @@ def test_scales_from_tokens(text: str) -> None:
     held(scaled(text), "scale|score|token|softmax")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", ["torch.full((), 1.0) * n / 300", "(n + 0.0) ** 0.1", "1 + (n > 300) * 0.5"])
 @pytest.mark.parametrize("where", ["scores", "query"])
 def test_scales_by_the_length_of_the_text(text: str, where: str) -> None:
     refused(scaled(text, where), "length|size|position|sym|scale|score")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "response",
     [
@@ -88,6 +94,7 @@ def test_responses(response: Part) -> None:
     exact(decoder(Layer(response=response, spelling=EAGER)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["times and less", "one minus", "where"])
 @pytest.mark.parametrize("name", ["leaky", "absolute"])
 def test_what_a_score_chooses_is_no_mask(name: str, how: str) -> None:

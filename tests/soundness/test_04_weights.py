@@ -20,22 +20,25 @@ SPANS = (
 )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("text", SPANS)
 def test_weights(text: str) -> None:
     exact(weighed(text))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", SPANS[:6])
 def test_weights_made_one_again(text: str) -> None:
     exact(weighed(text, again=True))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", SPANS[::3])
 def test_weights_of_padded_rows(text: str) -> None:
     exact(weighed(text, **BY_PLACES))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "text",
     [

@@ -26,16 +26,19 @@ HIDDEN = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("condition", DOCUMENTS)
 def test_documents(condition: str) -> None:
     exact(masked(condition))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("condition", HIDDEN)
 def test_hidden_ids(condition: str) -> None:
     exact(masked(condition))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("special", [Special(sep=0), Special(sep=1), Special(sep=60), Special(sep=299)])
 def test_any_separator(special: Special) -> None:
     exact(masked(DOCUMENTS[0], special=special, vocab=300))
@@ -54,6 +57,7 @@ def test_ids_of_padded_rows(condition: str, pad_id: int) -> None:
     held(masked(condition, pad_id=pad_id, **BY_PLACES))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "condition",
     [
@@ -69,6 +73,7 @@ def test_queries_by_id(condition: str) -> None:
     held(masked(condition))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "text",
     [

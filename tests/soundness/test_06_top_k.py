@@ -16,13 +16,14 @@ def indexer(k: int, how: str) -> Layer:
     return Layer(select=Part("indexer", (k, how)))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("how", SPELLINGS)
 @pytest.mark.parametrize("k", [8, 64, 200, 2048])
 def test_the_best_keys(k: int, how: str) -> None:
     exact(decoder(indexer(k, how)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("k", [16, 100, 354, 355, 356])
 def test_where_the_text_is_as_long_as_k(k: int) -> None:
     exact(decoder(indexer(k, "scatter"), fused=True))

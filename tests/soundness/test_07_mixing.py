@@ -45,7 +45,7 @@ LATER = (
 )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", EARLIER, ids=str)
 @pytest.mark.parametrize("in_block", [False, True], ids=["before", "in the block"])
 def test_earlier_tokens(case: tuple[Any, ...], in_block: bool) -> None:
@@ -53,13 +53,14 @@ def test_earlier_tokens(case: tuple[Any, ...], in_block: bool) -> None:
     held(mixed(*case, in_block=in_block), MIX)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", LATER, ids=str)
 @pytest.mark.parametrize("in_block", [False, True], ids=["before", "in the block"])
 def test_later_tokens(case: tuple[Any, ...], in_block: bool) -> None:
     refused(mixed(*case, in_block=in_block), MIX)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "case", [("experts", 1), ("experts", 2), ("channels",), ("sequence first",)], ids=str
 )
@@ -68,6 +69,7 @@ def test_what_only_looks_like_it(case: tuple[Any, ...], in_block: bool) -> None:
     exact(mixed(*case, in_block=in_block))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "args"),
     [
@@ -88,6 +90,7 @@ def test_logits_of_other_tokens(name: str) -> None:
     refused(decoder(output=Part(name)), MIX)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["first row", "rolled rows", "mean of rows", "batch norm"])
 def test_rows_of_the_batch(name: str) -> None:
     refused(mixed(name), "row|batch|mix")

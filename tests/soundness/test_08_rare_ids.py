@@ -21,14 +21,14 @@ RARE: tuple[tuple[Any, ...], ...] = (
 )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", RARE, ids=str)
 @pytest.mark.parametrize("special", [Special(), Special(58, 59, 60, 57)], ids=["low ids", "high ids"])
 def test_rare_ids(case: tuple[Any, ...], special: Special) -> None:
     held(mixed(*case, special=special), MIX)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", ["learned", "sinusoid", "rope half", "rope interleaved", "rope complex"])
 @pytest.mark.parametrize("source", ["restart at SEP", "counted documents", "counted ids"])
 def test_positions_that_ids_decide(kind: str, source: str) -> None:

@@ -27,17 +27,19 @@ EMBEDDINGS = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("embedding", EMBEDDINGS, ids=str)
 def test_embeddings(embedding: Part) -> None:
     exact(decoder(embedding=embedding))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("embedding", EMBEDDINGS[::3], ids=str)
 def test_embeddings_verified(embedding: Part) -> None:
     exact(decoder(embedding=embedding), verify="quick")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("embedding", [Part("plain"), *EMBEDDINGS], ids=str)
 def test_verification_draws_from_the_whole_vocabulary(embedding: Part) -> None:
     """The original is run on ids from everywhere, so that each comparison with an id is seen both ways."""

@@ -9,6 +9,7 @@ from tests.soundness.checks import exact, held, mixed, refused
 MIX = "mix|row|batch|capacity|cum|tokens|sequence"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("most", [5, 40, 100, 200, 300])
 def test_capacity_over_batch_and_sequence(most: int) -> None:
     refused(mixed("capacity", most), MIX)
@@ -19,6 +20,7 @@ def test_capacity_in_the_block(most: int) -> None:
     refused(mixed("capacity", most, in_block=True), MIX)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("most", [5, 40, 100, 200])
 def test_capacity_of_a_row(most: int) -> None:
     """A count that goes on could be carried."""

@@ -16,6 +16,7 @@ def test_rope_whose_base_grows_with_the_text(limit: int) -> None:
     refused(placed("rope, by the length", limit), LENGTH)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["learned", "sinusoid", "rope half"])
 @pytest.mark.parametrize("source", ["of the length", "reversed", "flipped"])
 def test_positions_counted_from_the_end(kind: str, source: str) -> None:
@@ -27,7 +28,7 @@ def test_logits_by_the_length() -> None:
     refused(decoder(output=Part("by length")), LENGTH)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("source", ["len", "arange [B, S]", "arange [1, S]", "from 2"])
 @pytest.mark.parametrize("kind", ["learned", "rope half", "rope interleaved"])
 def test_lengths_that_only_count(kind: str, source: str) -> None:

@@ -10,7 +10,7 @@ from tests.soundness.checks import exact, held, placed
 KINDS = ("learned", "sinusoid", "rope half", "rope interleaved")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("source", ["ones", "ones, cumsum(-1)", "no padding"])
 @pytest.mark.parametrize("forward", ["input_ids", "position_ids"])
@@ -28,6 +28,7 @@ def test_any_token_as_padding(pad_id: int, pads: int) -> None:
     exact(placed("learned, ones", "ones", pad_id=pad_id, pads=pads))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("source", ["counted documents", "counted ids", "restart at SEP"])
 @pytest.mark.parametrize("pad_id", [5, 60])
 def test_other_counts(source: str, pad_id: int) -> None:

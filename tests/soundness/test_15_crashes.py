@@ -9,7 +9,7 @@ from tests.fuzz.spec import Layer
 from tests.soundness.checks import EAGER, ROPE, decoder, exact, held, refused
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("verify", ["off", "quick"])
 @pytest.mark.parametrize(
     "output", ["the last token's", "the last token's, flat", "states", "a mean", "less what was seen"]
@@ -18,7 +18,7 @@ def test_outputs_that_are_no_logits_of_every_token(output: str, verify: str) -> 
     held(decoder(output=Part(output)), verify=verify)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("verify", ["off", "quick"])
 @pytest.mark.parametrize(
     "output", ["a tuple", "a dictionary", "a dictionary, hidden first", "a record", "with no loss"]
@@ -27,7 +27,7 @@ def test_outputs(output: str, verify: str) -> None:
     exact(decoder(output=Part(output)), verify)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("how", ["zeros", "full", "scatter"])
 @pytest.mark.parametrize("k", [8, 64])
 @pytest.mark.parametrize("verify", ["off", "quick"])
@@ -51,11 +51,13 @@ SOFTMAXES = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("softmax", SOFTMAXES)
 def test_forms_of_softmax(softmax: str) -> None:
     held(decoder(Layer(softmax=Part(softmax), spelling=EAGER)), "softmax|mix|attention")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", ["c.at_q(c.linear('sinks', c.heads_count))", "0.01 * (i - 100.0) + 0 * h"])
 @pytest.mark.parametrize("recipe", ["baseline", "paged"])
 def test_sinks_of_queries(text: str, recipe: str) -> None:
@@ -70,6 +72,7 @@ def test_sinks_of_the_whole_text_are_refused(text: str) -> None:
     refused(decoder(Layer(softmax=Part("sinks of queries", (text,)), spelling=EAGER)), "sink|tokens|length")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "weights",
     ["talking heads", "squared", "a floor", "a threshold", "less the mean", "summed over queries", "dropout"],

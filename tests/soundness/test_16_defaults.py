@@ -82,6 +82,7 @@ def assert_equal(model: nn.Module, copy: nn.Module) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", OTHERS)
 def test_positions_of_its_own(kind: str) -> None:
     own = OTHERS[kind]
@@ -99,6 +100,7 @@ def test_positions_that_are_changed_where_they_are_given() -> None:
     assert not capture(around).inputs.position_ids
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ZERO_ONE_TWO)
 def test_positions_from_zero_are_an_input(kind: str) -> None:
     """So that padded sequences are taken."""

@@ -90,6 +90,7 @@ def made(part: type[Quiet]) -> Decoder:
     return Decoder(part).eval()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("part", [Loud, Early, Counting, Long])
 def test_what_python_decides_by_many_tokens(part: type[Quiet]) -> None:
     with pytest.raises(DetectionError, match=r"mix|keeps something"):

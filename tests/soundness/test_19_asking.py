@@ -69,6 +69,7 @@ ASKS = [named, by_attribute, compiling, of_transformers]
 OPTIONS: dict[str, Any] = {"verify": "off", "max_tokens": 64, "compile": {"mode": "none"}}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("asks", ASKS)
 def test_what_is_computed_without_tracing_is_what_is_captured(asks: Callable[[], bool]) -> None:
     model = Asking(asks, by_value=False).eval()
@@ -79,12 +80,14 @@ def test_what_is_computed_without_tracing_is_what_is_captured(asks: Callable[[],
         torch.testing.assert_close(fast(ids), model(ids), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("wrap", [staticmethod, classmethod, property, cached_property, lru_cache, partial])
 def test_questions_are_found_in_whatever_wraps_them(wrap: Callable[..., Any]) -> None:
     codes = list(_codes(type("Written", (), {"asks": wrap(lambda *_: torch.compiler.is_exporting())})))
     assert len(codes) == 1 and _names(codes[0])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("asks", ASKS)
 def test_what_cannot_be_traced_without_the_question_is_refused(asks: Callable[[], bool]) -> None:
     with pytest.raises(CaptureError, match=r"asks whether it is traced.*test_19_asking\.py"):

@@ -34,6 +34,7 @@ from kvcompile.targets.onnx.weights import WeightFile
 from kvcompile.targets.verify import check_session, source_for, verify_artifact
 from tests.passes.capture.test_opaque import routed
 from tests.support.exports import small, tiny
+from tests.support.marks import cases
 from tests.support.models import TinyConfig, TinyLlama, make
 
 
@@ -133,7 +134,7 @@ class TestWriting:
             kvcompile.export(model, other, "onnx")
         assert file.read_text() == "mine" and (other / "thesis.tex").read_text() == "mine"
 
-    @pytest.mark.parametrize("where", ("weights", "graph", "manifest"))
+    @pytest.mark.parametrize("where", cases(("weights", "graph", "manifest"), ("weights", "manifest")))
     def test_a_full_disk(
         self, model: nn.Module, made: Path, copy: Path, where: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -35,6 +35,7 @@ from kvcompile.layouts import (
 )
 from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 from tests.support import carried_scores
+from tests.support.marks import cases
 from tests.support.triton_attention import H2O, Case, case_of, check, oracle, ran, real
 
 ALL, SINKS = ScoreSpec(4.0, BiasSpec("alibi"), True), ScoreSpec(sinks=True)
@@ -50,14 +51,14 @@ CASES = {
         CacheLayout(int8(), int8(), Paged(16, released=True), SinkWindow(3, 70)),
         (4, 2),
         mask=MaskSpec("sliding", 90),
-        chunks=(200, 1, 1, 26, 1, 1),
+        chunks=(110, 1, 1, 26, 1, 1),
         pads=(0, 41),
     ),
     "released, many sinks": Case(
         CacheLayout(int8(), uint(4, 16), Paged(8, released=True), SinkWindow(70, 20, "in_cache")),
         (2, 1),
         rotary=RotaryForm("half", 0, 16),
-        chunks=(120, 1, 110, 1, 1),
+        chunks=(80, 1, 40, 1, 1),
         pads=(0, 9),
     ),
     "pages by turns": Case(
@@ -152,7 +153,11 @@ def _two_threads() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("name", CASES)
+# What has more than one of the others, each of which is quick.
+SLOW = ("turned latent before RoPE", "turned before RoPE", "two pieces", "H2O in cache")
+
+
+@pytest.mark.parametrize("name", cases(CASES, CASES.keys() - {*SLOW}))
 def test_sites_of_every_kind(name: str) -> None:
     check(CASES[name], "cpp")
 
@@ -165,7 +170,9 @@ def test_any_site(seed: int) -> None:
 
 @pytest.mark.parametrize("isa", [isa.name for isa in available()])
 @pytest.mark.parametrize(
-    "name", ["half", pytest.param("residuals", marks=pytest.mark.slow), "pages by turns"]
+    # In the model's other dtype; prompts in float32 are below.
+    "name",
+    cases(("half", "residuals", "pages by turns"), ("half",)),
 )
 def test_every_instruction_set_of_this_machine(isa: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, isa)
@@ -178,8 +185,18 @@ def test_every_instruction_set_of_this_machine(isa: str, name: str, monkeypatch:
     ops.forget()
 
 
-@pytest.mark.parametrize("isa", [isa.name for isa in available()])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("isa", "dtype"),
+    cases(
+        [(isa.name, dtype) for isa in available() for dtype in (torch.float32, torch.bfloat16)],
+        # bfloat16 where it has instructions of its own, and where nothing is the processor's
+        [
+            *((isa.name, torch.float32) for isa in available()),
+            *((name, torch.bfloat16) for name in ("avx512_bf16", "portable")),
+        ],
+    ),
+    ids=str,
+)
 def test_prompts_by_every_instruction_set(
     isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +252,6 @@ WHOLE = {
 
 
 QUICK = {
-    ("int8", "best"),
     ("int4", "best"),
     ("residuals", "best"),
     ("pages", "quads"),
@@ -354,7 +370,12 @@ PROMPTS = {
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
 )
-@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize(
+    "name",  # those that are slow have nothing that no other has
+    cases(
+        PROMPTS, PROMPTS.keys() - {"window prompt", "in-cache prompt", "H2O prompt", "H2O residual prompt"}
+    ),
+)
 def test_prompts_in_several_blocks(name: str, dtype: torch.dtype) -> None:
     """Blocks that are seen whole, in part and not at all; any number of threads gives the same bits."""
     case = replace(PROMPTS[name], dtype=dtype)
@@ -404,6 +425,7 @@ def test_sizes(name: str) -> None:
     check(SIZES[name], "cpp")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("isa", [isa.name for isa in available()])
 @pytest.mark.parametrize("score", [ScoreSpec(), ScoreSpec(4.0, None, True)], ids=["plain", "capped, sinks"])
 def test_what_is_no_number_is_told(isa: str, score: ScoreSpec, monkeypatch: pytest.MonkeyPatch) -> None:

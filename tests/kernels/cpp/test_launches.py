@@ -49,6 +49,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     ops.forget()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_said_is_what_is_asked_for(name: str, asked: list[str]) -> None:
     case = CASES[name]

@@ -32,6 +32,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seed", range(3))
 def test_sites_in_any_steps(name: str, seed: int) -> None:

@@ -474,7 +474,7 @@ LOSSY = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("what", LOSSY)
 def test_models_are_verified(what: str, dtype: str) -> None:

@@ -426,8 +426,9 @@ def test_buckets_by_logarithm_have_no_end() -> None:
     assert plan_for(front, Recipe.load({}, max_tokens=100_000)).limits.max_tokens == 100_000
 
 
+@pytest.mark.parametrize("mode", ["quick", pytest.param("thorough", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("form", ["all of them", "buckets", "any table"])
-def test_the_products_own_verification_passes(form: str) -> None:
+def test_the_products_own_verification_passes(form: str, mode: Any) -> None:
     model = Decoder(FORMS[form][0]).eval()
     front = understand(model)
     retention: dict[str, Any] = {"kind": "sink_window", "sinks": 2, "window": 9}
@@ -435,7 +436,7 @@ def test_the_products_own_verification_passes(form: str) -> None:
         retention["positions"] = "in_cache"
     for cache in ({}, {"retention": retention}, {"keys": {"dtype": "int8"}}):
         plan = plan_for(front, Recipe.load({"cache": cache}, max_tokens=LIMIT))
-        assert all(check.error < check.budget / 2 for check in verify(model, front, plan, "thorough"))
+        assert all(check.error < check.budget / 2 for check in verify(model, front, plan, mode))
 
 
 def test_a_wrong_bias_is_seen_by_verification(monkeypatch: pytest.MonkeyPatch) -> None:
