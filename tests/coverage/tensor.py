@@ -7,6 +7,7 @@ has a part of the heads at every site.
 
 from __future__ import annotations
 
+import json
 import time
 import traceback
 from collections.abc import Sequence
@@ -59,6 +60,17 @@ class TensorRow:
     def to_dict(self) -> dict[str, Any]:
         data = asdict(self)
         return {name: item for name, item in data.items() if name not in ("expected", "tested", "seconds")}
+
+
+def not_rewritten(path: Path, types: Sequence[str], ranks: int) -> list[TensorRow]:
+    """Rows of the types that the table of one rank has no rewritten model of: there is nothing to divide."""
+    known = {row["type"]: row for row in json.loads(path.read_text())["rows"]}
+    found = [known[name] for name in types if name in known and known[name]["outcome"] != "verified"]
+    names = {"not built": "not built"}
+    return [
+        TensorRow(row["type"], ranks, names.get(row["outcome"], "not rewritten"), row["reason"])
+        for row in found
+    ]
 
 
 def check_tensor(model_type: str, ranks: int = 2) -> TensorRow:
@@ -131,8 +143,6 @@ def summary(rows: Sequence[TensorRow]) -> str:
 
 def write(rows: Sequence[TensorRow], versions: str, path: Path) -> None:
     """The rows as JSON."""
-    import json
-
     content = {"versions": versions, "rows": [row.to_dict() for row in rows]}
     path.write_text(json.dumps(content, indent=1) + "\n")
 

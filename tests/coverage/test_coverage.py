@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.coverage import tensor
 from tests.coverage.__main__ import DOCS
 from tests.coverage.check import RECIPES, TOLERANCE, Row, _Count, check_type
 from tests.coverage.configs import all_types, tiny_model
@@ -83,6 +84,26 @@ def test_fast_types(known: dict[str, Row], part: tuple[str, ...]) -> None:
 def test_all_types(known: dict[str, Row]) -> None:
     rows = run(all_types(), jobs=os.cpu_count() or 1, limit=600)
     assert [(row.type, row.outcome) for row in rows] == [(r.type, r.outcome) for r in known.values()]
+
+
+def test_over_two_ranks_the_goal_is_met(known: dict[str, Row]) -> None:
+    """The rows of `--tensor 2`: what one rank computes, two do, or it is said why not."""
+    rows = json.loads((DOCS / "coverage_tensor.json").read_text())["rows"]
+    outcomes = [row["outcome"] for row in rows]
+    assert outcomes.count("verified") >= 150
+    assert not {"wrong", "error"} & set(outcomes)
+    assert {row["type"] for row in rows} == set(known)
+    for row in rows:
+        rewritten = known[row["type"]].outcome == "verified"
+        assert rewritten == (row["outcome"] in ("verified", "whole", "refused"))
+        assert row["outcome"] == "verified" or row["reason"]
+        assert row["outcome"] != "verified" or (row["error"] <= TOLERANCE["baseline"] and row["ranks"] == 2)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_types_over_two_ranks(name: str) -> None:
+    row = tensor.check_tensor(name)
+    assert row.outcome == "verified" and row.by_rows and row.weights < 1 and row.cache == 0.5
 
 
 def test_the_harness_sees_a_wrong_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,24 @@ def test_ranks_give_what_one_gives(name: str, ranks: int, recipe: str, share: fl
     spawn(ranks, _same_text, name, recipe, share)
 
 
+def _smollm2(rank: int, ranks: int) -> None:
+    from kvcompile.models import load_model
+
+    loaded = load_model("smollm2", "float32")
+    tokens = loaded.tokenizer("The sea is", return_tensors="pt")
+    fast = part(loaded.model, ranks)
+    got = fast.generate(**tokens, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(got, loaded.model.generate(**tokens, max_new_tokens=NEW, do_sample=False))
+    assert [d.num_kv_heads for d in fast.plan.decisions] == [1] * 30
+    assert fast.report["whole"] == ()
+
+
+@pytest.mark.slow
+def test_smollm2_on_three_ranks() -> None:
+    """9 query and 3 KV heads, real weights: the text of transformers' own generate()."""
+    spawn(3, _smollm2)
+
+
 def _compiled(rank: int, ranks: int) -> None:
     model = llama()
     wanted = whole(model).generate(IDS, max_new_tokens=NEW)
