@@ -466,11 +466,4 @@ KERNELS = (
         "there = s < splits",
         "tests/kernels/triton/attend/test_attend.py",
     ),
-    broken(
-        "a group of channels takes the scale of the next",
-        "kernels/triton/tile/tile_loader.py",
-        'places = f"{piece.start // size} + tl.arange(0, {covered})[None, :]"',
-        'places = f"{count - 1 - piece.start // size} - tl.arange(0, {covered})[None, :]"',
-        "tests/kernels/triton/test_broken.py",
-    ),
 )

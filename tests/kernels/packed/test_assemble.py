@@ -1,4 +1,4 @@
-"""The packed dialect, ahead of time, with no GPU: it assembles for sm_80, sm_90 and sm_100 without spills. Its loops
+"""The packed dialect, ahead of time, with no GPU: it assembles without spills. Its loops
 take no more instructions than those of kernels for a batch."""
 
 from __future__ import annotations

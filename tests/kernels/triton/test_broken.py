@@ -50,6 +50,10 @@ PLAIN = Case(CacheLayout(), chunks=CHUNKS, pads=PADS)
 LONG = replace(PLAIN, chunks=(90, 1))  # shares of several tiles
 INT8 = Case(CacheLayout(int8(), int8(), Paged(8)), chunks=CHUNKS, pads=PADS)
 INT4 = Case(CacheLayout(uint(4, 16), uint(4, 16)), (2, 1), (32, 32), chunks=CHUNKS, pads=PADS)
+GROUPS = Case(
+    CacheLayout(uint(4, 16), uint(4, 16)), (2, 1), (64, 64), torch.float16, chunks=CHUNKS, pads=PADS
+)
+TILES = replace(GROUPS, layout=CacheLayout(per_channel(4, 8, 16), uint(4, 16)))  # of several groups of tokens
 KIVI = Case(CacheLayout(per_channel(4, 16, 16), with_residual(int8(), 5)), chunks=CHUNKS, pads=PADS)
 STREAM = Case(
     CacheLayout(int8(), int8(), Ring(), SinkWindow(3, 9, "in_cache")),
@@ -132,6 +136,18 @@ BROKEN: dict[str, tuple[Break, Case]] = {
     "a result of another group's rows": (
         Break(("decode",), "(vc0 // 16)", "((vc0 // 16) ^ 1)"),
         replace(INT4, dtype=torch.float16),
+    ),
+    "codes of a prompt take the scale of another group": (
+        Break(
+            ("prefill",),
+            "scale_ptr + base * 4 + n[:, None] * 4 + 0 + tl",
+            "scale_ptr + base * 4 + n[:, None] * 4 + 1 - tl",
+        ),
+        GROUPS,
+    ),
+    "codes take the scales of another group of tokens": (
+        Break(BOTH, "// 8 + tl.arange(0, 2)[:, None]", "// 8 + 1 - tl.arange(0, 2)[:, None]"),
+        TILES,
     ),
     "slots that are counted by sixteens are not": (
         Break(BOTH, "(slots_16 * 16)", "slots_16"),

@@ -105,7 +105,7 @@ def test_case_of_a_site() -> None:
         ("decode", 2, 32, 32),
         ("decode", 2, 64, 64),
         ("decode", 2, 48, 32),
-        ("decode", 2, 256, 128),
+        ("decode", 2, 256, 64),
         ("prefill", 2, 16, 16),
         ("prefill", 4, 16, 64),
         ("decode", 4, 32, 64),  # dequantized in float16
@@ -131,7 +131,7 @@ def test_heads_are_rows_once_for_each_group_of_channels() -> None:
     ("page", "expected"), [(0, 128), (16, 128), (64, 64), (96, 128), (128, 128), (256, 128)]
 )
 def test_a_tile_lies_in_one_page_where_that_is_not_too_small(page: int, expected: int) -> None:
-    assert config(Case("decode", 4, 128, 4, page), PLAIN, H200).block_n == expected
+    assert config(Case("decode", 4, 128, 4, page, stack=4), PLAIN, H200).block_n == expected
 
 
 def test_latent_rows_count_once() -> None:

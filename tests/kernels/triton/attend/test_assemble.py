@@ -84,6 +84,10 @@ QUICK = (
     ("append", "int8:causal", "llama", 90),
     ("append", "int4:causal", "llama", 80),
     ("prefill", "baseline:causal", "llama", 90),
+    ("prefill", "baseline:causal", "llama", 89),
+    ("prefill", "int4:causal", "llama", 100),
+    ("prefill", "kivi4:causal", "llama", 80),
+    ("prefill", "sinks_h2o_fp8:causal", "llama", 86),
 )
 
 
