@@ -418,10 +418,10 @@ KERNELS = (
         "tests/kernels/triton/test_helpers.py",
     ),
     broken(
-        "copies of pages are on a grid's short axis",
+        "copies of pages beyond what a grid's other axes take are left out",
         "kernels/triton/append/page_copy.py",
         "return copies, -(-page_of(spec)[1] // spec.block_n)",
-        "return -(-page_of(spec)[1] // spec.block_n), copies",
+        "return min(copies, 65535), -(-page_of(spec)[1] // spec.block_n)",
         "tests/kernels/triton/retention/test_evict.py",
     ),
     broken(
