@@ -253,7 +253,7 @@ def test_all_problems_of_a_recipe_at_once() -> None:
         "runtime.max_batch: expected greater than or equal to 1, got 0",
         "runtime.max_token: unknown key; allowed: max_batch, max_tokens, prefill_chunk",
         "verify: expected 'quick', 'thorough' or 'off', got 'sometimes'",
-        "speed: unknown key; allowed: name, description, auto, cache, layers, scales, runtime, compile, verify",
+        "speed: unknown key; allowed: name, description, auto, cache, layers, scales, runtime, serve, compile, verify",
         "layers[0].cache.values: group is for int2, int3, int4, nf4 and int8 with mode: asymmetric only, not for int8",
     )
 

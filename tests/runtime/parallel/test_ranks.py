@@ -115,7 +115,7 @@ def _refusals(fast: Any) -> None:
         pytest.param("8/4", 4, "h2o", 0.25, marks=pytest.mark.slow),
         pytest.param("8/2", 4, "baseline", 0.5, marks=pytest.mark.slow),
         pytest.param("8/1", 2, "baseline", 1.0, marks=pytest.mark.slow),
-        pytest.param("gpt2", 2, "kivi2", 0.5, marks=pytest.mark.slow),
+        pytest.param("gpt2", 2, "int8", 0.5, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_give_what_one_gives(name: str, ranks: int, recipe: str, share: float) -> None:
