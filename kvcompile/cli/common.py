@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -119,6 +120,13 @@ def overrides_from(settings: list[str] | None, scales: str | None = None) -> dic
                 raise typer.BadParameter(f"{setting!r} contradicts an earlier --set")
         inner[parts[-1]] = value
     return merged if scales is None else merged | {"scales": scales}
+
+
+def on_ranks(tensor: int, device: str) -> tuple[dict[str, int] | None, str]:
+    """What `optimize` takes as `parallel`, and the device of this process: of ranks on GPUs, each has its own."""
+    if tensor == 1:
+        return None, device
+    return {"tensor": tensor}, f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
 
 
 @contextmanager

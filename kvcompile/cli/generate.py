@@ -18,6 +18,7 @@ from kvcompile.cli.common import (
     ScalesFile,
     Settings,
     command,
+    on_ranks,
     overrides_from,
     stages,
     stderr,
@@ -84,6 +85,7 @@ def generate(
         from kvcompile.recipe import Recipe
 
         loaded_recipe = Recipe.load(recipe, **overrides)  # a mistake in it shows before the model loads
+    parallel, device = on_ranks(tensor, device)
     started = time.perf_counter()
     with waiting(f"loading {model}"):
         loaded = load_model(model, dtype, device)
@@ -94,7 +96,6 @@ def generate(
     tokens = encode(loaded.tokenizer, text, chat=not no_chat_template).to(device)
     ready = time.perf_counter()
     with stages() as progress:
-        parallel = {"tensor": tensor} if tensor > 1 else None
         fast: Any = kvcompile.optimize(
             loaded.model, recipe=loaded_recipe, progress=progress, parallel=parallel
         )

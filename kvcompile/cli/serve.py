@@ -18,6 +18,7 @@ from kvcompile.cli.common import (
     ScalesFile,
     Settings,
     command,
+    on_ranks,
     overrides_from,
     stages,
     stderr,
@@ -154,8 +155,6 @@ def serve(
         overrides["verify"] = verify.value
     if api_key == "" or os.environ.get("KVCOMPILE_API_KEY") == "":  # typer takes an empty variable for none
         raise KVCompileError("the API key is empty: give one, or none at all")
-    if tensor > 1 and device == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     if tensor > 1 and int(os.environ.get("RANK", 0)):
         _follow(model, recipe, overrides, dtype, device, tensor)
         return
@@ -219,10 +218,10 @@ def _optimized(
         from kvcompile.recipe import Recipe
 
         loaded_recipe = Recipe.load(recipe, **overrides)  # a mistake in it shows before the model loads
+    parallel, device = on_ranks(tensor, device)
     with waiting(f"loading {model}"):
         loaded = load_model(model, dtype, device)
     with stages() as progress:
-        parallel = {"tensor": tensor} if tensor > 1 else None
         fast = kvcompile.optimize(loaded.model, loaded_recipe, progress=progress, parallel=parallel)
     return fast, loaded.tokenizer
 

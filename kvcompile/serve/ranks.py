@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
 _BEATS = 4  # signs of life within the time limit of a rank
-END, IDLE = "end", "idle"
 
 
 class Channel:
@@ -181,7 +180,7 @@ def follow(module: CachedModel) -> None:
     (passes,) = made
     while True:
         what, given = channel.hear()
-        if what == END:
+        if what == "end":
             return
         try:
             _do(passes, tiers, group, what, given)
@@ -244,7 +243,7 @@ class Leading(Passes):
 
     def idle(self) -> None:
         with suppress(RankError):  # `failed` tells it
-            self._channel.tell(IDLE)
+            self._channel.tell("idle")
 
     def warm(self, shapes: Sequence[tuple[int, int]], packed: bool) -> None:
         with self._everywhere("warm", tuple(shapes), packed):
@@ -285,7 +284,7 @@ class Leading(Passes):
         if self.failed is None and not self._ended:
             self._ended = True
             with suppress(RankError):  # they have ended already
-                self._channel.tell(END)
+                self._channel.tell("end")
 
 
 class LeadingTiers:

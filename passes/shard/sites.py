@@ -9,7 +9,7 @@ whole: every rank computes all of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -57,7 +57,9 @@ def divide(sites: Sequence[AttentionSite], plan: Plan, ranks: int) -> tuple[Divi
     for site in sites:  # sites that read one cache are divided alike
         if reasons[site.layer]:
             shared.setdefault(site.kv_source, reasons[site.layer])
-    _check_heads([site for site in sites if site.kv_source not in shared], ranks)
+    check_heads(
+        ((site.num_qo_heads, site.num_kv_heads) for site in sites if site.kv_source not in shared), ranks
+    )
     found = []
     for site, decision in zip(sites, plan.decisions, strict=True):
         if reason := shared.get(site.kv_source):
@@ -71,15 +73,20 @@ def divide(sites: Sequence[AttentionSite], plan: Plan, ranks: int) -> tuple[Divi
     return tuple(found)
 
 
-def _check_heads(sites: Sequence[AttentionSite], ranks: int) -> None:
-    counts = sorted({(site.num_qo_heads, site.num_kv_heads) for site in sites})
+def check_heads(heads: Iterable[tuple[int, int]], ranks: int) -> None:
+    """Refuse query and KV heads that do not divide over `ranks`.
+
+    Raises:
+        PlanError: with all of them, and the numbers of ranks that would do.
+    """
+    counts = sorted(set(heads))
     if all(fits(q, kv, ranks) for q, kv in counts):
         return
     most = max((q for q, _ in counts), default=1)
     good = [n for n in range(1, most + 1) if all(fits(q, kv, n) for q, kv in counts)]
-    heads = ", ".join(f"{q} query and {kv} KV heads" for q, kv in counts)
+    told = ", ".join(f"{q} query and {kv} KV heads" for q, kv in counts)
     raise PlanError(
-        f"parallel: tensor: {ranks}: this model's attention has {heads}, which do not divide over {ranks} ranks: "
+        f"parallel: tensor: {ranks}: this model's attention has {told}, which do not divide over {ranks} ranks: "
         "query heads must be a multiple of the ranks, and KV heads a multiple or a divisor of them. "
         f"Use tensor: {', '.join(map(str, good))}"
     )

@@ -54,7 +54,7 @@ REPLICAS = (
     broken(
         "an idle rank 0 gives no sign of life",
         RANKS_FILE,
-        "self._channel.tell(IDLE)",
+        'self._channel.tell("idle")',
         "pass",
         RANKS,
     ),

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import kvcompile.cli.serve as command
 import kvcompile.serve.http as http
 from kvcompile.cli import app
+from kvcompile.cli.common import on_ranks
 from tests.serve.http.fake_engine import FakeEngine, tiny_tokenizer
 
 
@@ -169,21 +170,17 @@ def fails(*options: str, env: dict[str, str] | None = None) -> str:
 def test_only_the_first_of_several_ranks_has_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[tuple[Any, ...]] = []
     monkeypatch.setattr(command, "_follow", lambda *given: followed.append(given))
-    options = [
-        "serve",
-        "--tensor",
-        "2",
-        "--recipe",
-        "int8",
-        "--device",
-        "cuda",
-        "--port",
-        "1",
-    ]  # nobody may bind it
-    ranked = {"RANK": "1", "LOCAL_RANK": "1"}
-    result = CliRunner().invoke(app, options, env=ranked)
+    options = ["--tensor", "2", "--recipe", "int8", "--device", "cuda", "--port", "1"]  # nobody may bind it
+    result = CliRunner().invoke(app, ["serve", *options], env={"RANK": "1", "LOCAL_RANK": "1"})
     assert result.exit_code == 0, result.output
-    assert followed == [("smollm2", "int8", {}, None, "cuda:1", 2)]
+    assert followed == [("smollm2", "int8", {}, None, "cuda", 2)]
+
+
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert on_ranks(2, "cuda") == ({"tensor": 2}, "cuda:1")
+    assert on_ranks(2, "cpu") == ({"tensor": 2}, "cpu") and on_ranks(2, "cuda:3")[1] == "cuda:3"
+    assert on_ranks(1, "cuda") == (None, "cuda")
 
 
 def test_what_is_refused_before_a_model_loads(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:

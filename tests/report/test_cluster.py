@@ -122,7 +122,7 @@ def test_a_latent_row_is_on_every_rank() -> None:
         (
             {"parallel": {"tensor": 3}},
             PlanError,
-            "8 query and 4 KV heads do not divide over 3 ranks: use 1, 2, 4, 8",
+            "8 query and 4 KV heads, which do not divide over 3 ranks.*Use tensor: 1, 2, 4, 8",
         ),
         ({"parallel": {"tensor": 4, "stages": 4}}, KVCompileError, "needs 16 devices, and there are 8"),
         ({"parallel": {"tensors": 4}}, KVCompileError, "expected tensor and stages, got tensors"),

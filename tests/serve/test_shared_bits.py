@@ -36,9 +36,9 @@ RECIPES |= {
     "tova, bounded": {"cache": {"retention": {"kind": "tova", "budget": 24, "prefill": "bounded"}}},
     "calibrated in pages": {"cache": {**PAGES, "keys": {"dtype": "int8"}}},
     "quest in pages": {
-        "cache": {**PAGES, "selection": {"kind": "top_pages", "page_size": 8, "pages": 2}},
+        "cache": {**PAGES, "selection": {"kind": "top_pages", "page_size": 8, "pages": 2, "dense_layers": 0}},
     },
-    "quest": {"cache": {"selection": {"kind": "top_pages", "page_size": 8, "pages": 2}}},
+    "quest": {"cache": {"selection": {"kind": "top_pages", "page_size": 8, "pages": 2, "dense_layers": 0}}},
 }
 FOUND = [
     ("llama", recipe)

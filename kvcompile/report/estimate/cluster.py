@@ -211,15 +211,9 @@ def divided(shape: ModelShape, ranks: int) -> tuple[ModelShape, int]:
     Raises:
         PlanError: they do not divide, by the rule of `passes/shard/sites.py`.
     """
-    from kvcompile.passes.shard.sites import fits
+    from kvcompile.passes.shard.sites import check_heads
 
-    pairs = sorted({(layer.num_qo_heads, _kept_heads(layer)) for layer in shape.layers})
-    if not all(fits(queries, keys, ranks) for queries, keys in pairs):
-        good = [n for n in range(1, max(pairs)[0] + 1) if all(fits(q, kv, n) for q, kv in pairs)]
-        heads = ", ".join(f"{q} query and {kv} KV heads" for q, kv in pairs)
-        raise PlanError(
-            f"parallel.tensor: {ranks}: {heads} do not divide over {ranks} ranks: use {', '.join(map(str, good))}"
-        )
+    check_heads(((layer.num_qo_heads, _kept_heads(layer)) for layer in shape.layers), ranks)
     layers = tuple(
         replace(
             layer,

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -50,8 +49,6 @@ class RemoteEngine:
         self._replicas = replicas
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
-        self._counts = dict.fromkeys(("moved", "failed"), 0)
 
     def submit(
         self,
@@ -98,8 +95,6 @@ class RemoteEngine:
                             "the replica that answered this request is gone: send it again"
                         ) from error
                     log.warning("request %s goes to another replica: %s", handle.id, error)
-                    with self._lock:
-                        self._counts["moved"] += 1
         except asyncio.CancelledError:
             self._end(handle, taken, ServeError("the request was cancelled"))
             raise
@@ -116,8 +111,6 @@ class RemoteEngine:
             self._end(handle, taken, ServeError(f"{type(error).__name__}: {error}"))
 
     def _end(self, handle: Handle, taken: Future[None], error: KVCompileError) -> None:
-        with self._lock:
-            self._counts["failed"] += 1
         if not taken.done():
             taken.set_exception(error)
         handle.fail(error)

@@ -89,7 +89,7 @@ class Replica:
                 yield delta
             yield handle.result()
         except ServeError as error:
-            yield Refused(type(error).__name__, str(error))
+            yield Refused("ServeError", str(error))  # others of its kind take more than a message
         finally:
             handle.cancel()
 
