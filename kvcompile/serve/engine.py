@@ -183,6 +183,8 @@ class Engine:
         self._inbox: list[tuple[list[int], Callable[[], None]]] = []  # which texts, and what of them
         self._changed = threading.Condition()
         self._closing = self._closed = False
+        self._idle = False  # the last turn had nothing to do but to wait for files
+        tiers.on_read(self._wake)
         self._thread: threading.Thread | None = None
         self._start()
 
@@ -365,7 +367,13 @@ class Engine:
                     request.handle.fail(ServeError("the engine was closed before this request had ended"))
 
     def _has_work(self) -> bool:
-        return bool(self._inbox or self._closed or self._scheduler.texts)
+        waits = self._idle and self._shared.tiers.reading
+        return bool(self._inbox or self._closed or (self._scheduler.texts and not waits))
+
+    def _wake(self) -> None:
+        """What was read is there."""
+        with self._changed:
+            self._changed.notify_all()
 
     def _turn(self) -> None:
         """What came since the last step, and a step."""
@@ -395,6 +403,7 @@ class Engine:
     def _step(self) -> None:
         """One step of the scheduler's plan."""
         plan = self._scheduler.plan()
+        self._idle = not plan
         if not plan:
             return
         self._steps += 1

@@ -298,6 +298,16 @@ class LeadingTiers:
     def lookup(self, key: Key) -> bool:
         return self._own.lookup(key)
 
+    @property
+    def reading(self) -> bool:
+        return self._own.reading
+
+    def begin(self, pages: Iterable[Key], snapshots: Iterable[Key]) -> bool:
+        return self._own.begin(pages, snapshots)  # ranks have no store of files
+
+    def forget(self) -> None:
+        self._own.forget()
+
     def fetch(self, pages: Iterable[Key], snapshots: Iterable[Key]) -> Tier | None:
         pages, snapshots = tuple(pages), tuple(snapshots)
         if pages or snapshots:

@@ -4,7 +4,8 @@ A step is one pass of one token for every text that has but one left to compute,
 Everything goes by age, the oldest first:
 
     running   takes its next token, or chunk; where no page is left for it, the newest gives its own up
-    waiting   comes in when its whole prompt has pages, what the prefix cache holds of it counted off
+    waiting   comes in when its whole prompt has pages, what the prefix cache holds of it counted off; while what a
+              store of files has of it is read, those that run go on
 
 The oldest running text is never made to give up its pages, so that every text that fits alone comes to its end.
 Chunks end at multiples of `chunk` tokens whoever runs beside: a text is computed in the same pieces every time.
@@ -39,6 +40,8 @@ from kvcompile.serve.pages import HOLE, Group, Key, Pages
 from kvcompile.serve.texts import Rules, State, Text
 from kvcompile.serve.tiers import Below, Tier, Tiers
 
+_READS = 3  # times that files are read for one text while others go on; then they wait
+
 
 @dataclass
 class _Step:
@@ -62,6 +65,9 @@ class Scheduler:
         self._below: Below = below or Tiers()
         self._lookup = Lookup(self.pages, rules, self._below)
         self._on_host: dict[int, int] = {}  # bytes of each text that is there
+        self._reads: tuple[int, int] | None = (
+            None  # the text that files are read for, and how often they were
+        )
         self.preemptions = self.recomputed = self.swapped = 0
 
     # ---- what comes and goes
@@ -91,6 +97,9 @@ class Scheduler:
     def end(self, id: int) -> None:
         """A text has ended, and has no row any more: its pages are given back, those with a key may be found again."""
         text = self.texts.pop(id)
+        if self._reads is not None and self._reads[0] == id:
+            self._reads = None
+            self._below.forget()
         self._give_back(text)
         self._came_back(id)
 
@@ -156,6 +165,8 @@ class Scheduler:
         if len(others) >= self.rules.rows:
             return False
         back = text.state is State.SWAPPED
+        if not back and self._below.reading:
+            return False
         found = (self._lookup.nothing(text.computed), None) if back else self._found(text, bool(others))
         if found is None or (back and not self._fits(text, found[0], bool(others))):
             return False
@@ -176,7 +187,8 @@ class Scheduler:
         return True
 
     def _found(self, text: Text, beside: bool) -> tuple[Hit, Tier] | None:
-        """What is there of a text that comes in, at hand for the next moves; None: there are no pages for the rest.
+        """What is there of a text that comes in, at hand for the next moves; None: there are no pages for the rest, or
+        it is being read.
 
         beside: whether other texts run
         """
@@ -186,10 +198,22 @@ class Scheduler:
                 return None
             if not hit.up and not hit.snapshot:
                 return hit, "device"
+            if not self._begun(text, hit):
+                return None
             tier = self._below.fetch(hit.up, hit.snapshot)
             if tier is not None:
                 return hit, tier
         raise AssertionError("what is looked up here alone needs nothing from below")
+
+    def _begun(self, text: Text, hit: Hit) -> bool:
+        """Whether what a prefix needs from below is there by now."""
+        times = self._reads[1] if self._reads is not None and self._reads[0] == text.id else 0
+        # Others may take pages of the prefix meanwhile, so that more of it is to be read: not for ever.
+        if times < _READS and not self._below.begin(hit.up, hit.snapshot):
+            self._reads = (text.id, times + 1)
+            return False
+        self._reads = None
+        return True
 
     def _fits(self, text: Text, hit: Hit, beside: bool) -> bool:
         """Whether the whole text has pages, what is there counted off."""

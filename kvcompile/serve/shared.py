@@ -94,4 +94,5 @@ class Shared:
         except Exception:  # what is lost is computed again
             log.exception("not all of the cache could be kept in %s", self.disk.folder)
         finally:
+            self.tiers.close()
             self.disk.close()

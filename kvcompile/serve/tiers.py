@@ -3,14 +3,16 @@
 Pages and snapshots have room of their own, so that neither drives out the other. Of the room of pages, texts that gave
 up theirs are first. What goes from the host's memory goes to the store, if there is one, and what is found there comes
 back. What a step needs is fetched before it is planned, and stays until its moves are done: what is planned is there.
+What is in files is read by threads meanwhile (`reading.py`), and steps go on without it until it is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, Protocol
 
 from kvcompile.serve.pages import Key
+from kvcompile.serve.reading import Reading
 from kvcompile.serve.store import Host, Item, Store
 
 Tier = Literal["device", "host", "store"]
@@ -27,6 +29,19 @@ class Below(Protocol):
 
     def lookup(self, key: Key) -> bool:
         """Whether something is there, which may turn out not to be whole when it is fetched."""
+        ...
+
+    @property
+    def reading(self) -> bool:
+        """Whether something that `begin` began is not there yet."""
+        ...
+
+    def begin(self, pages: Iterable[Key], snapshots: Iterable[Key]) -> bool:
+        """Whether `fetch` of these would not wait for a disk; if it would, they are read from now on."""
+        ...
+
+    def forget(self) -> None:
+        """What `begin` began is not wanted any more."""
         ...
 
     def fetch(self, pages: Iterable[Key], snapshots: Iterable[Key]) -> Tier | None:
@@ -54,11 +69,31 @@ class Tiers:
         self.pages, self.snapshots, self._below = Host(pages, below), Host(snapshots, below), below
         self.takes_pages = bool(pages) or below is not None
         self.takes_snapshots = bool(snapshots) or below is not None
+        self._reader = None if below is None else Reading(below)
         self._fetched: dict[Key, tuple[Item, Tier]] = {}
 
     def lookup(self, key: Key) -> bool:
         stores = (self.pages, self.snapshots, self._below)
         return any(store is not None and store.lookup(key) for store in stores)
+
+    @property
+    def reading(self) -> bool:
+        return self._reader is not None and self._reader.busy
+
+    def begin(self, pages: Iterable[Key], snapshots: Iterable[Key]) -> bool:
+        if self._reader is None:
+            return True
+        wanted = [(self.pages, key) for key in pages] + [(self.snapshots, key) for key in snapshots]
+        return self._reader.ask([k for host, k in wanted if k not in self._fetched and not host.lookup(k)])
+
+    def forget(self) -> None:
+        if self._reader is not None:
+            self._reader.ask(())
+
+    def on_read(self, done: Callable[[], None]) -> None:
+        """`done` is called, by another thread, whenever nothing is being read any more."""
+        if self._reader is not None:
+            self._reader.done = done
 
     def fetch(self, pages: Iterable[Key], snapshots: Iterable[Key]) -> Tier | None:
         wanted = [(self.pages, key) for key in pages] + [(self.snapshots, key) for key in snapshots]
@@ -79,7 +114,7 @@ class Tiers:
         item = host.load(key)
         if item is not None:
             return item, "host"
-        item = self._below.load(key) if self._below is not None else None
+        item = self._reader.take(key) if self._reader is not None else None
         if item is None:
             return None
         host.store(key, item)
@@ -101,6 +136,11 @@ class Tiers:
             self.snapshots.store(key, item)
         for key in reversed(before):
             self.snapshots.load(key)
+
+    def close(self) -> None:
+        """Nothing is read any more."""
+        if self._reader is not None:
+            self._reader.close()
 
     def flush(self) -> None:
         """All that is in the host's memory goes to the store below."""

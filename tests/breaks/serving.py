@@ -14,8 +14,37 @@ NUMERICS, ENGINE, SCHEDULE, SALTS, SOAK = (
 
 RELEASED = "tests/serve/test_released.py"
 BITS, DISK = "tests/serve/test_shared_bits.py", "tests/serve/test_disk.py"
+READING = "tests/serve/test_reading.py"
 
 SERVING = (
+    broken(
+        "steps wait for files",
+        "kvcompile/serve/schedule.py",
+        "        if times < _READS and not self._below.begin(hit.up, hit.snapshot):",
+        "        if False:",
+        READING,
+    ),
+    broken(
+        "the engine asks again and again while files are read",
+        "kvcompile/serve/engine.py",
+        "(self._scheduler.texts and not waits))",
+        "self._scheduler.texts)",
+        READING,
+    ),
+    broken(
+        "nobody tells that files are read",
+        "kvcompile/serve/reading.py",
+        "        if not self.busy:\n            self.done()",
+        "        pass",
+        READING,
+    ),
+    broken(
+        "what a cancelled text wanted is still read",
+        "kvcompile/serve/schedule.py",
+        "            self._below.forget()",
+        "            pass",
+        READING,
+    ),
     broken(
         "a text comes back from the host without its pages",
         "kvcompile/serve/rows.py",

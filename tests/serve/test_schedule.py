@@ -47,11 +47,12 @@ class Served(RuleBasedStateMachine):
     groups: tuple[Group, ...] = (Group(4, 64, 12),)
     goes_by = Rules(rows=3, chunk=6, shares=True, page_bytes=(1,), watermark=0.0)
     room = 0  # things that a store below has room for
+    reads = 0  # steps that go by while these are read
     unsettled = 0
 
     def __init__(self) -> None:
         super().__init__()
-        below = Fake(self.room, bool(self.room), bool(self.room))
+        below = Fake(self.room, bool(self.room), bool(self.room), steps=self.reads)
         self.scheduler = Scheduler(self.groups, self.goes_by, below)
         self.shadow = Shadow(self.groups, self.goes_by, below, self.unsettled)
         self.number = 0
@@ -89,10 +90,13 @@ class Served(RuleBasedStateMachine):
         oldest = next(iter([*self.scheduler.running, *self.scheduler.waiting]), None)
         before = oldest.computed if oldest else 0
         plan = self.scheduler.plan()
-        assert bool(plan.texts) == bool(self.scheduler.texts), "somebody can always go on"
+        waits = self.shadow.below.reading and not plan.texts
+        assert bool(plan.texts) == bool(self.scheduler.texts) or waits, "somebody can always go on"
+        assert not waits or not self.scheduler.running, "those that run do not wait for files"
         self.shadow.carry_out(self.scheduler, plan)
         self.shadow.below.release()
-        if oldest is not None:
+        self.shadow.below.left = max(self.shadow.below.left - 1, 0)
+        if oldest is not None and not waits:
             assert oldest.computed > before and oldest.id in plan.texts, (
                 "the oldest that runs goes on in every step"
             )
@@ -146,6 +150,7 @@ class Served(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         check(self.scheduler)
+        assert not self.shadow.below.reading or self.scheduler.waiting, "nobody waits for what is read"
 
     def teardown(self) -> None:
         for _ in range(3000):  # every step brings the oldest further
@@ -197,6 +202,16 @@ class LoweredRing(Ringed):
     """And snapshots of what has gone round."""
 
     room = 14
+
+
+class Read(Lowered):
+    """And come from files, which takes its time."""
+
+    reads = 2
+
+
+class ReadRing(LoweredRing):
+    reads = 1
 
 
 class Settling(Served):
@@ -271,7 +286,8 @@ UNSHRUNK = settings(
     report_multiple_bugs=False,  # one is enough
 )
 CASES = [
-    *(Served, Swapped, Ringed, Aligned, Kept, Rowed, Lowered, LoweredRing, Settling, Pieced, Scored, Summed),
+    *(Served, Swapped, Ringed, Aligned, Kept, Rowed, Lowered, LoweredRing, Read, ReadRing, Settling),
+    *(Pieced, Scored, Summed),
     *(Released, ReleasedAlone, ReleasedSwapped, ReleasedLowered, ReleasedSettling),
 ]
 

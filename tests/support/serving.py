@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ class Stepped(Engine):
         super()._choose(lives, logits)
 
     def turn(self) -> None:
+        while self._scheduler.texts and not self._has_work():  # files are being read
+            time.sleep(0.001)
         self._turn()
         check(self._scheduler)
 

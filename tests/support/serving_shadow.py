@@ -25,7 +25,10 @@ SPOILED: Held = ("written later",)
 
 @dataclass
 class Fake:
-    """A store below that has room for a few things; what is damaged turns out so when it is fetched."""
+    """A store below that has room for a few things; what is damaged turns out so when it is fetched.
+
+    steps: how many go by while it is read, 0: none
+    """
 
     room: int
     takes_pages: bool = True
@@ -33,6 +36,24 @@ class Fake:
     items: OrderedDict[Key, Any] = field(default_factory=OrderedDict)
     damaged: set[Key] = field(default_factory=set)
     at_hand: dict[Key, Any] = field(default_factory=dict)
+    steps: int = 0
+    begun: frozenset[Key] = frozenset()
+    left: int = 0
+
+    @property
+    def reading(self) -> bool:
+        return self.left > 0
+
+    def begin(self, pages: Iterable[Key], snapshots: Iterable[Key]) -> bool:
+        assert not self.reading, "what is being read is waited for"
+        wanted = frozenset((*pages, *snapshots))
+        if self.steps and not wanted <= self.begun:
+            self.left = self.steps
+        self.begun = wanted
+        return not self.reading
+
+    def forget(self) -> None:
+        self.begun, self.left = frozenset(), 0
 
     def lookup(self, key: Key) -> bool:
         return key in self.items
