@@ -54,7 +54,7 @@ def slow() -> Iterator[Slow]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.002)
@@ -112,7 +112,7 @@ def stored(tmp_path: Path) -> tuple[Path, list[int]]:
 def gated(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Files are read once this is set."""
     go, inner = threading.Event(), Disk.load
-    monkeypatch.setattr(Disk, "load", lambda *args: inner(*args) if go.wait(30) else None)
+    monkeypatch.setattr(Disk, "load", lambda *args: inner(*args) if go.wait(90) else None)
     return go
 
 
