@@ -76,14 +76,14 @@ PACKED = (
     ),
     broken(
         "steps are never packed",
-        "kvcompile/serve/engine.py",
-        "if self._unpacked is None and len(plan.chunks)",
+        "kvcompile/serve/loop.py",
+        "if self._packs and len(plan.chunks)",
         "if False and len(plan.chunks)",
         ENGINE,
     ),
     broken(
         "what fails after a packed step takes all of it along",
-        "kvcompile/serve/engine.py",
+        "kvcompile/serve/loop.py",
         "self._guarded(plan.decodes, partial(self._choose, lives, decoded))",
         "self._choose(lives, decoded)",
         ENGINE,

@@ -26,7 +26,7 @@ SERVING = (
     ),
     broken(
         "the engine asks again and again while files are read",
-        "kvcompile/serve/engine.py",
+        "kvcompile/serve/loop.py",
         "(self._scheduler.texts and not waits))",
         "self._scheduler.texts)",
         READING,
@@ -96,14 +96,14 @@ SERVING = (
     ),
     broken(
         "a text that fails takes its batch along",
-        "kvcompile/serve/engine.py",
+        "kvcompile/serve/loop.py",
         "            self._guarded([live.text.id], partial(self._took, live, token, logprob))",
         "            self._took(live, token, logprob)",
         ENGINE,
     ),
     broken(
         "a pass that fails is not told",
-        "kvcompile/serve/engine.py",
+        "kvcompile/serve/loop.py",
         "        except Exception as error:\n            self._fail(texts, error)",
         "        except Exception:\n            pass",
         ENGINE,
@@ -117,7 +117,7 @@ SERVING = (
     ),
     broken(
         "a thread that ends leaves its requests waiting",
-        "kvcompile/serve/engine.py",
+        "kvcompile/serve/loop.py",
         '                    request.handle.fail(ServeError("the engine was closed before this request had ended"))',
         "                    pass",
         ENGINE,
@@ -236,7 +236,7 @@ SERVING = (
     ),
     broken(
         "a request that fails is never over",
-        "kvcompile/serve/engine.py",
+        "kvcompile/serve/loop.py",
         """                self._counts["failed"] += 1
                 self._over(request)
 """,

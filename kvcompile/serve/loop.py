@@ -1,0 +1,263 @@
+"""The engine's thread: notes that callers left, and a step, again and again.
+
+One thread owns the steps, the scheduler and what passes run over. What callers want of it they leave as a note, which
+the next turn begins with; what they read is behind `_changed`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from kvcompile.errors import KVCompileError, RankError, ServeError
+from kvcompile.serve.live import LiveRequest, LiveText
+from kvcompile.serve.moves import Chunk, StepPlan
+from kvcompile.serve.passes import Passes
+from kvcompile.serve.pick import Picked, pick
+from kvcompile.serve.request import TokenLogprob
+from kvcompile.serve.schedule import Scheduler
+from kvcompile.serve.stats import Speed
+from kvcompile.serve.tiers import Tiers
+
+log = logging.getLogger(__name__)
+
+
+class Loop:
+    """Takes steps by a scheduler's plans, until it is closed or a defect ends it."""
+
+    def __init__(self, scheduler: Scheduler, passes: Passes, tiers: Tiers, packed: bool):
+        """packed: whether all texts of a step take one pass"""
+        self._scheduler, self._passes, self._tiers, self._packs = scheduler, passes, tiers, packed
+        self._texts: dict[int, LiveText] = {}
+        self._requests: dict[str, LiveRequest] = {}
+        requests = ("requests", "finished", "failed", "cancelled")
+        tokens = ("prompt_tokens", "completion_tokens", "cached_tokens")
+        self._counts: dict[str, int] = dict.fromkeys((*requests, *tokens), 0)
+        self._steps = self._packed_steps = 0
+        self._speed = Speed()
+        self._inbox: list[tuple[list[int], Callable[[], None]]] = []  # which texts, and what of them
+        self._changed = threading.Condition()
+        self._closing = self._closed = False
+        self._idle = False  # the last turn had nothing to do but to wait for files
+        tiers.on_read(self._wake)
+        self._thread: threading.Thread | None = None
+
+    def _tell(self, request: LiveRequest, note: Callable[[LiveRequest], None]) -> None:
+        """Leave a note about a request for the next step."""
+        with self._changed:
+            self._inbox.append(([live.text.id for live in request.texts], partial(note, request)))
+            self._changed.notify_all()
+
+    # ---- turns
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="kvcompile engine", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    wanted = self._changed.wait_for(self._has_work, self._passes.beat)
+                    if self._closed:
+                        break
+                if wanted:
+                    self._turn()
+                else:
+                    self._passes.idle()
+                if self._passes.failed is not None:  # no step can be taken any more
+                    self._fail(list(self._texts), RankError(self._passes.failed))
+                    break
+        finally:  # also after a defect of ours: nobody may wait for ever
+            with self._changed:
+                self._closing = self._closed = True
+                for request in list(self._requests.values()):
+                    self._over(request)
+                    request.handle.fail(ServeError("the engine was closed before this request had ended"))
+
+    def _has_work(self) -> bool:
+        waits = self._idle and self._tiers.reading
+        return bool(self._inbox or self._closed or (self._scheduler.texts and not waits))
+
+    def _wake(self) -> None:
+        """What was read is there."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _turn(self) -> None:
+        """What came since the last step, and a step."""
+        with self._changed:
+            notes, self._inbox = self._inbox, []
+        for texts, note in notes:
+            self._guarded(texts, note)
+        try:
+            self._step()
+        except Exception as error:  # a defect of ours
+            log.exception("the engine's step failed")
+            self._fail(list(self._texts), error)
+
+    def _enter(self, request: LiveRequest) -> None:
+        with self._changed:
+            for live in request.texts:
+                self._texts[live.text.id] = live
+                self._scheduler.add(live.text)
+
+    def _cancel(self, request: LiveRequest) -> None:
+        for live in request.texts:
+            if live.finish is None and live.text.id in self._texts:
+                live.stop()
+                self._leave(live)
+        self._finished(request)
+
+    def _step(self) -> None:
+        """One step of the scheduler's plan."""
+        plan = self._scheduler.plan()
+        self._idle = not plan
+        if not plan:
+            return
+        self._steps += 1
+        now = time.monotonic()
+        for id in plan.texts:
+            request = self._texts[id].request
+            request.began = request.began or now
+        try:
+            self._passes.move(plan.moves, {id: live.text.computed for id, live in self._texts.items()})
+        except Exception as error:
+            self._fail([*plan.texts, *plan.moved], error)
+            return
+        if self._packs and len(plan.chunks) + bool(plan.decodes) > 1:
+            self._guarded(plan.texts, partial(self._pack, plan))
+            return
+        for batch in self._passes.batches(plan.decodes):
+            self._guarded(batch, partial(self._decode, batch))
+        for chunk in plan.chunks:
+            if chunk.text in self._texts:  # a text of the same request may have failed in this step
+                self._guarded([chunk.text], partial(self._prefill, chunk))
+
+    def _guarded(self, texts: Sequence[int], run: Callable[[], None]) -> None:
+        """A pass that fails takes the requests in it along, and no others."""
+        try:
+            run()
+        except Exception as error:
+            self._fail(texts, error)
+
+    def _decode(self, batch: Sequence[int]) -> None:
+        """The next token of every text of a batch."""
+        order, logits = self._passes.run([self._texts[id].text for id in batch])
+        for text in order:
+            self._scheduler.computed(text.id, len(text.tokens))
+        self._choose([self._texts[text.id] for text in order], logits)
+
+    def _prefill(self, chunk: Chunk) -> None:
+        """A piece of a prompt, and after the last one the first token of every text of this prompt."""
+        live = self._texts[chunk.text]
+        _, logits = self._passes.run([live.text], chunk.end)
+        self._computed(chunk.text, chunk.end)
+        self._after(chunk, logits)
+
+    def _pack(self, plan: StepPlan) -> None:
+        """A token of every text that decodes and a piece of every prompt, in one pass."""
+        texts = [self._texts[id].text for id in plan.texts]
+        ends = [len(text.tokens) for text in texts[: len(plan.decodes)]] + [c.end for c in plan.chunks]
+        logits = self._passes.run_packed(texts, ends)
+        self._packed_steps += 1
+        for text, end in zip(texts, ends, strict=True):
+            self._computed(text.id, end)
+        decoded, pieces = logits[: len(plan.decodes)], logits[len(plan.decodes) :]
+        if plan.decodes:
+            lives = [self._texts[id] for id in plan.decodes]
+            self._guarded(plan.decodes, partial(self._choose, lives, decoded))
+        for chunk, row in zip(plan.chunks, pieces, strict=True):
+            if chunk.text in self._texts:  # a text of the same request may have failed in this step
+                self._guarded([chunk.text], partial(self._after, chunk, row[None]))
+
+    def _computed(self, id: int, end: int) -> None:
+        """Tokens of a text up to `end` are in the cache; what of them is in no page may be kept."""
+        snapshot = self._scheduler.computed(id, end)
+        if snapshot is not None:
+            self._passes.keep(snapshot)
+
+    def _after(self, chunk: Chunk, logits: Tensor) -> None:
+        """What comes after a piece of a prompt that is computed, from its last logits [1, V]."""
+        if not chunk.last:
+            return
+        live = self._texts[chunk.text]
+        lives = [live]
+        for fork in self._scheduler.fork(chunk.text):
+            self._passes.fork(fork)
+            lives.append(self._texts[fork.target])
+        self._choose(lives, logits.expand(len(lives), -1))
+
+    def _choose(self, lives: Sequence[LiveText], logits: Tensor) -> None:
+        """The next token of each text from logits [B, V]."""
+        try:
+            picked = pick(logits, [live.picker for live in lives])
+        except Exception:  # one row's: the others have theirs
+            if len(lives) == 1:
+                raise
+            for row, live in enumerate(lives):
+                self._guarded([live.text.id], partial(self._choose, [live], logits[row : row + 1]))
+            return
+        self._take(lives, picked)
+
+    def _take(self, lives: Sequence[LiveText], picked: Picked) -> None:
+        for live, token, logprob in zip(lives, picked.tokens, picked.logprobs, strict=True):
+            self._guarded([live.text.id], partial(self._took, live, token, logprob))
+        self._speed.note(len(lives))
+
+    def _took(self, live: LiveText, token: int, logprob: TokenLogprob | None) -> None:
+        if live.text.id not in self._texts:  # another text of its request has failed meanwhile
+            return
+        request = live.request
+        request.first = request.first or time.monotonic()
+        self._scheduler.chosen(live.text.id, token)
+        live.take(token, logprob)
+        if live.finish is not None:
+            self._leave(live)
+            self._finished(request)
+
+    # ---- ends
+
+    def _leave(self, live: LiveText) -> None:
+        with self._changed:
+            if self._texts.pop(live.text.id, None) is not None:
+                self._scheduler.end(live.text.id)
+                self._passes.leave(live.text.id)
+
+    def _finished(self, request: LiveRequest) -> None:
+        if not request.done or self._requests.get(request.handle.id) is not request:
+            return
+        result = request.result()
+        usage = result.usage
+        with self._changed:
+            self._counts["cancelled" if request.cancelled else "finished"] += 1
+            self._counts["prompt_tokens"] += usage.prompt_tokens
+            self._counts["completion_tokens"] += usage.completion_tokens
+            self._counts["cached_tokens"] += usage.cached_tokens
+            self._over(request)
+        request.handle.finish(result)
+
+    def _over(self, request: LiveRequest) -> None:
+        self._requests.pop(request.handle.id, None)
+        self._changed.notify_all()
+
+    def _fail(self, ids: Iterable[int], error: BaseException) -> None:
+        """Requests end with an error, and all that they had is given back."""
+        failed = {
+            id_of.request.handle.id: id_of.request for id in ids if (id_of := self._texts.get(id)) is not None
+        }
+        for request in failed.values():
+            log.warning("request %s failed: %s", request.handle.id, error, exc_info=error)
+            for live in request.texts:
+                if live.text.id in self._texts:
+                    self._leave(live)
+            with self._changed:
+                self._counts["failed"] += 1
+                self._over(request)
+            told = error if isinstance(error, KVCompileError) else f"{type(error).__name__}: {error}"
+            request.handle.fail(ServeError(f"a step of this request failed: {told}"))
