@@ -54,7 +54,7 @@ def watched(engine: Any, pages: bool = False) -> Iterator[Watch]:
     Args:
         pages: note pages, too, which takes time between steps.
     """
-    from kvcompile.serve import engine as rooms
+    from kvcompile.serve import loop as rooms
     from kvcompile.serve.request import Handle
 
     watch = Watch()
