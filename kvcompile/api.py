@@ -249,7 +249,9 @@ def _emit(
         opaques_of(front, rewritten),
         bounds(front),
         front.captured.last is not None,
-        None if stage is None or front.staging is None else OfStage(stage.takes, stage.gives, front.staging.outputs, whole),
+        None
+        if stage is None or front.staging is None
+        else OfStage(stage.takes, stage.gives, front.staging.outputs, whole),
     )
     model = model if group is None else skeleton(model)
     kind: type[CachedModel] = PlainCachedModel

@@ -227,7 +227,7 @@ def parts_of(front: Front, plan: Plan) -> tuple[tuple[Part, ...], ...]:
     """What runs, by stage and rank: one part where the graph is whole."""
     sharding, staging = front.sharding, front.staging
     if sharding is None:
-        ranks = (Part(front.canonical, front.sites, plan),)
+        ranks: tuple[Part, ...] = (Part(front.canonical, front.sites, plan),)
     else:
         ranks = tuple(
             Part(own.graph_module, own.sites, localized(plan, sharding, own.rank), own)

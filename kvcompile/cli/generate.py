@@ -132,7 +132,11 @@ def _where(group: Any) -> str:
     """Whose bytes are told."""
     if group is None:
         return ""
-    return f" on each of {group.size} ranks" if group.options.stages == 1 else f" on the first of {group.size} ranks"
+    return (
+        f" on each of {group.size} ranks"
+        if group.options.stages == 1
+        else f" on the first of {group.size} ranks"
+    )
 
 
 def encode(tokenizer: Any, text: str, chat: bool) -> Any:

@@ -1,7 +1,7 @@
 """The cached graph, run chunk by chunk from an empty cache, as the runtime would feed it.
 
-Of a graph that is sharded, those of all ranks run in step (`ranks.py`), and what comes out is put together again; of one
-over stages, each stage takes what the one before gives. So everything that is compared with an oracle is what the ranks
+Of a graph that is sharded, those of all ranks run in step (`ranks.py`), and what comes out is put together again; of
+one over stages, each takes what the one before gives. So everything that is compared with an oracle is what the ranks
 compute.
 
 What the runtime would not write must not matter: slots hold something that is not zero, and pages stand in no order.

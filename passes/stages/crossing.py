@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, pairwise
 from typing import Any
 
 from torch import Tensor
@@ -99,16 +100,17 @@ class Crossing:
     def places(self) -> tuple[Place, ...]:
         """All places to cut, in order, one for each value: with work and all of each cache on either side."""
         number = {node: at for at, node in enumerate(self.nodes)}
-        work = sorted(number[node] for node in self.works)
-        if len(work) < 2:
-            return ()
         spans = [
             (min(group), max(group))
             for source in dict.fromkeys(self.sources)
-            if (group := [number[s.out] for s, of in zip(self.sites, self.sources, strict=True) if of == source])
+            if (
+                group := [
+                    number[s.out] for s, of in zip(self.sites, self.sources, strict=True) if of == source
+                ]
+            )
         ]
         found: dict[Node, Place] = {}
-        for at in range(work[0], work[-1]):
+        for at in chain(*self._gaps):
             crossing = self._open[at]
             apart = all(not first <= at < last for first, last in spans)
             if len(crossing) == 1 and apart and self._of_tokens(crossing[0]):
@@ -120,18 +122,33 @@ class Crossing:
         found = dims(node, self.graph)
         return found is not None and {"batch", "tokens"} <= set(found) and "kept" not in found
 
-    def reason(self) -> str:
-        """What is in the way where fewest values cross, of the places that are none; for people."""
+    @cached_property
+    def _gaps(self) -> list[range]:
+        """Numbers of the nodes from each block of work to the next."""
         number = {node: at for at, node in enumerate(self.nodes)}
         work = sorted(number[node] for node in self.works)
-        if len(work) < 2:
-            return "it has one attention block, and a stage needs one of its own"
-        fewest = min((self._open[at] for at in range(work[0], work[-1])), key=len)
+        return [range(one, other) for one, other in pairwise(work)]
+
+    def most(self) -> int:
+        """How many stages there can be."""
+        return 1 + sum(any(place.after in gap for place in self.places) for gap in self._gaps)
+
+    def reason(self) -> str:
+        """Why there can be no more stages; for people."""
+        closed = [gap for gap in self._gaps if not any(place.after in gap for place in self.places)]
+        if not closed:
+            return (
+                f"it has {len(self.works)} attention blocks or modules with a state, and each stage needs one"
+            )
+        fewest = min((self._open[at] for gap in closed for at in gap), key=len)
         if len(fewest) == 1:
-            return "layers on both sides of a place where one value crosses read one cache, or share no more places"
+            return "where one value crosses, layers of both sides read one cache, or it is not one row for each token"
         named = ", ".join(told(node) for node in fewest[:_TOLD])
         more = f" and {len(fewest) - _TOLD} others" if len(fewest) > _TOLD else ""
-        return f"where fewest values cross from one layer to the next, {len(fewest)} do: {named}{more}"
+        return (
+            f"between {len(closed)} of its {len(self._gaps) + 1} blocks and the next, several values cross; where "
+            f"fewest do, {len(fewest)}: {named}{more}"
+        )
 
 
 def kept(site: AttentionSite) -> tuple[Node, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -96,8 +97,8 @@ class Staging:
 
     def told(self) -> tuple[str, ...]:
         """What each stage has, and what crosses; for people."""
-        head = f"over {len(self.stages)} stages, cut at {len(self.stages) - 1} of {self.places} places where one value crosses"
-        lines = [head]
+        count = len(self.stages)
+        lines = [f"over {count} stages, cut at {count - 1} of {self.places} places where one value crosses"]
         for stage in self.stages:
             layers = [self.plan.decisions[i].layer for i in stage.decisions]
             span = f"layers {layers[0]} to {layers[-1]}" if layers else "no attention"
@@ -135,8 +136,9 @@ def staged(
     starts = balanced(segments, sizes, stages)
     if starts is None:
         raise PlanError(
-            f"parallel: stages: {stages} needs {stages - 1} places where one value alone crosses from layer to layer, and "
-            f"this model has {len(first.places)}: {first.reason()}. Use fewer stages, or tensor: {stages}"
+            f"parallel: stages: {stages}: a graph is cut where one value alone crosses from a layer to the next, and "
+            f"this one can be cut into {first.most()} stages at most: {first.reason()}. Use fewer stages, or tensor: "
+            f"{stages}"
         )
     chosen = [start - 1 for start in starts]
     return Staging(
@@ -146,13 +148,18 @@ def staged(
         ),
         plan,
         len(first.places),
-        tuple(_value(node, first.graph) for node in first.nodes[-1].args[0]),
+        tuple(_value(node, first.graph) for node in _outputs(first.nodes[-1])),
     )
 
 
-def _segments(
-    module: GraphModule, crossing: Crossing, plan: Plan
-) -> tuple[dict[str, int], list[Segment]]:
+def _outputs(node: Node) -> list[Node]:
+    """The values of an output, in order: one may be there twice."""
+    values = node.args[0]
+    assert isinstance(values, (list, tuple)), "a canonical graph gives a flat tuple"
+    return [value for value in values if isinstance(value, Node)]
+
+
+def _segments(module: GraphModule, crossing: Crossing, plan: Plan) -> tuple[dict[str, int], list[Segment]]:
     """Bytes of each weight, and what lies between the places to cut."""
     sizes: dict[str, int] = {}
     segments = []
@@ -162,7 +169,7 @@ def _segments(
     }
     held = {state.module_path: state.nbytes * plan.limits.max_batch for state in plan.states}
     edges = [-1, *(place.after for place in crossing.places), len(crossing.nodes) - 1]
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         own = [node for node in crossing.nodes[start + 1 : stop + 1] if _belongs(node, crossing)]
         weights = set()
         kept_bytes = 0
@@ -194,12 +201,14 @@ def _stages(
     edges = [-1, *(place.after for place in places), len(crossing.nodes) - 1]
     values = [None, *(_value(place.value, crossing.graph) for place in places), None]
     found = []
-    for number, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
+    for number, (start, stop) in enumerate(pairwise(edges)):
         own = [node for node in crossing.nodes[start + 1 : stop + 1] if _belongs(node, crossing)]
         enters = places[number - 1].value if number else None
         leaves = places[number].value if number < len(places) else None
         found.append(
-            _stage(module, crossing, own, (enters, leaves), (values[number], values[number + 1]), number, plan)
+            _stage(
+                module, crossing, own, (enters, leaves), (values[number], values[number + 1]), number, plan
+            )
         )
     return tuple(found)
 

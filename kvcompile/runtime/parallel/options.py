@@ -30,7 +30,9 @@ class Parallel:
         return self.tensor * self.stages
 
     def __str__(self) -> str:
-        return ", ".join(f"{name}: {getattr(self, name)}" for name in ("tensor", "stages") if getattr(self, name) > 1)
+        return ", ".join(
+            f"{name}: {getattr(self, name)}" for name in ("tensor", "stages") if getattr(self, name) > 1
+        )
 
     @staticmethod
     def of(given: object) -> Parallel:

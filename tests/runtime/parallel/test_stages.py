@@ -161,7 +161,9 @@ def test_a_stage_that_dies_is_an_error() -> None:
 def test_without_processes_it_is_said_how_to_start_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(PlanError, match=r"tensor: 2, stages: 3 needs 6 processes.*torchrun --nproc-per-node 6"):
+    with pytest.raises(
+        PlanError, match=r"tensor: 2, stages: 3 needs 6 processes.*torchrun --nproc-per-node 6"
+    ):
         part(MODELS["llama"](), stages=3, tensor=2)
     with pytest.raises(PlanError, match="of stages, the groups are made of the default one"):
         kvcompile.optimize(MODELS["llama"](), parallel={"stages": 2}, device_mesh=object())
