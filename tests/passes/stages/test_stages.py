@@ -218,6 +218,30 @@ def test_where_two_values_cross_nothing_is_cut() -> None:
     found.verified()
 
 
+class TwoTables(TinyLlama):
+    """The last two layers have a rotary embedding of their own."""
+
+    def __init__(self) -> None:
+        super().__init__(TinyConfig(num_layers=4, vocab_size=64))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        angles = torch.arange(input_ids.shape[1], device=input_ids.device)[None, :, None].float() * self.inv_freq
+        x = self.embed(input_ids)
+        for number, layer in enumerate(self.layers):
+            own = angles if number < 2 else 0.5 * angles
+            own = torch.cat((own, own), dim=-1)[:, None]
+            x = layer(x, own.cos(), own.sin())
+        return self.lm_head(self.norm(x))
+
+
+def test_each_stage_has_the_rotary_tables_of_its_own_layers() -> None:
+    """They are numbered anew in every stage."""
+    kept = {"retention": {"kind": "sink_window", "sinks": 2, "window": 14, "positions": "in_cache"}}
+    found = over_ranks(make(TwoTables), 1, stages=2, cache=kept, max_tokens=64)
+    assert len({site.rope.table for site in found.front.sites if site.rope}) == 2
+    found.verified()
+
+
 class Remembers(TinyLlama):
     """Every layer is given the embeddings again, which each stage then computes: both have the table."""
 
