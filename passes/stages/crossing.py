@@ -112,9 +112,12 @@ class Crossing:
         found: dict[Node, Place] = {}
         for at in chain(*self._gaps):
             crossing = self._open[at]
+            if len(crossing) != 1:
+                continue
+            value = crossing[-1]
             apart = all(not first <= at < last for first, last in spans)
-            if len(crossing) == 1 and apart and self._of_tokens(crossing[0]):
-                found.setdefault(crossing[0], Place(at, crossing[0]))
+            if apart and self._of_tokens(value):
+                found.setdefault(value, Place(at, value))
         return tuple(found.values())
 
     def _of_tokens(self, node: Node) -> bool:
