@@ -28,11 +28,14 @@ from kvcompile.passes.table import PassRun, totals, watched
 from kvcompile.pipeline import (
     Front,
     absorbed,
+    alone,
     analysis_of,
+    divided,
+    opaques_of,
+    parts_of,
     plan_for,
     rewrite,
-    rewrite_rank,
-    sharded,
+    rewrite_part,
     understand,
 )
 from kvcompile.plan import INDUCTOR, Plan
@@ -42,7 +45,7 @@ from kvcompile.runtime.module import CachedModel, PlainCachedModel
 from kvcompile.runtime.parallel.group import Group, check_world, join
 from kvcompile.runtime.parallel.options import Parallel
 from kvcompile.runtime.parallel.skeleton import skeleton
-from kvcompile.runtime.program import Program
+from kvcompile.runtime.program import OfStage, Program
 from kvcompile.runtime.report import Report
 from kvcompile.util.progress import Progress, told
 from kvcompile.util.serial import traces
@@ -68,8 +71,9 @@ def optimize(
         recipe: a shipped name ("int8"), a path of a YAML file, a mapping, or a `Recipe`.
         progress: called as progress(stage, done, total) while long stages run; None: a bar where stderr is a
             terminal, once it takes more than two seconds, else the log.
-        parallel: {"tensor": n}: this process is one of n that each keep a part of heads and weights, and are all
-            called alike (`docs/parallel.md`). None: the whole model is here.
+        parallel: {"tensor": n}: this process is one of n that each keep a part of heads and weights; {"stages": n}:
+            of n that each keep a part of the layers; or both. All are called alike (`docs/parallel.md`). None: the
+            whole model is here.
         device_mesh: of `torch.distributed`, the group to do that in; None: the default one, or torchrun's.
         overrides: recipe sections or keys of `runtime`, e.g. max_tokens=4096, compile={"mode": "none"}.
 
@@ -83,7 +87,7 @@ def optimize(
     """
     checked = Recipe.load(recipe, **overrides)
     over = Parallel.of(parallel)
-    if over.tensor > 1:
+    if over.size > 1:
         check_world(over, device_mesh)
     started = time.perf_counter()
     with told(progress) as tell, watched(code=Dump.asked()):
@@ -133,8 +137,7 @@ def _built(
     plan = plan_for(front, checked)
     _warn_beyond(model, front, plan)
     front = absorbed(front, plan)
-    if parallel.tensor > 1:
-        front = sharded(front, plan, parallel.tensor)
+    front = divided(front, plan, parallel.tensor, parallel.stages)
     understood = time.perf_counter()
     dump = Dump.from_environment(plan)
     dump.front(front)
@@ -149,7 +152,7 @@ def _built(
     tell(f"verify ({checked.verify})", 1, 1)
     verified = time.perf_counter()
     group = None
-    if front.sharding is not None:  # what it computes is proved; now the ranks meet
+    if parallel.size > 1:  # what it computes is proved; now the ranks meet
         tell("meet the other ranks", 0, 1)
         group = join(parallel, front.device, device_mesh)
         mine = identity_of(model, front, plan)
@@ -173,6 +176,8 @@ def _built(
     if front.sharding is not None:
         fast.report["sharding"] = front.sharding.told()
         fast.report["whole"] = front.sharding.whole
+    if front.staging is not None:
+        fast.report["stages"] = front.staging.told()
     return fast
 
 
@@ -200,12 +205,12 @@ def _warn_beyond(model: nn.Module, front: Front, plan: Plan) -> None:
 
 def identity_of(model: nn.Module, front: Front, plan: Plan) -> dict[str, str]:
     """What all ranks of a group must have in common, by name."""
-    assert front.sharding is not None
+    graphs = [of.digest() for of in (front.sharding, front.staging) if of is not None]
     return {
         "kvcompile": kvcompile.__version__,
         "torch": torch.__version__,
         "plan": plan.digest(),
-        "graphs": front.sharding.digest(),
+        "graphs": " ".join(graphs),
         "weights": of_model(model),
     }
 
@@ -214,10 +219,12 @@ def _emit(
     model: nn.Module, front: Front, plan: Plan, recipe: Recipe, dump: Dump, group: Group | None = None
 ) -> CachedModel:
     analysis = analysis_of(front, plan, recipe)
-    if group is None:
-        rewritten, constants = rewrite(front, plan)
-    else:
-        rewritten, constants, plan = rewrite_rank(front, plan, group.rank)
+    rewritten, constants = rewrite(front, plan)
+    stage, whole = None, plan
+    if group is not None:
+        part = parts_of(front, plan)[group.stage][group.tensor_rank]
+        rewritten, constants = rewrite_part(part, rewritten, constants)
+        rewritten, stage, plan = alone(part, rewritten), part.stage, part.plan
         collectives.name_group(rewritten.graph_module, group.name)
     regions = cut(
         rewritten.graph_module,
@@ -239,9 +246,12 @@ def _emit(
         front.takes_past_length,
         front.ragged,
         front.device,
-        front.captured.opaques,
+        opaques_of(front, rewritten),
         bounds(front),
         front.captured.last is not None,
+        None
+        if stage is None or front.staging is None
+        else OfStage(stage.takes, stage.gives, front.staging.outputs, whole),
     )
     model = model if group is None else skeleton(model)
     kind: type[CachedModel] = PlainCachedModel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.fx import GraphModule
 from kvcompile.decide import make_plan
 from kvcompile.decide.known import KnownModel, known_sites
 from kvcompile.errors import PlanError
+from kvcompile.kernels.ops.opaque import OpaqueModule, mixer, opaque
 from kvcompile.original.adapters import base_of
 from kvcompile.original.checks import check_model
 from kvcompile.original.inference_tensors import as_normal
@@ -28,7 +30,8 @@ from kvcompile.passes.rewrite.absorb import absorb
 from kvcompile.passes.rewrite.canonicalize import canonicalize
 from kvcompile.passes.rewrite.insert_cache import Rewritten, insert_cache
 from kvcompile.passes.rewrite.positions import offset_positions
-from kvcompile.passes.shard.shard import Sharding, localized, own_weights, shard
+from kvcompile.passes.shard.shard import Shard, Sharding, localized, own_weights, shard
+from kvcompile.passes.stages.stage import Stage, Staging, staged
 from kvcompile.plan import INDUCTOR, Decision, Plan
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.scales import ModelId
@@ -54,6 +57,7 @@ class Front:
     device: torch.device
     model: ModelId
     sharding: Sharding | None = None  # over ranks; the canonical graph is the whole one all the same
+    staging: Staging | None = None  # over stages, of the ranks' graphs where there are some
 
     @property
     def ragged(self) -> bool:
@@ -113,15 +117,29 @@ def identity(model: nn.Module) -> ModelId:
     return ModelId(architecture=type(model).__name__, digest=digest)
 
 
-def analyze(model: nn.Module, recipe: Recipe, ranks: int = 1) -> Analysis:
-    """What `recipe` would do to `model`, without doing it; over ranks: what each of them has.
+@dataclass(frozen=True)
+class Part:
+    """What one process of several runs: its graph, sites and plan.
+
+    shard: the part of heads and weights, where the graph is sharded; stage: of the layers, where it is over stages
+    """
+
+    graph_module: GraphModule
+    sites: tuple[AttentionSite, ...]
+    plan: Plan
+    shard: Shard | None = None
+    stage: Stage | None = None
+
+
+def analyze(model: nn.Module, recipe: Recipe, ranks: int = 1, stages: int = 1) -> Analysis:
+    """What `recipe` would do to `model`, without doing it; over ranks and stages: what each of them has.
 
     Raises:
         ModelError, PlanError: as `understand` and `make_plan`.
     """
     front = understand(base_of(model))
     plan = plan_for(front, recipe)
-    return analysis_of(front if ranks == 1 else sharded(front, plan, ranks), plan, recipe)
+    return analysis_of(divided(front, plan, ranks, stages), plan, recipe)
 
 
 def plan_for(front: Front, recipe: Recipe) -> Plan:
@@ -160,6 +178,7 @@ def analysis_of(front: Front, plan: Plan, recipe: Recipe) -> Analysis:
             *captured.reasons,
             *describe(captured.opaques, compiled),
             *(() if sharding is None else sharding.told()),
+            *(() if front.staging is None else front.staging.told()),
         ),
         captured.seconds,
         detection.seconds,
@@ -185,14 +204,74 @@ def sharded(front: Front, plan: Plan, ranks: int) -> Front:
     return replace(front, sharding=shard(front.canonical, front.sites, plan, ranks))
 
 
-def rewrite_rank(front: Front, plan: Plan, rank: int) -> tuple[Rewritten, dict[str, Tensor], Plan]:
-    """As `rewrite`, for one rank of a sharded front, with weights of its own; and the plan as it carries it out."""
-    assert front.sharding is not None, "only what is sharded has ranks"
-    own = front.sharding.shards[rank]
-    local = localized(plan, front.sharding, rank)
-    rewritten = insert_cache(own.graph_module, own.sites, local)
-    module = module_of(own_weights(own, rewritten.graph_module), rewritten.graph_module.graph, "CachedRank")
-    return replace(rewritten, graph_module=module), rewrite(front, plan)[1], local
+def divided(front: Front, plan: Plan, ranks: int, stages: int) -> Front:
+    """`front` over ranks, and their graphs over stages; one of either: as it is.
+
+    Raises:
+        PlanError: heads do not divide, a layout needs all heads of a layer, or no value alone crosses between layers.
+    """
+    if ranks > 1:
+        front = sharded(front, plan, ranks)
+    if stages == 1:
+        return front
+    front = absorbed(front, plan)
+    if front.sharding is None:
+        graphs, local = [(front.canonical, front.sites)], plan
+    else:
+        graphs = [(own.graph_module, own.sites) for own in front.sharding.shards]
+        local = localized(plan, front.sharding, 0)
+    return replace(front, staging=staged(graphs, local, stages))
+
+
+def parts_of(front: Front, plan: Plan) -> tuple[tuple[Part, ...], ...]:
+    """What runs, by stage and rank: one part where the graph is whole."""
+    sharding, staging = front.sharding, front.staging
+    if sharding is None:
+        ranks: tuple[Part, ...] = (Part(front.canonical, front.sites, plan),)
+    else:
+        ranks = tuple(
+            Part(own.graph_module, own.sites, localized(plan, sharding, own.rank), own)
+            for own in sharding.shards
+        )
+    if staging is None:
+        return (ranks,)
+    return tuple(
+        tuple(
+            Part(stage.graph_module, stage.sites, stage.of(rank.plan), rank.shard, stage)
+            for rank, stage in zip(ranks, own, strict=True)
+        )
+        for own in zip(*staging.ranks, strict=True)
+    )
+
+
+def rewrite_part(
+    part: Part, rewritten: Rewritten, constants: Mapping[str, Tensor]
+) -> tuple[Rewritten, dict[str, Tensor]]:
+    """The cached graph of a part, and the values of its constant placeholders.
+
+    rewritten, constants: of the whole graph
+    """
+    own = insert_cache(part.graph_module, part.sites, part.plan)
+    values: dict[str, Tensor] = {}
+    names = {table.rope.table: (table.cos_name, table.sin_name) for table in rewritten.ropes}
+    for table in own.ropes:
+        cos, sin = names[table.rope.table]
+        values |= {table.cos_name: constants[cos], table.sin_name: constants[sin]}
+    return own, values
+
+
+def opaques_of(front: Front, own: Rewritten) -> tuple[OpaqueModule, ...]:
+    """The modules that a cached graph runs as Python."""
+    used = {node.args[-1] for node in own.graph_module.graph.nodes if node.target in (opaque, mixer)}
+    return tuple(record for record in front.captured.opaques if record.key in used)
+
+
+def alone(part: Part, own: Rewritten) -> Rewritten:
+    """The cached graph of a part with weights that keep no larger tensor in memory."""
+    if part.shard is None:
+        return own
+    module = module_of(own_weights(part.shard, own.graph_module), own.graph_module.graph, "CachedRank")
+    return replace(own, graph_module=module)
 
 
 def rewrite(front: Front, plan: Plan) -> tuple[Rewritten, dict[str, Tensor]]:

@@ -73,6 +73,12 @@ def target_name(node: Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
+def told(node: Node) -> str:
+    """Where a call is, for people."""
+    where = ", ".join(part for part in (module_path(node), source_line(node)) if part)
+    return f"{target_name(node)} ({where})" if where else f"{target_name(node)} {node.name}"
+
+
 def ancestors(nodes: Sequence[Node], stop: frozenset[Node] | set[Node] = frozenset()) -> set[Node]:
     """`nodes` and everything they are computed from; the walk does not look behind `stop`."""
     seen: set[Node] = set()

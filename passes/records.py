@@ -122,6 +122,13 @@ class AttentionSite(SiteFacts):
             leaves=tuple(leaf.moved(mapping) for leaf in self.leaves),
         )
 
+    def without_roots(self) -> AttentionSite:
+        """The site without what only tells how a rotation was found; tables are made from the whole graph."""
+        if self.rope is None:
+            return self
+        q, k = (Rotation(node, (), ()) for node in (self.rope.q_input, self.rope.k_input))
+        return replace(self, rope=replace(self.rope, q=q, k=k))
+
     @property
     def rerun(self) -> tuple[DynamicMask, ...]:
         """The parts of the mask that are run again over the cache."""

@@ -72,6 +72,9 @@ PASSES = (
     ),
     Pass("absorb", "lets sites attend over latent rows (MLA)", "passes/rewrite/absorb.py"),
     Pass("shard", "divides heads and weights over the ranks of a group", "passes/shard/shard.py"),
+    Pass(
+        "stages", "cuts it where one value crosses, into the layers of each stage", "passes/stages/stage.py"
+    ),
     Pass("insert_cache", "makes each attention node one with a cache", "passes/rewrite/insert_cache.py"),
     Pass(
         "cpu_gemv",

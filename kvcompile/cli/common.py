@@ -122,11 +122,12 @@ def overrides_from(settings: list[str] | None, scales: str | None = None) -> dic
     return merged if scales is None else merged | {"scales": scales}
 
 
-def on_ranks(tensor: int, device: str) -> tuple[dict[str, int] | None, str]:
+def on_ranks(tensor: int, device: str, stages: int = 1) -> tuple[dict[str, int] | None, str]:
     """What `optimize` takes as `parallel`, and the device of this process: of ranks on GPUs, each has its own."""
-    if tensor == 1:
+    if tensor * stages == 1:
         return None, device
-    return {"tensor": tensor}, f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
+    parallel = {"tensor": tensor, "stages": stages}
+    return parallel, f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
 
 
 @contextmanager

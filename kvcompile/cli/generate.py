@@ -64,12 +64,17 @@ def generate(
         int,
         typer.Option(min=1, help="Ranks that each have a part of the model; start as many with torchrun."),
     ] = 1,
+    layers: Annotated[
+        int,
+        typer.Option("--stages", min=1, help="Stages that each have a part of the layers; one process each."),
+    ] = 1,
     debug: Debug = False,
 ) -> None:
     """Generate text with a model and the KV cache of a recipe.
 
     Example: kvcompile generate --recipe streaming --prompt "Tell me a story." -n 400
     Over ranks: torchrun --nproc-per-node 3 -m kvcompile.cli generate --tensor 3
+    Over stages: torchrun --nproc-per-node 2 -m kvcompile.cli generate --stages 2
     """
     overrides = overrides_from(settings, scales)
     if no_compile:
@@ -85,7 +90,7 @@ def generate(
         from kvcompile.recipe import Recipe
 
         loaded_recipe = Recipe.load(recipe, **overrides)  # a mistake in it shows before the model loads
-    parallel, device = on_ranks(tensor, device)
+    parallel, device = on_ranks(tensor, device, layers)
     started = time.perf_counter()
     with waiting(f"loading {model}"):
         loaded = load_model(model, dtype, device)
@@ -115,11 +120,22 @@ def generate(
     plan = fast.plan
     stderr().print(
         f"{clock.summary()} · recipe {plan.recipe}, {format_bytes(plan.bytes_per_token)} a token"
-        f"{'' if fast.group is None else f' on each of {fast.group.size} ranks'} · "
+        f"{_where(fast.group)} · "
         f"load {ready - started:.1f} s, optimize and compile {optimized - ready:.1f} s",
         style="dim",
         highlight=False,
         soft_wrap=True,
+    )
+
+
+def _where(group: Any) -> str:
+    """Whose bytes are told."""
+    if group is None:
+        return ""
+    return (
+        f" on each of {group.size} ranks"
+        if group.options.stages == 1
+        else f" on the first of {group.size} ranks"
     )
 
 

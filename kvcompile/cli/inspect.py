@@ -35,6 +35,7 @@ def explain(
     settings: Settings = None,
     scales: ScalesFile = None,
     tensor: Annotated[int, typer.Option(min=1, help="What each of so many ranks would have.")] = 1,
+    stages: Annotated[int, typer.Option(min=1, help="What each of so many stages would have.")] = 1,
     debug: Debug = False,
 ) -> None:
     """Show what a recipe does to each layer of a model, why, and what it costs. Nothing is compiled.
@@ -51,7 +52,7 @@ def explain(
     with waiting(f"loading {model}"):
         loaded = load_model(model, dtype)
     with waiting(f"tracing {model}"):
-        explanation = run(loaded.model, loaded_recipe, parallel={"tensor": tensor})
+        explanation = run(loaded.model, loaded_recipe, parallel={"tensor": tensor, "stages": stages})
     if json:
         typer.echo(explanation.to_json())
         return

@@ -28,6 +28,13 @@ def check_model(model: Any) -> None:
     missing: Any = getattr(model, "missing", None)
     if hasattr(model, "saved_as") and missing is not None:
         raise ModelError(missing("optimize or export it"))
+    if away := offloaded(model):
+        raise ModelError(
+            f"{name} has weights that accelerate loads when a layer runs, and takes away after it ({away[0]} and "
+            f"{len(away) - 1} others): a graph reads weights where they stand. Load the model with all of them in memory "
+            "(no 'disk' or 'cpu' beside a GPU in device_map), or give each process a part of it: "
+            'parallel={"stages": 2} or {"tensor": 2} under torchrun'
+        )
     empty = [n for n, tensor in chain(model.named_parameters(), model.named_buffers()) if tensor.is_meta]
     if empty:
         raise ModelError(
@@ -39,6 +46,18 @@ def check_model(model: Any) -> None:
             f"{name} gives no logits of a next token; expected a causal language model, such as "
             "AutoModelForCausalLM makes"
         )
+
+
+def offloaded(model: nn.Module) -> list[str]:
+    """Parameters that hooks of accelerate bring from the disk, or from another device, while their layer runs."""
+    found = []
+    for path, module in model.named_modules():
+        hook = getattr(module, "_hf_hook", None)
+        hooks = getattr(hook, "hooks", None) or (hook,)
+        if any(getattr(each, "offload", False) for each in hooks):
+            names = (name for name, tensor in module.named_parameters(recurse=False) if tensor.is_meta)
+            found += [f"{path}.{name}" if path else name for name in names]
+    return found
 
 
 def hooks_of(model: nn.Module) -> list[str]:

@@ -180,7 +180,7 @@ def explain(
     Args:
         model: an nn.Module, or what `optimize` returned: then its own plan is shown if no recipe is given.
         recipe: anything `Recipe.load` takes; default: baseline.
-        parallel: {"tensor": n}: what each of n ranks would have; no other process is needed.
+        parallel: {"tensor": n, "stages": m}: what each of n ranks of m stages would have; no other process is needed.
         overrides: over the recipe, e.g. `max_tokens=4096`.
 
     Raises:
@@ -196,7 +196,8 @@ def explain(
     loaded = Recipe.load("baseline" if recipe is None else recipe, **overrides)
     # An optimized module has a cache inside; what can be traced is the model it was made from.
     original = getattr(model, "model", model) if known is not None else model
-    return _explanation(analyze(original, loaded, Parallel.of(parallel).tensor))  # type: ignore[arg-type]
+    over = Parallel.of(parallel)
+    return _explanation(analyze(original, loaded, over.tensor, over.stages))  # type: ignore[arg-type]
 
 
 def _explanation(analysis: Analysis) -> Explanation:

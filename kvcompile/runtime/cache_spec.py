@@ -70,10 +70,12 @@ class CacheShape:
         names: Sequence[Sequence[str]],
         device: torch.device,
         states: Sequence[Sequence[str]] = (),
+        whole: Plan | None = None,
     ) -> CacheShape:
         """
         names:  the graph's placeholder of each buffer, by layer, in the layout's order
         states: the same of each recurrent state
+        whole:  the plan of all stages, which step back together; None: `plan` is
         """
         # What kernels read as bytes comes to them as bytes: taken as such within a compiled region, it would be copied
         # there, all of it, and back.
@@ -100,5 +102,6 @@ class CacheShape:
             triton = {d.kernels for d in plan.decisions if d.layer in group.layers} == {"triton"}
             pools.append(Pool(group, tuple(own), triton))
         span = 0 if plan.bounded else (plan.limits.max_tokens or 0)
-        back = steps_back((d.layout for d in plan.decisions), bool(plan.states))
+        all_of = whole or plan
+        back = steps_back((d.layout for d in all_of.decisions), bool(all_of.states))
         return CacheShape(buffers, tuple(pools), plan.limits, span, tuple(kept), back)

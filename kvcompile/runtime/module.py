@@ -15,6 +15,7 @@ from kvcompile.compile.inductor import Compiled, ShapeClass
 from kvcompile.errors import ExportError, InputError, KVCompileError
 from kvcompile.original.adapters import Adapters
 from kvcompile.original.digest import of_model
+from kvcompile.passes.stages.stage import STAGE_IN
 from kvcompile.pipeline import Analysis
 from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe
@@ -55,7 +56,8 @@ class CachedModel(nn.Module):
         self.report = Report()
         self.analysis: Analysis | None = None
         self.recipe: Recipe | None = None  # that it was optimized with
-        shape = CacheShape.of(plan, program.caches, program.device, program.states)
+        self.whole_plan = plan if program.stage is None else program.stage.whole
+        shape = CacheShape.of(plan, program.caches, program.device, program.states, self.whole_plan)
         self.cache = KVCache(shape, program.device)
         self.handle = CacheHandle(self, self.cache)
         self.turns = Turns()
@@ -220,7 +222,7 @@ class CachedModel(nn.Module):
             try:
                 captured = self.executor.graphs is not None
                 self.cache.hold(self._span(self.cache.columns + tokens, captured), pads)
-                most = None if self.plan.whole_prompts else self.plan.limits.prefill_chunk
+                most = None if self.whole_plan.whole_prompts else self.plan.limits.prefill_chunk
                 return in_passes(input_ids, pads, keep, most, self._step)
             except BaseException:
                 self.cache.trim()
@@ -288,16 +290,35 @@ class CachedModel(nn.Module):
             inputs["logits_to_keep"] = torch.arange(tokens - max(kept, 1), tokens, device=self.device)
         shapes = self._shapes(len(input_ids), tokens, max(kept, 1))
         self._prepare(shapes, None)
+        sizes = (len(input_ids), tokens, max(kept, 1))
         with self.group.used() if self.group is not None else nullcontext():
+            inputs |= self._taken(sizes)
             if captured:
                 assert version is not None
                 outputs = self.executor.replay(shapes, inputs, fixed, version)
             else:
                 outputs = self.executor.run(shapes, inputs | fixed)
-        flat = list(outputs)
-        if not program.takes_logits_to_keep and kept < tokens:
-            flat = [value[:, tokens - max(kept, 1) :] for value in flat]
-        return flat
+            flat = self._given(outputs, sizes)
+            if not program.takes_logits_to_keep and kept < tokens:
+                flat = [value[:, tokens - max(kept, 1) :] for value in flat]
+            return flat if program.stage is None or self.group is None else self.group.share(flat)
+
+    def _taken(self, sizes: tuple[int, int, int]) -> dict[str, Tensor]:
+        """What the stage before gives for sequences, tokens, and kept ones."""
+        stage = self.program.stage
+        if self.group is None or stage is None or stage.takes is None:
+            return {}
+        return {STAGE_IN: self.group.receive(stage.takes.shape(*sizes), stage.takes.dtype, self.device)}
+
+    def _given(self, outputs: Sequence[Tensor], sizes: tuple[int, int, int]) -> list[Tensor]:
+        """The flat outputs; on a stage that only passes something on, memory for those of the last one."""
+        stage = self.program.stage
+        if self.group is None or stage is None or stage.gives is None:
+            return list(outputs)
+        self.group.send(outputs[0])
+        return [
+            torch.empty(value.shape(*sizes), dtype=value.dtype, device=self.device) for value in stage.outputs
+        ]
 
     def _span(self, tokens: int, captured: bool) -> int:
         """Slots to read of contiguous layers that have so many tokens; 0 where there are none.
@@ -333,6 +354,8 @@ class CachedModel(nn.Module):
             "rows": Symbolic((2, "batch"), torch.int64, torch.device("cpu")),
             **program.constants,
         }
+        if program.stage is not None and program.stage.takes is not None:
+            examples[STAGE_IN] = Symbolic(program.stage.takes.dims, program.stage.takes.dtype, device)
         for name, (shape, dtype) in self.cache.shapes().items():
             examples[name] = Symbolic(shape, dtype, device)
         with told(progress) as tell, TRACING:

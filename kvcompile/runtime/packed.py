@@ -30,6 +30,8 @@ def refusal(plan: Plan, program: Program) -> str | None:
     """Why tokens of several sequences cannot take a pass in one row, or None."""
     if plan.backend != INDUCTOR:
         return f"{plan.backend} compiles this program, and knows no packed steps"
+    if program.stage is not None:
+        return "each stage has a part of the layers alone"
     if program.takes_past_length:
         return "the model counts positions by the length of a batch, and not by position ids"
     if not program.ragged:

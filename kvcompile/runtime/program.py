@@ -10,6 +10,22 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.ops.opaque import OpaqueModule
+from kvcompile.passes.stages.stage import Value
+from kvcompile.plan import Plan
+
+
+@dataclass(frozen=True)
+class OfStage:
+    """What one stage of several takes from the one before and gives to the next; None: it is the first, or the last.
+
+    outputs: those of the last stage
+    whole:   the plan of all stages: what decides for all of them in the same way
+    """
+
+    takes: Value | None
+    gives: Value | None
+    outputs: tuple[Value, ...]
+    whole: Plan
 
 
 @dataclass(frozen=True)
@@ -24,6 +40,7 @@ class Program:
     ragged:    whether the sequences of a batch may start at different places
     logits:    which of the flat outputs are the logits
     last:      whether a call gives the logits of its last token alone, as the original does
+    stage:     where the graph is one stage of several
     ids:       the least and the largest id that the embedding has; None: ids do not go straight into one
     """
 
@@ -40,6 +57,7 @@ class Program:
     opaques: tuple[OpaqueModule, ...] = ()
     ids: tuple[int, int] | None = None
     last: bool = False
+    stage: OfStage | None = None
 
     def reads(self, weights: Mapping[str, Tensor]) -> list[Tensor]:
         """The tensors that a call reads where they stand: `weights` of its graph, and those of modules in Python."""

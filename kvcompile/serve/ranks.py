@@ -145,6 +145,7 @@ def lead(module: CachedModel, config: ServeConfig, chunk: int, store: bool) -> C
     group = module.group
     if group is None:
         return None
+    check_stages(group)
     if group.rank:
         raise ServeError(
             f"an engine is made on rank 0 of {group.size}, and this is rank {group.rank}: call "
@@ -159,6 +160,15 @@ def lead(module: CachedModel, config: ServeConfig, chunk: int, store: bool) -> C
     return channel
 
 
+def check_stages(group: Group) -> None:
+    """Raises PlanError where a module is over stages."""
+    if group.options.stages > 1:
+        raise PlanError(
+            f"stages: {group.options.stages}: an engine keeps the pages of all layers on each of its ranks; serve with "
+            "tensor alone, or generate"
+        )
+
+
 def follow(module: CachedModel) -> None:
     """Serve as one of the ranks that an engine on rank 0 leads; returns when that engine is closed.
 
@@ -170,6 +180,7 @@ def follow(module: CachedModel) -> None:
     if group is None or group.rank == 0:
         where = "on no ranks" if group is None else "rank 0"
         raise ServeError(f"follow: this module is {where}: make a kvcompile.serve.Engine of it")
+    check_stages(group)
     channel = Channel(group)
     what, (config, chunk) = channel.hear()
     assert what == "settings", what

@@ -1,7 +1,8 @@
 """The cached graph, run chunk by chunk from an empty cache, as the runtime would feed it.
 
-Of a graph that is sharded, those of all ranks run in step (`ranks.py`), and what comes out is put together again: so
-everything that is compared with an oracle is what the ranks compute.
+Of a graph that is sharded, those of all ranks run in step (`ranks.py`), and what comes out is put together again; of
+one over stages, each takes what the one before gives. So everything that is compared with an oracle is what the ranks
+compute.
 
 What the runtime would not write must not matter: slots hold something that is not zero, and pages stand in no order.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,9 +21,9 @@ from torch.fx import GraphModule, Node
 from kvcompile.errors import VerificationError
 from kvcompile.kernels.ops import cached_attention as ops
 from kvcompile.layouts import PageGroup
-from kvcompile.passes.rewrite.insert_cache import Rewritten, insert_cache
-from kvcompile.passes.shard.shard import localized
-from kvcompile.pipeline import Front, example_inputs
+from kvcompile.passes.rewrite.insert_cache import Rewritten
+from kvcompile.passes.stages.stage import STAGE_IN
+from kvcompile.pipeline import Front, example_inputs, parts_of, rewrite_part
 from kvcompile.plan import Plan
 from kvcompile.verify.oracle import Enough
 from kvcompile.verify.ranks import InStep, whole_of
@@ -81,24 +83,67 @@ class _Taps(InStep):
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank runs: its plan, its graph, its caches."""
+    """What one process runs: its plan and graph, its inputs besides those of a call, what is noted."""
 
     plan: Plan
     rewritten: Rewritten
-    caches: dict[str, Tensor]
+    inputs: dict[str, Tensor]
     tap: _Tap
     kept: Kept
 
 
-def _parts(front: Front, plan: Plan, rewritten: Rewritten) -> list[tuple[Plan, Rewritten]]:
-    """Plan and graph of every rank; the whole ones where the graph is not sharded."""
-    sharding = front.sharding
-    if sharding is None:
-        return [(plan, rewritten)]
-    found = []
-    for own in sharding.shards:
-        local = localized(plan, sharding, own.rank)
-        found.append((local, insert_cache(own.graph_module, own.sites, local)))
+class _Stage:
+    """The parts of a stage, one for each rank, in step.
+
+    tables: by a page table's name in their graphs its name in the whole plan
+    """
+
+    def __init__(self, parts: Sequence[_Part], tables: Mapping[str, str], sites: int):
+        self.parts, self.tables = parts, tables
+        self.taps = _Taps([part.tap for part in parts], sites)
+        graph = parts[0].rewritten.graph_module.graph
+        self.names = [node.name for node in graph.nodes if node.op == "placeholder"]
+
+    def run(self, inputs: Mapping[str, Any], before: Sequence[Any]) -> list[Any]:
+        """Each rank's outputs; before: what the stage before gave to each."""
+        given = []
+        shared = {**inputs, **{own: inputs[name] for own, name in self.tables.items()}}
+        for rank, part in enumerate(self.parts):
+            known = shared | part.inputs
+            if before:
+                known[STAGE_IN] = before[rank][0]
+            given.append([known[name] for name in self.names])
+        return self.taps.run(given)
+
+
+def _stages(
+    front: Front,
+    plan: Plan,
+    rewritten: Rewritten,
+    constants: dict[str, Tensor],
+    pages: Mapping[int, Tensor],
+    batch: int,
+    sites: int | None,
+) -> list[_Stage]:
+    """What runs, stage after stage, of the first `sites` sites."""
+    tables = {layer: group.name for group in plan.page_groups for layer in group.layers}
+    found, left = [], -1 if sites is None or sites >= len(plan.decisions) else sites
+    for ranks in parts_of(front, plan):
+        made = []
+        for part in ranks:
+            whole = part.shard is None and part.stage is None
+            mine, own = (rewritten, constants) if whole else rewrite_part(part, rewritten, constants)
+            caches = _caches(part.plan, mine, pages, batch, front.device)
+            tap = _Tap(mine.graph_module)
+            made.append(_Part(part.plan, mine, own | caches, tap, Kept(part.plan, mine)))
+        own_plan = made[0].plan
+        names = {group.name: tables[group.layers[0]] for group in own_plan.page_groups}
+        own_sites = len(own_plan.decisions)
+        last = 0 < left <= own_sites
+        found.append(_Stage(made, names, left if last else -1))
+        if last:
+            break
+        left -= own_sites if left > 0 else 0
     return found
 
 
@@ -125,16 +170,11 @@ def cached_run(
         for seed, group in enumerate(groups)
         for layer in group.layers
     }
-    parts = []
-    for own_plan, mine in _parts(front, plan, rewritten):
-        caches = _caches(own_plan, mine, pages, batch, device)
-        parts.append(_Part(own_plan, mine, caches, _Tap(mine.graph_module), Kept(own_plan, mine)))
+    stages = _stages(front, plan, rewritten, constants, pages, batch, sites)
     seq_lens = torch.zeros(batch, dtype=torch.int64, device=device)
-    names = [n.name for n in parts[0].rewritten.graph_module.graph.nodes if n.op == "placeholder"]
     logits, outputs, start = [], [], 0
-    taps = _Taps([part.tap for part in parts], -1 if sites is None or sites >= len(plan.decisions) else sites)
     for size in chunks:
-        inputs = example_inputs(front, batch, size) | constants
+        inputs = example_inputs(front, batch, size)
         positions = (seq_lens - (pads - start).clamp(0, size))[:, None] + torch.arange(size, device=device)
         inputs |= {
             "input_ids": ids[:, start : start + size],
@@ -159,28 +199,33 @@ def cached_run(
         fewer = wanted is not None and "logits_to_keep" in inputs
         if fewer:
             inputs["logits_to_keep"] = wanted
-        for own_part in parts:
-            own_part.tap.outputs = []
+        for part_of in (each for stage in stages for each in stage.parts):
+            part_of.tap.outputs = []
         part = ids[:, start : start + size]
         try:
             with torch.no_grad():
-                given = [[(inputs | each.caches)[name] for name in names] for each in parts]
-                out = _same([each[front.captured.logits_index] for each in taps.run(given)])
+                given: list[Any] = []
+                for stage in stages:
+                    given = stage.run(inputs, given)
+                out = _same([each[front.captured.logits_index] for each in given])
             if fewer and wanted is not None:
                 logits.append(of_every_token(out, part[:, : len(wanted)]))
             else:
                 logits.append(chosen(out, part, wanted))
         except Enough:
             logits.append(part.new_zeros(*part.shape, 0))
-        outputs.append(_whole_outputs(front, [each.tap.outputs for each in parts]))
+        by_rank = zip(*([each.tap.outputs for each in stage.parts] for stage in stages), strict=True)
+        outputs.append(_whole_outputs(front, [list(chain(*rank)) for rank in by_rank]))
         seq_lens = positions[:, -1] + 1
-        for each in parts:
-            each.kept.note(each.caches, seq_lens)
+        for each in (each for stage in stages for each in stage.parts):
+            each.kept.note(each.inputs, seq_lens)
         start += size
     whole = tuple(torch.cat(chunk, dim=2) for chunk in zip(*outputs, strict=True))
-    return Run(
-        torch.cat(logits, dim=1), whole, _whole_kept(front, plan, [each.kept.by_layer for each in parts])
-    )
+    kept = [
+        {layer: notes for each in rank for layer, notes in each.kept.by_layer.items()}
+        for rank in zip(*(stage.parts for stage in stages), strict=True)
+    ]
+    return Run(torch.cat(logits, dim=1), whole, _whole_kept(front, plan, kept))
 
 
 def _caches(

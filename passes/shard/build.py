@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from kvcompile.passes.graph import expr, module_path, shape, source_line, target_name
+from kvcompile.passes.graph import expr, shape
 from kvcompile.passes.probe.evaluate import fetch_attr
 from kvcompile.passes.shard import collectives
 from kvcompile.passes.shard.cuts import Cut, Placement, covers, is_whole, local_shape, together, whole
@@ -409,9 +409,3 @@ def tensor_of(module: GraphModule, piece: Piece, rank: int) -> Tensor:
             value = torch.cat(parts, dim)
     assert isinstance(value, Tensor)
     return value if is_whole(piece.placement) else value.contiguous()
-
-
-def told(node: Node) -> str:
-    """Where a call is, for people."""
-    where = ", ".join(part for part in (module_path(node), source_line(node)) if part)
-    return f"{target_name(node)} ({where})" if where else f"{target_name(node)} {node.name}"

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.kernels.ops import attention as attention_op
-from kvcompile.passes.graph import shape
+from kvcompile.passes.graph import shape, told
 from kvcompile.passes.graph_module import module_of
-from kvcompile.passes.records import AttentionSite, Rotation
+from kvcompile.passes.records import AttentionSite
 from kvcompile.passes.rewrite.clean import drop_dead
-from kvcompile.passes.shard.build import Builder, Piece, tensor_of, told
+from kvcompile.passes.shard.build import Builder, Piece, tensor_of
 from kvcompile.passes.shard.cuts import Cut, Placement, covering, is_whole, whole
 from kvcompile.passes.shard.form import sizes
 from kvcompile.passes.shard.forms import form_of
@@ -129,21 +129,13 @@ def shard(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan: Plan, 
     graph.output(graph.graph_copy(canonical.graph, mapping))
     moved = prepare(graph)
     mapping = {old: moved.get(new, new) for old, new in mapping.items()}
-    own = tuple(_without_roots(site.moved(mapping)) for site in sites)
+    own = tuple(site.moved(mapping).without_roots() for site in sites)
     drop_dead(graph, {node for site in own for node in _kept(site)})
     builder = Builder(canonical, ranks, {}, Wishes({}, frozenset(), {}, {}))
     wishes = _wishes(graph, own, divisions, ranks)
     builder.forms, builder.wishes = wishes.forms, wishes
     moved_sites = _build(graph, builder, own, divisions)
     return _sharding(canonical, builder, wishes, moved_sites, divisions)
-
-
-def _without_roots(site: AttentionSite) -> AttentionSite:
-    """The site without what only tells how a rotation was found; tables are made from the whole graph."""
-    if site.rope is None:
-        return site
-    q, k = (Rotation(node, (), ()) for node in (site.rope.q_input, site.rope.k_input))
-    return replace(site, rope=replace(site.rope, q=q, k=k))
 
 
 def _kept(site: AttentionSite) -> tuple[Node, ...]:

@@ -52,6 +52,13 @@ def on_meta() -> nn.Module:
         return tiny_hf("llama")
 
 
+def offloaded() -> nn.Module:
+    from accelerate import cpu_offload
+
+    found: nn.Module = cpu_offload(tiny_hf("llama"), execution_device="cpu")
+    return found
+
+
 def labels() -> nn.Module:
     return transformers.LlamaForTokenClassification(tiny_hf("llama").config).eval()
 
@@ -65,6 +72,10 @@ NO_DECODER: dict[str, tuple[Callable[[], Any], str]] = {
     "a classifier": (bert, "BertForSequenceClassification gives no logits"),
     "labels of tokens": (labels, "LlamaForTokenClassification gives no logits"),
     "no module": (lambda: "smollm2", "expected a torch.nn.Module, got str"),
+    "offloaded": (
+        offloaded,
+        "weights that accelerate loads when a layer runs.*model.embed_tokens.weight and 20 others.*stages",
+    ),
     "on meta": (on_meta, "model.embed_tokens.weight and .* others are on the meta device"),
 }
 

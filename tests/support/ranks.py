@@ -1,4 +1,4 @@
-"""Models over ranks in one process: sharded, run in step, compared."""
+"""Models over ranks and stages in one process: divided, run in step, compared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from kvcompile.passes.shard.shard import Sharding, localized
-from kvcompile.pipeline import Front, plan_for, rewrite, sharded, understand
+from kvcompile.passes.stages.stage import Staging
+from kvcompile.pipeline import Front, divided, plan_for, rewrite, understand
 from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe
 from kvcompile.verify import Check, verify
@@ -32,6 +33,11 @@ class OverRanks:
         assert self.front.sharding is not None
         return self.front.sharding
 
+    @property
+    def staging(self) -> Staging:
+        assert self.front.staging is not None
+        return self.front.staging
+
     def verified(self) -> tuple[Check, ...]:
         """The ranks' graphs in step, against the oracle and the original, within the budgets of `verify`."""
         return verify(self.model, self.front, self.plan, "quick")
@@ -47,9 +53,11 @@ class OverRanks:
         return localized(self.plan, self.sharding, rank).bytes(1) / self.plan.bytes(1)
 
 
-def over_ranks(model: nn.Module, ranks: int, recipe: object = "baseline", **overrides: Any) -> OverRanks:
-    """`model` over ranks, with a recipe."""
+def over_ranks(
+    model: nn.Module, ranks: int, recipe: object = "baseline", stages: int = 1, **overrides: Any
+) -> OverRanks:
+    """`model` over ranks of each of so many stages, with a recipe."""
     front = understand(model)
     options = {"max_tokens": TOKENS, "max_batch": 2, "compile": {"mode": "none"}} | overrides
     plan = plan_for(front, Recipe.load(recipe, **options))
-    return OverRanks(model, sharded(front, plan, ranks), plan)
+    return OverRanks(model, divided(front, plan, ranks, stages), plan)

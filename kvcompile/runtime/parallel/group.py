@@ -1,4 +1,6 @@
-"""The processes of a tensor parallel group.
+"""The processes of a group: ranks of tensor parallelism, stages, or both.
+
+Rank s * tensor + t is rank t of stage s.
 
 They meet once a rank's program is ready: in the group of a caller's `device_mesh`, over all processes of a default
 group that the caller has initialized, or over those that `torchrun` has started. What each brings is compared before
@@ -13,7 +15,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,17 +31,60 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Group:
-    """A group of ranks; `data` carries collectives of graphs, `control` everything else, over gloo."""
+    """A group of ranks.
 
-    def __init__(self, data: dist.ProcessGroup, control: dist.ProcessGroup, options: Parallel):
-        self.data, self.control, self.options = data, control, options
-        self.rank, self.size = dist.get_rank(data), dist.get_world_size(data)
+    control: of all, over gloo: whatever is no tensor of a pass
+    between: of all: what goes from stage to stage, and the last one's outputs; None: there is one stage
+    data:    of the ranks of this one's stage: collectives of graphs
+    """
+
+    def __init__(
+        self,
+        data: dist.ProcessGroup,
+        control: dist.ProcessGroup,
+        options: Parallel,
+        between: dist.ProcessGroup | None = None,
+    ):
+        self.data, self.control, self.options, self.between = data, control, options, between
+        self.rank, self.size = dist.get_rank(control), dist.get_world_size(control)
         self.failed: str | None = None
+
+    @property
+    def stage(self) -> int:
+        """Which stage this rank is of."""
+        return self.rank // self.options.tensor
+
+    @property
+    def tensor_rank(self) -> int:
+        """Which of its stage's ranks it is."""
+        return self.rank % self.options.tensor
+
+    @property
+    def last(self) -> bool:
+        """Whether its stage gives the outputs."""
+        return self.stage == self.options.stages - 1
 
     @property
     def name(self) -> str:
         """That graphs know the group by."""
         return str(self.data.group_name)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What the same rank of the stage before has sent."""
+        value = torch.empty(tuple(shape), dtype=dtype, device=device)
+        dist.recv(value, group=self.between, group_src=self.rank - self.options.tensor)
+        return value
+
+    def send(self, value: Tensor) -> None:
+        """Give a value to the same rank of the next stage."""
+        dist.send(value.contiguous(), group=self.between, group_dst=self.rank + self.options.tensor)
+
+    def share(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """The last stage's values on all ranks; elsewhere `values` are overwritten with them."""
+        given = [value.contiguous() for value in values]
+        for value in given:
+            dist.broadcast(value, group=self.between, group_src=self.size - self.options.tensor)
+        return given
 
     def compare(self, mine: Mapping[str, str]) -> None:
         """Refuse to begin unless all ranks bring the same.
@@ -135,8 +180,12 @@ def check_world(options: Parallel, mesh: Any = None) -> None:
     """Refuse before anything is computed what no group can be made for.
 
     Raises:
-        PlanError: other processes than `tensor` says, or none.
+        PlanError: other processes than `options` says, or none; stages in a mesh.
     """
+    if mesh is not None and options.stages > 1:
+        raise PlanError(
+            "device_mesh: of stages, the groups are made of the default one: rank stage * tensor + t; leave it out"
+        )
     if mesh is not None:
         size, where = _of_mesh(mesh).size(), "device_mesh has"
     elif dist.is_available() and dist.is_initialized():
@@ -145,11 +194,11 @@ def check_world(options: Parallel, mesh: Any = None) -> None:
         size, where = int(os.environ["WORLD_SIZE"]), "torchrun has started"
     else:
         raise PlanError(
-            f"parallel: tensor: {options.tensor} needs as many processes, and this one was started alone: run "
-            f"`torchrun --nproc-per-node {options.tensor} ...`, initialize torch.distributed, or give device_mesh="
+            f"parallel: {options} needs {options.size} processes, and this one was started alone: run "
+            f"`torchrun --nproc-per-node {options.size} ...`, initialize torch.distributed, or give device_mesh="
         )
-    if size != options.tensor:
-        raise PlanError(f"parallel: tensor: {options.tensor} ranks, and {where} {size} processes")
+    if size != options.size:
+        raise PlanError(f"parallel: {options}: {options.size} ranks, and {where} {size} processes")
 
 
 def join(options: Parallel, device: torch.device, mesh: Any = None) -> Group:
@@ -164,19 +213,22 @@ def join(options: Parallel, device: torch.device, mesh: Any = None) -> Group:
         if mesh is None and not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo", timeout=start)
         ranks = dist.get_process_group_ranks(_of_mesh(mesh) if mesh is not None else dist.group.WORLD)
-        made: dict[int, Any] = {}
-        for kind, seconds in (("gloo", options.start), (backend, options.timeout)):
+
+        def group_of(members: Sequence[int], kind: str, seconds: float) -> Any:
             limit = datetime.timedelta(seconds=seconds)
-            made[len(made)] = dist.new_group(
-                ranks, timeout=limit, backend=kind, use_local_synchronization=True
-            )
+            return dist.new_group(list(members), timeout=limit, backend=kind, use_local_synchronization=True)
+
+        control, data = group_of(ranks, "gloo", options.start), group_of(ranks, backend, options.timeout)
+        between = None
+        if options.stages > 1:
+            between, first = data, dist.get_rank(control) // options.tensor * options.tensor
+            data = group_of(ranks[first : first + options.tensor], backend, options.timeout)
     except (RuntimeError, ValueError) as error:
         raise RankError(
-            f"the {options.tensor} ranks did not meet within {options.start:g} s: {' '.join(str(error).split())[:300]}"
+            f"the {options.size} ranks did not meet within {options.start:g} s: {' '.join(str(error).split())[:300]}"
         ) from error
-    control, data = made[0], made[1]
     assert data is not None and control is not None
-    return Group(data, control, options)
+    return Group(data, control, options, between)
 
 
 def _of_mesh(mesh: Any) -> dist.ProcessGroup:

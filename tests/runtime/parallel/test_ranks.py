@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 
 import kvcompile
@@ -24,6 +21,7 @@ from kvcompile.errors import InputError, PlanError, RankError
 from kvcompile.runtime.parallel.options import Parallel
 from tests.support.budget import rms
 from tests.support.models import NanoGPT, TinyConfig, TinyLlama, make, tiny_hf
+from tests.support.processes import spawn
 from tests.support.ranks import over_ranks
 
 EAGER = {"mode": "none"}
@@ -57,26 +55,6 @@ def part(model: nn.Module, ranks: int, recipe: str = "baseline", **options: Any)
 
 def logits(out: Any) -> torch.Tensor:
     return out if isinstance(out, torch.Tensor) else out.logits
-
-
-def _child(rank: int, ranks: int, port: int, body: Any, given: tuple[Any, ...]) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    body(rank, ranks, *given)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
-def spawn(ranks: int, body: Any, *given: Any) -> None:
-    """`body(rank, ranks, *given)` in so many processes; what fails in one, fails here."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    root = str(Path(__file__).parents[3])
-    with pytest.MonkeyPatch.context() as patch:  # children import this file by its name
-        patch.syspath_prepend(root)
-        mp.spawn(_child, (ranks, port, body, given), nprocs=ranks)  # type: ignore[no-untyped-call]
 
 
 def _same_text(rank: int, ranks: int, name: str, recipe: str, share: float) -> None:

@@ -1,0 +1,43 @@
+"""Models that accelerate has put onto devices: its hooks are traced through, and what it keeps elsewhere is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import kvcompile
+from kvcompile.errors import ModelError
+from kvcompile.original.checks import offloaded
+from tests.support.models import tiny_hf
+
+accelerate = pytest.importorskip("accelerate")
+PLACES = {
+    "model.embed_tokens": "cpu",
+    "model.rotary_emb": "cpu",
+    "model.layers.0": "cpu",
+    "model.layers.1": "cpu",
+    "model.norm": "cpu",
+    "lm_head": "cpu",
+}
+
+
+def test_hooks_that_only_move_are_traced_through() -> None:
+    model: Any = accelerate.dispatch_model(tiny_hf("llama"), PLACES, force_hooks=True)
+    assert type(model.model.layers[1]._hf_hook).__name__ == "AlignDevicesHook"
+    assert not offloaded(model)
+    fast: Any = kvcompile.optimize(model, "int8", max_tokens=64, compile={"mode": "none"})
+    ids = torch.arange(9)[None] + 3
+    plain: Any = kvcompile.optimize(tiny_hf("llama"), "int8", max_tokens=64, compile={"mode": "none"})
+    assert torch.equal(fast.generate(ids, max_new_tokens=5), plain.generate(ids, max_new_tokens=5))
+    assert model.hf_device_map == PLACES
+
+
+def test_weights_on_the_disk_are_named(tmp_path: Any) -> None:
+    places = PLACES | {"model.layers.1": "disk"}
+    model = accelerate.dispatch_model(tiny_hf("llama"), places, offload_dir=str(tmp_path), force_hooks=True)
+    found = offloaded(model)
+    assert len(found) == 9 and all(name.startswith("model.layers.1.") for name in found)
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.\S+ and 8 others\): a graph reads weights"):
+        kvcompile.optimize(model)
