@@ -466,4 +466,25 @@ KERNELS = (
         "there = s < splits",
         "tests/kernels/triton/attend/test_attend.py",
     ),
+    broken(
+        "programs of a list take as many tiles as would be left over",
+        "kernels/triton/templates/attend.py.jinja",
+        "share = (work + tl.num_programs(0) - 1) // tl.num_programs(0)",
+        "share = work // tl.num_programs(0) + 1",
+        "tests/kernels/triton/attend/test_work_list.py",
+    ),
+    broken(
+        "a step of several sequences is cut into splits",
+        "kernels/triton/attend/work_list.py",
+        "if statically_known_true(batch == 1):",
+        "if statically_known_true(batch >= 1):",
+        "tests/kernels/triton/attend/test_work_list.py",
+    ),
+    broken(
+        "a list is shared out over fewer programs than a GPU runs at once",
+        "kernels/triton/config.py",
+        "return torch.sym_max(1, torch.sym_min(tiles, self._wanted(device)))",
+        "return torch.sym_max(1, torch.sym_min(tiles, self._wanted(device) // 2))",
+        "tests/kernels/triton/attend/test_work_list.py",
+    ),
 )

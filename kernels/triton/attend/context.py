@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcompile.kernels.triton import packed
+from kvcompile.kernels.triton.attend import work_list
 from kvcompile.kernels.triton.attend.combine import weighed
 from kvcompile.kernels.triton.params import Param, ScalarParam, TensorParam
 from kvcompile.kernels.triton.spec import KernelSpec
@@ -182,6 +183,8 @@ class Attend:
             found += [TensorParam("lse", torch.float32)] if "lse" in options else []
         else:
             found += [TensorParam("partial", torch.float32), TensorParam("sums", torch.float32)]
+            if work_list.LISTED in options:
+                found += [TensorParam("spans", torch.int32), ScalarParam("batches")]
             found += [TensorParam("logits", torch.float32)] if "logits" in options else []
         found += self.of_slots
         if self.two_queries:

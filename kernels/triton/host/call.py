@@ -17,7 +17,7 @@ from kvcompile.kernels.shared.hadamard import hadamard
 from kvcompile.kernels.shared.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import packed
-from kvcompile.kernels.triton.attend import row_tiles
+from kvcompile.kernels.triton.attend import work_list
 from kvcompile.kernels.triton.attend.combine import turns
 from kvcompile.kernels.triton.device import device_of
 from kvcompile.kernels.triton.host import ops_attend, ops_write
@@ -131,14 +131,16 @@ def decode(
     own = made.config("decode")
     wide = ("q_fp32",) if q.dtype != made.dtype else ()
     few = ("chosen",) if pages is not None else ()
-    spec = made.spec("decode", (*options, *wide, *few, *call.whole))
-    programs = q.shape[0] * made.num_kv_heads * row_tiles(spec)
+    shared = work_list.sharing(q.shape[0])
+    spec = made.spec("decode", (*options, *wide, *few, *call.whole, *shared.options))
+    heads = q.shape[0] * work_list.heads(spec)
     most = most_read(call.site, slots, own.block_n)
     selection = call.site.layout.selection
     if pages is not None and isinstance(selection, TopPages):
         most = selection.tokens
-    splits = own.splits(device_of(q.device), programs, (most + own.block_n - 1) // own.block_n)
-    partial, sums, *logits = ops_attend.decode(
+    tiles, device = (most + own.block_n - 1) // own.block_n, device_of(q.device)
+    programs = own.shares(device, heads * tiles) if shared.listed else own.splits(device, heads, tiles)
+    partial, sums, *found = ops_attend.decode(
         q,
         call.buffers,
         call.positions,
@@ -149,14 +151,26 @@ def decode(
         token,
         place,
         pages,
-        splits,
+        programs,
         own.num_warps,
         own.num_stages,
         spec.to_json(),
     )
-    joined = made.spec("combine", ("lse",) if logits else ())
+    spans, logits = (found[0], found[1:]) if shared.listed else (None, found)
+    joined = made.spec("combine", (*(["lse"] if logits else []), *shared.options))
+    if shared.listed:
+        joined = replace(joined, block_m=spec.block_m)
     last = made.config("combine")
-    out = ops_attend.combine(partial, sums, call.sinks, last.num_warps, last.num_stages, joined.to_json())
+    out = ops_attend.combine(
+        partial,
+        sums,
+        spans,
+        None if spans is None else call.positions,
+        call.sinks,
+        last.num_warps,
+        last.num_stages,
+        joined.to_json(),
+    )
     return [*out, *logits]
 
 

@@ -48,6 +48,7 @@ class Break:
 BOTH = ("decode", "prefill")
 PLAIN = Case(CacheLayout(), chunks=CHUNKS, pads=PADS)
 LONG = replace(PLAIN, chunks=(90, 1))  # shares of several tiles
+SEVERAL = replace(LONG, heads=(4, 2), pads=(50, 2, 0))  # sequences, so that decode goes over a list
 INT8 = Case(CacheLayout(int8(), int8(), Paged(8)), chunks=CHUNKS, pads=PADS)
 INT4 = Case(CacheLayout(uint(4, 16), uint(4, 16)), (2, 1), (32, 32), chunks=CHUNKS, pads=PADS)
 GROUPS = Case(
@@ -93,6 +94,23 @@ BROKEN: dict[str, tuple[Break, Case]] = {
         Break(("decode",), "begin = split * share", "begin = tl.maximum(split * share - 1, 0)"),
         PLAIN,
     ),
+    "shares of a list that overlap": (
+        Break(("decode",), "here = tl.program_id(0) * share", "here = tl.program_id(0) * (share - 1)"),
+        SEVERAL,
+    ),
+    "a list that ends before its last tile": (
+        Break(("decode",), "here + share, work)", "here + share, work - 1)"),
+        SEVERAL,
+    ),
+    "two parts of a list in one place": (
+        Break(("decode",), "part = tl.program_id(0) + batch * 2", "part = tl.program_id(0) + batch"),
+        SEVERAL,
+    ),
+    "a part that is not joined": (
+        Break(("decode",), "// share - tl.program_id(0) + 1)", "// share - tl.program_id(0))"),
+        SEVERAL,
+    ),
+    "parts of another head": (Break(("combine",), "* 2 + head % 2", "* 2 + (head + 1) % 2"), SEVERAL),
     "no scale of scores": (Break(BOTH, "s = s * 0.36067376022224085", "s = s"), PLAIN),
     "scores in base e": (Break(BOTH, "tl.exp2(s - highest[:, None])", "tl.exp(s - highest[:, None])"), PLAIN),
     "old sums are not rescaled": (
