@@ -14,8 +14,8 @@ from kvcompile.cli import app
 from kvcompile.errors import KVCompileError, ModelError, PlanError
 from kvcompile.report.estimate import estimate
 from kvcompile.report.estimate.cluster import estimate_cluster
-from kvcompile.report.estimate.machines import MACHINES, machine
 from kvcompile.report.estimate.weights import weights_of
+from kvcompile.util.machines import MACHINES, machine
 
 LLAMA = LlamaConfig(
     hidden_size=64,
