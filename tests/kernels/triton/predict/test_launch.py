@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from kvcompile.errors import KernelError
 from kvcompile.kernels.triton.predict import work
 from kvcompile.kernels.triton.predict.assumptions import HARSH, KIND
-from kvcompile.kernels.triton.predict.launch import ahead, turn_of
+from kvcompile.kernels.triton.predict.launch import ahead, one_launch, turn_of
 from kvcompile.kernels.triton.predict.memory import case_bytes, seen, slot_bytes
 from kvcompile.kernels.triton.predict.model import Model
 from kvcompile.kernels.triton.predict.occupancy import occupancy
-from kvcompile.kernels.triton.predict.recorded import recorded
+from kvcompile.kernels.triton.predict.recorded import Made, Shape, recorded
 from kvcompile.kernels.triton.predict.turn import rate
 from kvcompile.kernels.triton.tools.ttgir import Pipeline
 from kvcompile.layouts import CacheLayout, Paged, Scored, Slots, TopPages, int8, per_channel, uint
@@ -153,17 +153,44 @@ def test_what_does_not_fit_is_an_error_that_says_what() -> None:
         step(shape(BF16, PLAIN), fact(shared=300_000, pipeline=DOUBLE))
 
 
+def split_of(of: Shape, splits: int) -> Made:
+    """The decode launch of a step, over equal splits of each sequence."""
+    (made,) = (one for one in recorded(of, H200.machine) if one.spec.role == "decode")
+    heads = of.heads[1] * -(-made.spec.group // made.spec.block_m)
+    request = replace(made.request, spec=replace(made.spec, options=()))
+    return replace(made, request=request, grid=(splits, heads, len(of.lengths)))
+
+
 def test_turns_of_a_decode_step_cover_its_tiles_once() -> None:
     of = shape(BF16, (1, 64, 65, 5000, 32768))
-    made = next(one for one in recorded(of, H200.machine) if one.spec.role == "decode")
+    made = split_of(of, 10)
     own = work.work(made, of)
     tiles = sum(-(-length // made.spec.block_n) for length in of.lengths)
     assert len(own.programs) == made.programs and sum(own.programs) == 8 * tiles
     assert own.near == own.bytes > made.spec.block_n * 2 * 2 * 128
     group = shape(BF16, (262_144,), (128, 1))  # more heads than a tile has rows: they share what they read
-    made = next(one for one in recorded(group, H200.machine) if one.spec.role == "decode")
+    made = split_of(group, 132)
     shared = work.work(made, group)
     assert made.grid[1] == 2 and shared.bytes < 0.7 * shared.near
+
+
+def test_a_line_of_tiles_is_shared_out_equally_and_whole() -> None:
+    """Each tile once, no program more than its share but for heads that it begins, and skew costs nothing."""
+    tiles = [1, 1, 5, 40]
+    found = work._listed(tiles, 2, 10)
+    share = -(-2 * sum(tiles) // 10)
+    starts = [sum(tiles[: row // 2]) * 2 + tiles[row // 2] * (row % 2) for row in range(8)]
+    for program, turns in enumerate(found):
+        own = range(program * share, min((program + 1) * share, 2 * sum(tiles)))
+        assert turns == len(own) + sum(start in own[1:] for start in starts)
+    assert work._listed([3], 1, 5) == [1.0, 1.0, 1.0, 0.0, 0.0]
+    assert work._split([3, 5], 1, 2) == [2.0, 1.0, 3.0, 2.0]
+    of = shape(CacheLayout(placement=Paged(64)), (1024,) * 63 + (65536,))
+    split = split_of(of, 1)
+    spec = replace(split.spec, options=("listed",))
+    listed = replace(split, request=replace(split.request, spec=spec), grid=(396, 1, 1))
+    even, skewed = (one_launch(one, GOOD, work.work(one, of), H200) for one in (listed, split))
+    assert even.seconds < skewed.seconds / 3 and max(work.work(listed, of).programs) < 50
 
 
 def test_turns_of_a_prompt_are_those_of_causal_tiles() -> None:
