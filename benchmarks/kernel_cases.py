@@ -1,14 +1,18 @@
 """What `kernels.py` measures: attention of one new token over caches of given lengths, and the goals it is held to.
 
-A case is a cache (the `cache` section of a recipe), heads and lengths. What figures must reach is a `Goal`, made of the
-figures of one run, so that none compares figures of different minutes.
+A case is a cache (the `cache` section of a recipe), heads and lengths. What figures must reach stands in
+`kernels/triton/predict/goals.py`, which the model of a machine is held to as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from kvcompile.kernels.triton.predict.goals import GOALS, Figure, Goal
+
+__all__ = ["APPENDS", "CASES", "GOALS", "Case", "Figure", "Goal"]
 
 INT8 = {"keys": {"dtype": "int8"}, "values": {"dtype": "int8"}}
 FP8 = {"keys": {"dtype": "fp8_e4m3"}, "values": {"dtype": "fp8_e4m3"}}
@@ -79,29 +83,6 @@ class Case:
         )
 
 
-@dataclass(frozen=True)
-class Figure:
-    """What one run gave for a case. us: median microseconds of a call; share: of the measured copy bandwidth."""
-
-    us: float
-    bytes: int
-    share: float
-
-
-@dataclass(frozen=True)
-class Goal:
-    """number: of the list in docs/benchmarks.md; value: of the figures by case; wanted: at least that, or `at_most`"""
-
-    number: int
-    text: str
-    wanted: float
-    value: Callable[[Mapping[str, Figure]], float]
-    at_most: bool = False
-
-    def met(self, value: float) -> bool:
-        return value <= self.wanted if self.at_most else value >= self.wanted
-
-
 PLAIN = Case("bf16 B32 4k", 32, 4096, peers=True)
 LONG = Case("bf16 B1 32k", 1, 32768, peers=True)
 PAGED = replace(PLAIN, name="bf16 B32 4k pages of 128", cache=pages(128), peers=False)
@@ -129,49 +110,3 @@ CASES = (
 )
 # RoPE, encoding and the write of one new token a sequence: the append kernel by itself.
 APPENDS = tuple(Case(f"append int8 B{batch}", batch, 4096, cache=INT8) for batch in (1, 32, 256))
-
-
-def _over(one: str, other: str) -> Callable[[Mapping[str, Figure]], float]:
-    return lambda figures: figures[one].us / figures[other].us
-
-
-def _worst(names: tuple[str, ...], other: str) -> Callable[[Mapping[str, Figure]], float]:
-    return lambda figures: max(figures[name].us for name in names) / figures[other].us
-
-
-def _share(name: str) -> Callable[[Mapping[str, Figure]], float]:
-    return lambda figures: figures[name].share
-
-
-GOALS = (
-    Goal(1, "bf16 B32 4k: share of copy bandwidth", 0.92, _share(PLAIN.name)),
-    Goal(2, "bf16 B1 32k: microseconds", 39.0, lambda figures: figures[LONG.name].us, at_most=True),
-    Goal(3, "fp8 B1 256k 32/4: share of copy bandwidth", 0.80, _share("fp8 B1 256k 32/4")),
-    Goal(4, "bf16 over int8, B32 4k", 1.75, _over(PLAIN.name, "int8 B32 4k")),
-    Goal(5, "bf16 over int4, B32 32k", 2.8, _over("bf16 B32 32k", "int4 B32 32k")),
-    Goal(
-        6,
-        "softcap, window, ALiBi, sinks over plain, the worst",
-        1.03,
-        _worst(tuple(f"{PLAIN.name} {what}" for what in ("softcap", "alibi", "sinks", "window")), PLAIN.name),
-        at_most=True,
-    ),
-    Goal(
-        6, "pages of 16 over pages of 128", 1.10, _over(f"{PLAIN.name} pages of 16", PAGED.name), at_most=True
-    ),
-    Goal(
-        7,
-        "scores tracked (H2O) over not",
-        1.08,
-        _over("bf16 B16 8k slots h2o", "bf16 B16 8k slots"),
-        at_most=True,
-    ),
-    Goal(8, "ragged 1k-64k B64: share of copy bandwidth", 0.85, _share("bf16 B64 1k-64k pages of 64")),
-    Goal(
-        9,
-        "RoPE, int8 and append, microseconds, the worst of B1 to B256",
-        5.0,
-        lambda figures: max(figures[case.name].us for case in APPENDS),
-        at_most=True,
-    ),
-)

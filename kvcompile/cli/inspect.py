@@ -163,7 +163,7 @@ def _on_devices(
 ) -> ClusterEstimate:
     from kvcompile.recipe import shipped_recipes
     from kvcompile.report.estimate.cluster import estimate_cluster
-    from kvcompile.report.estimate.machines import machine
+    from kvcompile.util.machines import machine
 
     # One that chooses for a memory budget would be one of the others.
     names = [name for name in shipped_recipes() if name != "auto"] if recipe == "all" else [recipe]

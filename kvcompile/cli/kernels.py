@@ -7,8 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcompile.cli import cpp_kernels
-from kvcompile.cli.common import Debug, RecipeName, Settings, command, overrides_from, show, stderr, waiting
+from kvcompile.cli import cpp_kernels, predict
+from kvcompile.cli.common import (
+    Debug,
+    Json,
+    RecipeName,
+    Settings,
+    command,
+    overrides_from,
+    show,
+    stderr,
+    waiting,
+)
 from kvcompile.errors import InputError, PlanError
 
 if TYPE_CHECKING:
@@ -17,6 +27,7 @@ if TYPE_CHECKING:
     from kvcompile.kernels.cpp.isa import Isa
     from kvcompile.kernels.spec import SiteSpec
     from kvcompile.kernels.triton.host.launches import Launch
+    from kvcompile.util.machines import Machine
 
 # With multiprocessors of the largest.
 ARCHES = {
@@ -28,12 +39,16 @@ ARCHES = {
     120: ("sm_120", 188),
 }
 _MANY = 64
+_ARCH = 90
 
 Heads = Annotated[
     str, typer.Option(metavar="Q/KV", help="Query heads and KV heads of the model's attention, such as 32/8.")
 ]
 Dim = Annotated[int, typer.Option("--head-dim", min=16, max=576, help="Channels of a key and a value.")]
-Arch = Annotated[int, typer.Option(help="The GPU's compute capability, times ten: 80, 90 or 100.")]
+Arch = Annotated[
+    int | None,
+    typer.Option(help="The GPU's compute capability, times ten: 80, 86, 89, 90, 100, 120; else 90."),
+]
 Assemble = Annotated[
     bool,
     typer.Option("--assemble", help="Compile them (no GPU is needed) and show registers, loops and spills."),
@@ -43,6 +58,23 @@ IsaName = Annotated[
     str | None,
     typer.Option("--isa", help="Of a CPU: avx512_bf16, avx512, avx2 or portable; this machine's by default."),
 ]
+Predict = Annotated[
+    str | None,
+    typer.Option(
+        "--predict",
+        metavar="GPU",
+        help="Say what their launches are predicted to take on a GPU (h200, h100, a100, l40s, rtx4090, b200, ...).",
+    ),
+]
+Goals = Annotated[
+    bool,
+    typer.Option(
+        "--goals", help="With --predict: the goals that benchmarks judge, in place of the recipe's layers."
+    ),
+]
+Batch = Annotated[int, typer.Option(min=1, help="With --predict: sequences.")]
+Context = Annotated[int, typer.Option(min=1, help="With --predict: tokens of each sequence.")]
+Prompt = Annotated[int, typer.Option(min=0, help="With --predict: new tokens of a prompt; 0: no prompt.")]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="A folder to write their sources to.")]
 
 
@@ -52,9 +84,15 @@ def kernels(
     heads: Heads = "32/8",
     head_dim: Dim = 128,
     target: Target = "triton",
-    arch: Arch = 90,
+    arch: Arch = None,
     isa: IsaName = None,
     assemble: Assemble = False,
+    predict_on: Predict = None,
+    goals: Goals = False,
+    batch: Batch = 32,
+    context: Context = 4096,
+    prompt: Prompt = 0,
+    json: Json = False,
     out: Out = None,
     settings: Settings = None,
     debug: Debug = False,
@@ -62,10 +100,23 @@ def kernels(
     """Show which generated kernels a recipe's layers with full attention run, for a token and for a prompt in bf16.
 
     Example: kvcompile kernels --recipe int8 --heads 32/8 --target cpp --isa avx2 --assemble
+
+    With --predict, what they take: kvcompile kernels --recipe int8 --predict h200 --batch 1 --context 32768
     """
     queries, keys = heads_of(heads)
     if target not in ("triton", "cpp"):
         raise InputError(f"--target: expected triton or cpp, got {target!r}")
+    if predict_on is None and (goals or json):
+        raise InputError(f"{'--goals' if goals else '--json'} is of predictions: add --predict, with a GPU")
+    if predict_on is not None:
+        on = _predicts_on(predict_on, target, arch, assemble, out)
+        if goals:
+            predict.of_goals(on, json)
+        else:
+            named, site = _with_kernels(recipe, settings, (queries, keys), head_dim)
+            asked = predict.Asked(batch, context, prompt)
+            predict.of_recipe(named, site, (queries, keys), head_dim, asked, on, json)
+        return
     if target == "cpp":
         own = cpp_kernels.isa_named(isa)
         with waiting("generating"):
@@ -76,6 +127,7 @@ def kernels(
         return
     if isa is not None:
         raise InputError("--isa is of a CPU: add --target cpp")
+    arch = arch or _ARCH
     if arch not in ARCHES:
         raise InputError(f"--arch: expected {', '.join(map(str, ARCHES))}, got {arch}")
     with waiting("generating"):
@@ -106,18 +158,42 @@ def _launches(
 
     from kvcompile.kernels.triton.config import Device
     from kvcompile.kernels.triton.host.launches import launches
-    from kvcompile.kernels.triton.supports import refusal
 
-    recipe, site = _site(name, settings, dim)
+    _, site = _with_kernels(name, settings, heads, dim)
     dims, dtype = (dim, dim), torch.bfloat16
-    if problem := refusal(site, heads, dims, dtype):
-        raise PlanError(f"{recipe}: there are no kernels for these layers: {problem}")
     device = Device(ARCHES[arch][0], arch, ARCHES[arch][1])
     return [
         (when, launch)
         for when, tokens in (("a token", 1), ("a prompt", _MANY))
         for launch in launches(site, heads, dims, dtype, device, tokens)
     ]
+
+
+def _with_kernels(
+    name: str, settings: list[str] | None, heads: tuple[int, int], dim: int
+) -> tuple[str, SiteSpec]:
+    """As `_site`, of layers that Triton kernels run.
+
+    Raises:
+        PlanError: none do; says why.
+    """
+    import torch
+
+    from kvcompile.kernels.triton.supports import refusal
+
+    recipe, site = _site(name, settings, dim)
+    if problem := refusal(site, heads, (dim, dim), torch.bfloat16):
+        raise PlanError(f"{recipe}: there are no kernels for these layers: {problem}")
+    return recipe, site
+
+
+def _predicts_on(name: str, target: str, arch: int | None, assemble: bool, out: Path | None) -> Machine:
+    """The machine of --predict; options that it knows nothing to do with are refused."""
+    if target == "cpp":
+        raise InputError("--predict is of GPUs: leave out --target cpp")
+    if assemble or out is not None:
+        raise InputError(f"{'--assemble' if assemble else '--out'}: leave it out with --predict, or run both")
+    return predict.machine_named(name, arch)
 
 
 def _of_cpu(

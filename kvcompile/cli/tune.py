@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcompile.cli import predict
 from kvcompile.cli.common import Debug, Dtype, command, show, stages, stderr, waiting
 from kvcompile.cli.kernels import Dim, Heads, heads_of
 from kvcompile.errors import InputError, KernelError
@@ -33,6 +34,17 @@ Contexts = Annotated[str, typer.Option("--context", help="Tokens in the cache, s
 Prompts = Annotated[int, typer.Option("--prompt", min=16, help="New tokens of a prompt, for prefill.")]
 Roles = Annotated[str, typer.Option("--roles", help="decode, prefill, or both.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each configuration; the median counts.")]
+Hopeless = Annotated[
+    bool, typer.Option("--hopeless", help="Measure those as well that the model of this GPU calls hopeless.")
+]
+Predict = Annotated[
+    str | None,
+    typer.Option(
+        "--predict",
+        metavar="GPU",
+        help="Measure nothing: list what is predicted to run best on a GPU (h200, a100, ...), and write no table.",
+    ),
+]
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", help="The table; by default this GPU's in kvcompile's cache.")
 ]
@@ -49,13 +61,16 @@ def tune(
     roles: Roles = "decode,prefill",
     rounds: Rounds = 10,
     dtype: Dtype = None,
+    hopeless: Hopeless = False,
+    predict_on: Predict = None,
     out: Out = None,
     debug: Debug = False,
 ) -> None:
     """Measure how generated Triton kernels run best on this GPU, for the caches of recipes and a model's heads.
 
     The table it writes is used from then on, by plans that are made on a GPU of this name. Takes some minutes for each
-    recipe. C++ kernels of CPUs have nothing to tune: they compute how their work is best cut.
+    recipe. Configurations that are predicted to take twice as long as the best are not tried. C++ kernels of CPUs have
+    nothing to tune: they compute how their work is best cut.
     Example: kvcompile tune --recipes int8,paged_int8 --heads 32/8 --head-dim 128
     """
     sizes = heads_of(heads)
@@ -76,19 +91,28 @@ def tune(
         for role in tuner.ROLES
         if role in asked
     ]
+    if predict_on is not None:
+        predict.of_tuning(subjects, predict.machine_named(predict_on))
+        return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         raise KernelError(NO_GPU)
     with stages() as progress:
-        found = tuner.tune(subjects, device, rounds, progress)
+        found = tuner.tune(subjects, device, rounds, progress, hopeless)
     where = tuner.write(found, configs.device_of(device), out)
     shown = table("recipe", "role", "configuration", "microseconds", "before", "gain", right=("gain",))
     for one in found:
-        said = f"{one.best.block_m} x {one.best.block_n}, {one.best.num_warps} warps, {one.best.num_stages} stages"
-        said += f", {one.best.waves:g} waves" if one.subject.role == "decode" else ""
+        said = predict.said(one.best, one.subject.role)
         times = (", ".join(f"{us:,.1f}" for us in values) for values in (one.us, one.before))
         shown.add_row(one.subject.name, one.subject.role, said, *times, f"{one.gain:.2f}")
     show(shown)
+    for one in found:
+        if one.left_out:
+            left = f"{one.left_out} configurations of {one.tried + one.left_out} are predicted to be hopeless"
+            said = (
+                f"{one.subject.name}, {one.subject.role}: {left}, and were not tried (--hopeless tries them)"
+            )
+            stderr().print(said, style="dim", highlight=False, soft_wrap=True)
     stderr().print(str(where), style="dim", highlight=False, soft_wrap=True)
 
 

@@ -14,8 +14,8 @@ from kvcompile.cli import app
 from kvcompile.errors import KVCompileError, ModelError, PlanError
 from kvcompile.report.estimate import estimate
 from kvcompile.report.estimate.cluster import estimate_cluster
-from kvcompile.report.estimate.machines import MACHINES, machine
 from kvcompile.report.estimate.weights import weights_of
+from kvcompile.util.machines import MACHINES, called, machine
 
 LLAMA = LlamaConfig(
     hidden_size=64,
@@ -144,6 +144,11 @@ def test_machines() -> None:
     assert machine("l4", memory="10GB", link="1GB").link == 10**9
     with pytest.raises(KVCompileError, match="expected one of a100"):
         machine("tpu")
+    names = {"NVIDIA H200": "h200", "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA GeForce RTX 4090": "rtx4090"}
+    names |= {"NVIDIA L40S": "l40s", "NVIDIA L4": "l4"}
+    for name, known in names.items():
+        assert called(name) is MACHINES[known]
+    assert called("NVIDIA L40") is called("Tesla T4") is called("NVIDIA A10") is None
 
 
 def test_command(tmp_path: Any) -> None:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,8 @@ class Assembled:
     barriers:     in one turn of the main loop
     byte_loads:   of single bytes from shared memory, in one turn of the main loop
     pipeline:     of the main loop, by its TTGIR (`ttgir.Pipeline`); None: it has no product
+    opcodes:      with their modifiers, of the main loop (or, where there is none, of all of it) -> how many
+    outside:      instructions that are in no loop
     """
 
     role: str
@@ -94,7 +96,12 @@ class Assembled:
     barriers: int = 0
     byte_loads: int = 0
     pipeline: ttgir.Pipeline | None = None
+    opcodes: dict[str, int] = field(default_factory=dict)
+    outside: int = 0
     main_loop: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Assembled:
@@ -110,6 +117,20 @@ def assemble(requests: Iterable[Request], listing: bool = False) -> list[Assembl
 
     Raises:
         KernelError: one of them does not assemble; says which, and the compiler's words.
+    """
+    made = []
+    for one in attempted(requests, listing):
+        if isinstance(one, str):
+            raise KernelError(f"a kernel does not assemble:\n{one[-4000:]}")
+        made.append(one)
+    return made
+
+
+def attempted(requests: Iterable[Request], listing: bool = False) -> list[Assembled | str]:
+    """As `assemble`; what does not assemble is the compiler's words, and which kernel it is.
+
+    Raises:
+        KernelError: the process that assembles has failed as a whole.
     """
     asked = json.dumps({"listing": listing, "requests": [request.to_json() for request in requests]})
     done = subprocess.run(
@@ -128,8 +149,9 @@ def assemble(requests: Iterable[Request], listing: bool = False) -> list[Assembl
         check=False,
     )
     if done.returncode:
-        raise KernelError(f"a kernel does not assemble:\n{done.stderr.strip()[-4000:]}")
-    return [Assembled.from_json(item) for item in json.loads(done.stdout.splitlines()[-1])]
+        raise KernelError(f"kernels cannot be assembled here:\n{done.stderr.strip()[-4000:]}")
+    made = json.loads(done.stdout.splitlines()[-1])
+    return [item if isinstance(item, str) else Assembled.from_json(item) for item in made]
 
 
 def elements(spec: KernelSpec) -> int | None:
@@ -175,7 +197,8 @@ def _assembled(request: Request, listing: bool) -> Assembled:
     )
     text, usage = _dumped(compiled.asm["cubin"], "-sass"), _dumped(compiled.asm["cubin"], "-res-usage")
     code, used = sass.instructions(text), sass.resources(usage)
-    loop = sass.main_loop(sass.loops(code))
+    loops = sass.loops(code)
+    loop = sass.main_loop(loops)
     tile = elements(spec)
     per_element = None
     if loop is not None and tile is not None:
@@ -196,6 +219,8 @@ def _assembled(request: Request, listing: bool) -> Assembled:
         barriers=0 if loop is None else loop.barriers,
         byte_loads=0 if loop is None else loop.byte_loads,
         pipeline=ttgir.pipeline(compiled.asm["ttgir"]),
+        opcodes=sass.full_opcodes(code if loop is None else loop.body),
+        outside=sass.outside(code, loops),
         main_loop=tuple(i.text for i in loop.body) if listing and loop is not None else (),
     )
 
@@ -212,15 +237,14 @@ def _dumped(cubin: bytes, *options: str) -> str:
 
 def _batch() -> None:
     asked = json.load(sys.stdin)
-    made = []
+    made: list[Any] = []
     for item in asked["requests"]:
         request = Request.from_json(item)
         try:
-            made.append(asdict(_assembled(request, asked["listing"])))
+            made.append(_assembled(request, asked["listing"]).to_json())
         except Exception as error:
             spec = request.spec
-            print(f"{error}\n\n{spec.role} for sm_{request.arch}: {spec.to_json()}", file=sys.stderr)
-            raise SystemExit(1) from None
+            made.append(f"{error}\n\n{spec.role} for sm_{request.arch}: {spec.to_json()}")
     print(json.dumps(made))
 
 

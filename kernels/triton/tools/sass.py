@@ -113,6 +113,19 @@ def loops(code: Sequence[Instruction]) -> tuple[Loop, ...]:
     return tuple(found)
 
 
+def full_opcodes(code: Iterable[Instruction]) -> dict[str, int]:
+    """Opcodes with their modifiers -> how many, without what does nothing."""
+    return dict(sorted(Counter(one.opcode for one in code if one.name != "NOP").items()))
+
+
+def outside(code: Sequence[Instruction], found: Sequence[Loop]) -> int:
+    """Instructions that are in no loop, without what does nothing."""
+    spans = [(loop.body[0].address, loop.body[-1].address) for loop in found]
+    return sum(
+        one.name != "NOP" and not any(first <= one.address <= last for first, last in spans) for one in code
+    )
+
+
 def main_loop(found: Sequence[Loop]) -> Loop | None:
     """The loop that the time goes to, see above; None where there is none."""
     inner = [loop for loop in found if not any(_within(other, loop) for other in found)]

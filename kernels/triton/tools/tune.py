@@ -3,6 +3,7 @@
 For every subject (a site, and the batches and lengths that it shall serve) each candidate is timed as CUDA graphs over
 caches that no L2 cache holds, and compared with the table's present choice in the same rounds. The best has the
 smallest geometric mean of its times over the points; it must win by more than `_GAIN`, so that noise changes no table.
+On a GPU that the model of machines knows, what it calls hopeless is left out (`predict/prior.py`).
 """
 
 from __future__ import annotations
@@ -32,10 +33,14 @@ from kvcompile.kernels.triton.config import (
 )
 from kvcompile.kernels.triton.device import Device, device_of
 from kvcompile.kernels.triton.host.attention import cached_attention
+from kvcompile.kernels.triton.predict.model import Model
+from kvcompile.kernels.triton.predict.prior import Ranked, ranked
+from kvcompile.kernels.triton.predict.recorded import Shape
 from kvcompile.kernels.triton.spec import Role
 from kvcompile.kernels.triton.tools.synthetic_cache import Sample, sample
 from kvcompile.kernels.triton.tools.timing import Timed, medians
 from kvcompile.util.cache_dir import make_cache_dir, write_atomically
+from kvcompile.util.machines import Machine, called
 
 Progress = Callable[[str, int, int], None]
 ROOM = 256 << 20  # bytes of caches that are read before one is read again
@@ -86,12 +91,17 @@ class Subject:
 
 @dataclass(frozen=True)
 class Tuned:
-    """us: at each point, with `best`; before: with what the tables say now, in the same rounds"""
+    """us: at each point, with `best`; before: with what the tables say now, in the same rounds
+
+    tried, left_out: candidates that were measured, and that the model called hopeless
+    """
 
     subject: Subject
     best: Config
     us: tuple[float, ...]
     before: tuple[float, ...]
+    tried: int = 0
+    left_out: int = 0
 
     @property
     def gain(self) -> float:
@@ -111,9 +121,13 @@ class Tuned:
 
 
 def tune(
-    subjects: Sequence[Subject], device: torch.device, rounds: int = 10, progress: Progress | None = None
+    subjects: Sequence[Subject],
+    device: torch.device,
+    rounds: int = 10,
+    progress: Progress | None = None,
+    hopeless: bool = False,
 ) -> list[Tuned]:
-    """Measure all candidates of all subjects.
+    """Measure the candidates of all subjects; hopeless: those as well that the model of the GPU calls so.
 
     Raises:
         KernelError: no GPU, caches that do not fit it, or a subject of which no candidate runs.
@@ -124,7 +138,7 @@ def tune(
             "then the shipped table is used)"
         )
     tell = progress or (lambda stage, done, total: None)
-    return [_tuned(subject, device, rounds, ROOM, tell) for subject in subjects]
+    return [_tuned(subject, device, rounds, ROOM, tell, hopeless) for subject in subjects]
 
 
 def write(tuned: Sequence[Tuned], device: Device, path: Path | None = None) -> Path:
@@ -158,10 +172,43 @@ def candidates(subject: Subject, device: Device) -> list[Config]:
     return list(found)
 
 
-def _tuned(subject: Subject, device: torch.device, rounds: int, room: int, tell: Progress) -> Tuned:
+def ranking(subject: Subject, machine: Machine, progress: Progress | None = None) -> Ranked:
+    """What is predicted of all candidates of a subject, and of what the tables say now."""
+    own = Device(machine.name, machine.arch, machine.multiprocessors)
+    site = replace(subject.site, share="middle", kernels="triton")
+    shapes = [
+        Shape(site, subject.heads, subject.dims, subject.dtype, (at.context,) * at.batch, at.tokens)
+        for at in subject.points
+    ]
+    now = replace(config(subject.case, subject.site, own), source="")
+    tried = dict.fromkeys((now, *candidates(subject, own)))
+    return ranked(subject.role, tried, shapes, Model(machine), progress)
+
+
+def _hopeful(subject: Subject, device: Device, tell: Progress) -> list[Config]:
+    """The candidates to try; on a GPU that the table of machines does not have, and where none is said to run, all."""
+    tried = candidates(subject, device)
+    known = called(device.name)
+    if known is None:
+        return tried
+    machine = replace(known, arch=device.arch, multiprocessors=device.multiprocessors)
+    found = [one for one in ranking(subject, machine, tell).hopeful() if one in tried]
+    return found or tried
+
+
+def _tuned(
+    subject: Subject,
+    device: torch.device,
+    rounds: int,
+    room: int,
+    tell: Progress,
+    hopeless: bool = False,
+) -> Tuned:
     own = device_of(device)
     now = config(subject.case, subject.site, own)
-    tried = candidates(subject, own)
+    possible = candidates(subject, own)
+    tried = possible if hopeless else _hopeful(subject, own, tell)
+    counts = (len(tried), len(possible) - len(tried))
     times: dict[Config, list[tuple[float, float]]] = {candidate: [] for candidate in tried}
     failed: Exception | None = None
     for number, point in enumerate(subject.points):
@@ -181,8 +228,8 @@ def _tuned(subject: Subject, device: torch.device, rounds: int, room: int, tell:
     best = min(times, key=lambda candidate: _mean([new / old for old, new in times[candidate]]))
     before, after = (tuple(us) for us in zip(*times[best], strict=True))
     if _mean(after) > (1 - _GAIN) * _mean(before):
-        return Tuned(subject, now, before, before)
-    return Tuned(subject, best, after, before)
+        return Tuned(subject, now, before, before, *counts)
+    return Tuned(subject, best, after, before, *counts)
 
 
 def _times(role: Role, pair: tuple[Config, Config], one: Sample, rounds: int) -> tuple[float, float]:

@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcompile.errors import KVCompileError, PlanError
-from kvcompile.report.estimate.machines import Machine
 from kvcompile.report.estimate.weights import Weights, weights_of
 from kvcompile.util.console import format_bytes, render, table
+from kvcompile.util.machines import Machine
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from kvcompile.kernels.triton.tools.sass import instructions, loops, main_loop, resources, spills
+from kvcompile.kernels.triton.tools.sass import (
+    full_opcodes,
+    instructions,
+    loops,
+    main_loop,
+    outside,
+    resources,
+    spills,
+)
 
 # Two loops in a third: 0x20-0x70 without masks, 0x90-0xd0 with; then the branch to itself that ends every kernel.
 LISTING = """
@@ -49,6 +57,22 @@ def test_without_products_it_is_the_longest_innermost_that_reads() -> None:
     main = main_loop(loops(instructions(LISTING.replace("HMMA", "FFMA"))))
     assert main is not None and main.body[0].address == 0x90
     assert main_loop(loops(instructions("/*0000*/  EXIT ;\n/*0010*/  BRA 0x10 ;"))) is None
+
+
+def test_opcodes_with_their_modifiers_and_what_is_in_no_loop() -> None:
+    code = instructions(LISTING)
+    main = main_loop(loops(code))
+    assert main is not None
+    assert full_opcodes(main.body) == {
+        "LDGSTS.E.BYPASS.LTC128B.128": 1,
+        "LDG.E.U16": 1,
+        "LDG.E.64": 1,
+        "HMMA.16816.F32.BF16": 1,
+        "BRA": 1,
+    }
+    # Before the outer loop one, behind it two: the second is the branch to itself that ends every kernel.
+    assert outside(code, loops(code)) == 3
+    assert outside(code, loops(code)[:1]) == len(code) - 6 and outside(code, ()) == len(code) - 1
 
 
 def test_local_memory_is_spilling() -> None:

@@ -1,0 +1,156 @@
+"""Which turns each program of a launch makes, by its role.
+
+| role | a program | its turns |
+|---|---|---|
+| decode | a share of the tiles of a sequence and KV head, or (option listed) of all of these | its tiles |
+| prefill | a tile of queries, of one KV head | tiles of keys up to its last query |
+| columns | a tile of keys | tiles of queries |
+| combine | a query head of a sequence | shares, some at once |
+| others | a tile | one |
+
+The tiles at the ends of a sequence, which have masks, count as the others do.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from kvcompile.kernels.triton.predict import memory
+from kvcompile.kernels.triton.predict.recorded import Made, Shape
+
+# Shares that a program of role combine reads at once, of so many numbers (`templates/combine.py.jinja`).
+_SHARES, _NUMBERS, _FEW = 64, 8192, 16
+_LISTED = "listed"  # the option of a decode kernel whose programs share a line of all tiles
+# Loads that wait for each other, before the first turn of a role that attends: positions, then the first tile.
+_BEFORE = 2
+# The same in a turn of a role whose loop has no pipeline: positions, then what stands there, and so on.
+_WAITS = {"combine": 2, "append": 2, "group": 2, "evict": 2, "score": 2, "page_bounds": 2, "page_copy": 2}
+
+
+@dataclass(frozen=True)
+class Work:
+    """programs: turns of each, in the order of the grid; bytes, near: of a turn, from memory, and from the L2 cache
+
+    before: loads that wait for each other until a program's first turn; waits: those in a turn that has no pipeline
+    written: whether what is read was written by the launch before, so that the L2 cache has it
+    part:    of the instructions that facts have of a turn, what a program executes
+    """
+
+    programs: tuple[float, ...]
+    bytes: float
+    near: float
+    before: int
+    waits: int
+    written: bool = False
+    part: float = 1.0
+
+
+def work(made: Made, shape: Shape) -> Work:
+    """What a launch's programs do."""
+    return _ROLES.get(made.spec.role, _flat)(made, shape)
+
+
+def _decode(made: Made, shape: Shape) -> Work:
+    spec = made.spec
+    row_tiles = -(-spec.group // spec.block_m)
+    tiles = [-(-memory.seen(shape, length) // spec.block_n) for length in shape.lengths]
+    heads = shape.heads[1] * row_tiles
+    deal = _listed if _LISTED in spec.options else _split
+    programs = deal(tiles, heads, made.grid[0])
+    near = spec.block_n * memory.slot_bytes(shape)
+    others = memory.other_bytes(made, shape) * _filled(programs) / sum(programs)
+    lookups = (shape.site.layout.placement.kind == "paged") + shape.site.layout.selection.selects
+    return Work(tuple(programs), near / row_tiles + others, near + others, _BEFORE + lookups, 0)
+
+
+def _split(tiles: list[int], heads: int, splits: int) -> list[float]:
+    """Turns where each head of each sequence is cut into as many shares; tiles: of each sequence."""
+    programs: list[float] = []
+    for count in tiles:
+        share = -(-count // splits)
+        programs += [float(max(0, min(share, count - split * share))) for split in range(splits)] * heads
+    return programs
+
+
+def _listed(tiles: list[int], heads: int, programs: int) -> list[float]:
+    """Turns where each program takes the same length of the line of all tiles, sequence by sequence and head by head.
+
+    One that goes on with another head starts anew there, which counts as a turn.
+    """
+    ends = list(accumulate(count for count in tiles for _ in range(heads)))
+    share = -(-ends[-1] // programs)
+    found = []
+    for program in range(programs):
+        first, last = program * share, min((program + 1) * share, ends[-1])
+        further = bisect_left(ends, last) - bisect_right(ends, first) if first < last else 0
+        found.append(float(max(0, last - first) + further))
+    return found
+
+
+def _filled(programs: list[float]) -> float:
+    """The part of programs that have any tiles: the others write nothing."""
+    return sum(turns > 0 for turns in programs) / len(programs)
+
+
+def _prefill(made: Made, shape: Shape) -> Work:
+    tiles, heads, _ = made.grid
+    spec, group = made.spec, made.spec.group
+    programs: list[float] = []
+    for length in shape.lengths:
+        before = length - shape.tokens
+        own = []
+        for tile in range(tiles):
+            last = min(((tile + 1) * spec.block_m - 1) // group, shape.tokens - 1)
+            first = tile * spec.block_m // group
+            keys = min(before + last + 1, memory.seen(shape, length) + last - first)
+            own.append(float(-(-keys // spec.block_n)))
+        programs += own * heads
+    near = spec.block_n * memory.slot_bytes(shape)
+    total = memory.cache_bytes(shape) + memory.other_bytes(made, shape)
+    return Work(tuple(programs), total / sum(programs), max(near, total / sum(programs)), _BEFORE, 0)
+
+
+def _columns(made: Made, shape: Shape) -> Work:
+    spec = made.spec
+    turns = float(-(-shape.tokens * spec.group // spec.block_m))
+    near = float(spec.block_m * spec.head_dim * shape.dtype.itemsize)
+    total = memory.cache_bytes(shape) / 2 + memory.other_bytes(made, shape)
+    each = total / (made.programs * turns)
+    return Work((turns,) * made.programs, each, max(near, each), _BEFORE, 0)
+
+
+def _combine(made: Made, shape: Shape) -> Work:
+    splits = int(made.sizes.get("splits", 0)) or _parts(made, shape)
+    width = 1 << (made.spec.v_head_dim - 1).bit_length()
+    most = max(_FEW, min(_SHARES, _NUMBERS // width))
+    at_once = _FEW if splits <= _FEW else most
+    turns = float(-(-splits // at_once))
+    each = memory.other_bytes(made, shape) / (made.programs * turns)
+    # Its loop over many shares at once is the one that facts are of.
+    return Work((turns,) * made.programs, each, each, 0, _WAITS["combine"], True, at_once / most)
+
+
+def _parts(made: Made, shape: Shape) -> int:
+    """Parts of a head, where decode shared out a line of tiles: those that there is room for, over all heads."""
+    part = 4 * made.spec.v_head_dim * made.spec.block_m
+    return max(1, made.bytes["partial"] // part // (len(shape.lengths) * shape.heads[1]))
+
+
+def _flat(made: Made, shape: Shape) -> Work:
+    each = memory.other_bytes(made, shape) / made.programs
+    # A program of append writes a query, a key or a value, and its text has all of these.
+    branches = (
+        2 + ("q_out" in made.spec.options) - made.spec.layout.in_keys if made.spec.role == "append" else 1
+    )
+    return Work((1.0,) * made.programs, each, each, 0, _WAITS[made.spec.role], part=1 / branches)
+
+
+_ROLES: dict[str, Callable[[Made, Shape], Work]] = {
+    "decode": _decode,
+    "prefill": _prefill,
+    "columns": _columns,
+    "combine": _combine,
+}
