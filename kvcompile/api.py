@@ -23,6 +23,7 @@ from kvcompile.original.adapters import base_of
 from kvcompile.original.checks import hooks_of, not_finite
 from kvcompile.original.digest import of_model
 from kvcompile.original.inference_tensors import as_normal
+from kvcompile.passes.identity import names_of
 from kvcompile.passes.shard import collectives
 from kvcompile.passes.table import PassRun, totals, watched
 from kvcompile.pipeline import (
@@ -205,7 +206,11 @@ def _warn_beyond(model: nn.Module, front: Front, plan: Plan) -> None:
 
 def identity_of(model: nn.Module, front: Front, plan: Plan) -> dict[str, str]:
     """What all ranks of a group must have in common, by name."""
-    graphs = [of.digest() for of in (front.sharding, front.staging) if of is not None]
+    named, sharding = names_of(model), front.sharding
+    graphs = [] if sharding is None else [sharding.digest(named)]
+    if front.staging is not None:
+        pieces = () if sharding is None else [sharding.pieces(rank) for rank in range(sharding.ranks)]
+        graphs.append(front.staging.digest(named, pieces))
     return {
         "kvcompile": kvcompile.__version__,
         "torch": torch.__version__,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from kvcompile.kernels.ops import attention as attention_op
 from kvcompile.passes.graph import shape, told
 from kvcompile.passes.graph_module import module_of
+from kvcompile.passes.identity import identity
 from kvcompile.passes.records import AttentionSite
 from kvcompile.passes.rewrite.clean import drop_dead
 from kvcompile.passes.shard.build import Builder, Piece, tensor_of
@@ -105,15 +106,18 @@ class Sharding:
         more = [f"and {len(self.whole) - _TOLD} more layers"] if len(self.whole) > _TOLD else []
         return (head, *([shared] if repeats else []), *undivided, *left, *more)
 
-    def digest(self) -> str:
-        """A hash of all ranks' graphs: what each computes of what, and which part of which weight it has."""
-        hashed = hashlib.sha256()
-        for own in self.shards:
-            for node in own.graph_module.graph.nodes:
-                hashed.update(f"{node.name} {node.op} {node.target} {node.args} {node.kwargs}\n".encode())
-            for name, piece in sorted(own.pieces.items()):
-                hashed.update(f"{name} {piece}\n".encode())
-        return hashed.hexdigest()[:16]
+    def pieces(self, rank: int) -> dict[str, tuple[str, str]]:
+        """Of each weight of a rank the name of the whole one, and which part it is, as `identity` takes them."""
+        own = self.shards[rank].pieces
+        return {name: (piece.path, str(piece.placement)) for name, piece in own.items()}
+
+    def digest(self, named: Collection[str]) -> str:
+        """A hash of all ranks' graphs: what each computes of what, and which part of which weight it has.
+
+        named: weights and buffers of the model
+        """
+        each = [identity(own.graph_module, named, self.pieces(own.rank)) for own in self.shards]
+        return hashlib.sha256(" ".join(each).encode()).hexdigest()[:16]
 
 
 @graph_pass("shard")

@@ -11,7 +11,7 @@ Where one can cut is found from the graph's dataflow (`crossing.py`); where one 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -23,6 +23,7 @@ from kvcompile.kernels.ops import opaque
 from kvcompile.kernels.ops.running_sum import running_sum
 from kvcompile.passes.graph import told
 from kvcompile.passes.graph_module import module_of
+from kvcompile.passes.identity import identity
 from kvcompile.passes.probe.evaluate import fetch_attr
 from kvcompile.passes.records import AttentionSite
 from kvcompile.passes.rewrite.clean import drop_dead
@@ -110,14 +111,14 @@ class Staging:
             )
         return tuple(lines)
 
-    def digest(self) -> str:
-        """A hash of all stages' graphs."""
-        hashed = hashlib.sha256()
-        for stages in self.ranks:
-            for stage in stages:
-                for node in stage.graph_module.graph.nodes:
-                    hashed.update(f"{node.name} {node.op} {node.target} {node.args} {node.kwargs}\n".encode())
-        return hashed.hexdigest()[:16]
+    def digest(self, named: Collection[str], pieces: Sequence[Mapping[str, tuple[str, str]]] = ()) -> str:
+        """A hash of all stages' graphs; named, pieces (of each rank): as `identity` has them."""
+        each = [
+            identity(stage.graph_module, named, pieces[rank] if pieces else {})
+            for rank, stages in enumerate(self.ranks)
+            for stage in stages
+        ]
+        return hashlib.sha256(" ".join(each).encode()).hexdigest()[:16]
 
 
 @graph_pass("stages")
