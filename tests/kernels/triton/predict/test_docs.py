@@ -99,7 +99,7 @@ def test_goals_are_as_predicted() -> None:
     made, found = prepared(machine)
     runs = [times(Model(machine, each), made, found) for each in (EXPECTED, KIND, HARSH)]
     check("goals", goals(judged(*(_figures(run.values()) for run in runs))))
-    check("skewed", f"{runs[0][SKEWED].share:.0%}", line=True)
+    check("skewed", f"{100 * runs[0][SKEWED].share:.0f} %", line=True)
 
 
 def _figures(cases: Iterable[CaseTime]) -> dict[str, Figure]:
