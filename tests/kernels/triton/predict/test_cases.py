@@ -9,11 +9,17 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
+from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.predict.cases import CASES, SKEWED, Case, launches_of, time_of
 from kvcompile.kernels.triton.predict.goals import GOALS, Figure
+from kvcompile.kernels.triton.predict.launch import predicted
+from kvcompile.kernels.triton.predict.recorded import Shape, recorded
 from kvcompile.recipe import load_recipe
 from kvcompile.recipe.retention import LayerContext
+from kvcompile.specs import RotaryForm
+from tests.support.kernel_specs import of_recipes
 from tests.support.predicted import H200, fact
 
 BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
@@ -74,3 +80,17 @@ def test_what_a_case_launches(case: Case) -> None:
         assert "logits" in next(one for one in made if one.spec.role == "decode").spec.options
     found = time_of(case, made, {one.request: fact(registers=64, shared=20_000) for one in made}, H200)
     assert found.seconds > 0 and 0 < found.share < 1 and len(found.launches) == len(made)
+
+
+@pytest.mark.parametrize("name", [name for name, _ in of_recipes()])
+def test_every_launch_of_every_recipe_has_a_prediction(name: str) -> None:
+    """A step, and a prompt behind other tokens: no role is forgotten. The facts are made up."""
+    layout = dict(of_recipes())[name]
+    for tokens in (1, 64):
+        site = SiteSpec(layout, 128**-0.5, rotary=RotaryForm("half", 0, 128))
+        of = Shape(site, (32, 8), (128, 128), torch.bfloat16, (40_000, 50_000), tokens)
+        made = recorded(of, H200.machine)
+        found = predicted(made, of, {one.request: fact(registers=64, shared=20_000) for one in made}, H200)
+        assert len(found) == len(made) > 0
+        for one in found:
+            assert one.seconds > H200.assumed.launch and one.bytes > 0 and one.programs > 0, one.role
