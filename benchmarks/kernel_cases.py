@@ -33,6 +33,7 @@ class Case:
 
     batch, context: sequences, and tokens that each has seen with the new one
     spread:   lengths rise evenly from the first of these to the second instead
+    others:   all sequences but the first have this length instead
     heads:    of queries and of keys
     cache:    as a recipe has it
     score:    softcap, "alibi" or "sinks"
@@ -48,6 +49,7 @@ class Case:
     dim: int = 128
     cache: Mapping[str, Any] = field(default_factory=dict)
     spread: tuple[int, int] | None = None
+    others: int | None = None
     score: str = ""
     window: int | None = None
     peers: bool = False
@@ -55,6 +57,8 @@ class Case:
 
     @property
     def lengths(self) -> list[int]:
+        if self.others is not None:
+            return [self.context, *[self.others] * (self.batch - 1)]
         if self.spread is None:
             return [self.context] * self.batch
         first, last = self.spread
@@ -79,6 +83,7 @@ class Case:
             dim=32,
             cache=cache,
             spread=None if self.spread is None else (8, 72),
+            others=None if self.others is None else 9,
             window=None if self.window is None else 24,
         )
 
@@ -107,6 +112,7 @@ CASES = (
     Case("bf16 B16 8k slots", 16, 2 * BUDGET, cache=STREAM, append=True),
     Case("bf16 B16 8k slots h2o", 16, 2 * BUDGET, cache=H2O, append=True),
     Case("bf16 B64 1k-64k pages of 64", 64, 65536, cache=pages(64), spread=(1024, 65536)),
+    Case("bf16 B64 one of 64k among 1k pages of 64", 64, 65536, cache=pages(64), others=1024),
 )
 # RoPE, encoding and the write of one new token a sequence: the append kernel by itself.
 APPENDS = tuple(Case(f"append int8 B{batch}", batch, 4096, cache=INT8) for batch in (1, 32, 256))
