@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from kvcompile.errors import KernelError
 from kvcompile.kernels.triton.params import KernelSource, TensorParam
 from kvcompile.kernels.triton.spec import KernelSpec
-from kvcompile.kernels.triton.tools import sass, ttgir
+from kvcompile.kernels.triton.tools import ptx, sass, ttgir
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -76,6 +76,7 @@ class Assembled:
     loads:        bits of a load from global memory in the main loop (or, where there is none, in all of it) -> how many
     barriers:     in one turn of the main loop
     byte_loads:   of single bytes from shared memory, in one turn of the main loop
+    handovers:    what is wrong with each atomic, by its PTX (`ptx.handovers`); "": nothing
     pipeline:     of the main loop, by its TTGIR (`ttgir.Pipeline`); None: it has no product
     """
 
@@ -94,6 +95,7 @@ class Assembled:
     barriers: int = 0
     byte_loads: int = 0
     pipeline: ttgir.Pipeline | None = None
+    handovers: tuple[str, ...] = ()
     main_loop: tuple[str, ...] = ()
 
     @staticmethod
@@ -101,7 +103,13 @@ class Assembled:
         loads = {int(bits): count for bits, count in data["loads"].items()}
         pipeline = data["pipeline"] and ttgir.Pipeline(**data["pipeline"])
         return Assembled(
-            **{**data, "loads": loads, "main_loop": tuple(data["main_loop"]), "pipeline": pipeline}
+            **{
+                **data,
+                "loads": loads,
+                "main_loop": tuple(data["main_loop"]),
+                "handovers": tuple(data["handovers"]),
+                "pipeline": pipeline,
+            }
         )
 
 
@@ -196,6 +204,7 @@ def _assembled(request: Request, listing: bool) -> Assembled:
         barriers=0 if loop is None else loop.barriers,
         byte_loads=0 if loop is None else loop.byte_loads,
         pipeline=ttgir.pipeline(compiled.asm["ttgir"]),
+        handovers=ptx.handovers(compiled.asm["ptx"]),
         main_loop=tuple(i.text for i in loop.body) if listing and loop is not None else (),
     )
 
