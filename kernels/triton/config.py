@@ -107,8 +107,18 @@ class Config:
 
         programs: batch x KV heads, each of which is cut; tiles: of one sequence, at its limit
         """
-        wanted = int(self.waves * device.multiprocessors)
+        wanted = self._wanted(device)
         return torch.sym_max(1, torch.sym_min(tiles, (wanted + programs - 1) // programs))
+
+    def shares(self, device: Device, tiles: Any) -> Any:
+        """Over how many programs decode shares out a list of tiles; an integer, or a symbol of one.
+
+        tiles: of all sequences and heads, at their limit
+        """
+        return torch.sym_max(1, torch.sym_min(tiles, self._wanted(device)))
+
+    def _wanted(self, device: Device) -> int:
+        return int(self.waves * device.multiprocessors)
 
 
 def case_of(

@@ -32,10 +32,10 @@ ROLES: dict[str, KernelRole] = {
     "group": KernelRole(  # batch x KV heads x groups
         f"{_TRITON}.append.group", "groups of tokens that share scales per channel, encoded"
     ),
-    "decode": KernelRole(  # splits x KV heads x batch
+    "decode": KernelRole(  # splits x KV heads x batch, or shares of a list
         f"{_TRITON}.attend", "one query per sequence against a share of the slots", tiled=True
     ),
-    "combine": KernelRole(  # query heads x batch
+    "combine": KernelRole(  # query heads x batch x pieces of the channels
         f"{_TRITON}.attend.combine", "the shares of decode to the output, and the log-sum-exp"
     ),
     "prefill": KernelRole(  # query tiles x KV heads x batch

@@ -233,8 +233,16 @@ def _kernels(plan: Plan) -> list[str]:
         kernels
         + ("" if len(found) == 1 else f" in {format_layers(tuple(layers))}")
         + (f": {escape(because)}" if because else "")
+        + (f"; {_shared_out()}" if kernels == "triton" else "")
         for (kernels, because), layers in found.items()
     ]
+
+
+def _shared_out() -> str:
+    """How generated kernels share a step out over a GPU."""
+    from kvcompile.kernels.triton.attend.work_list import SAID, sharing
+
+    return f"{SAID} ({sharing(1).because})"
 
 
 def _path(decision: Decision, many: bool) -> str:

@@ -5,15 +5,53 @@
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
 # rotary    half, channels 0 to 127
-# tile      16 x 64, fp8 native, chosen, slots16
-# key       f315457114102ddc
-# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["chosen", "slots16"], "role": "decode", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "selection": {"kind": "top_pages", "page_size": 16, "pages": 64}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
+# tile      16 x 64, fp8 native, chosen, listed, slots16
+# key       b5aa124761ff453a
+# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["chosen", "listed", "slots16"], "role": "decode", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "selection": {"kind": "top_pages", "page_size": 16, "pages": 64}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["slots_16"])
+@triton.jit
+def tiles_of(position):
+    """How many tiles a query at `position` reads: a number, or a block of them."""
+    end = tl.where(position < 0, 0, tl.minimum(position // 16, 63) * 16 + position % 16 + 1)
+    tiles = (end + 63) // 64
+    return tiles
+
+
+@triton.jit
+def tiles_of_all(positions_ptr, positions_s0, batches):
+    """How many tiles the queries of all sequences read."""
+    found = 0
+    for first in range(0, batches, 128):
+        row = first + tl.arange(0, 128)
+        position = tl.load(positions_ptr + row.to(tl.int64) * positions_s0, mask=row < batches, other=-1)
+        found += tl.sum(tiles_of(position.to(tl.int32)), 0)
+    return found
+
+
+@triton.jit
+def sequence_of(here, positions_ptr, positions_s0, batches):
+    """The sequence whose tiles number `here` is one of, and how many tiles those before it have, in all heads."""
+    sequence = 0
+    before = 0
+    found = 0
+    for first in range(0, batches, 128):
+        row = first + tl.arange(0, 128)
+        position = tl.load(positions_ptr + row.to(tl.int64) * positions_s0, mask=row < batches, other=-1)
+        own = tiles_of(position.to(tl.int32))
+        ends = (found + tl.cumsum(own, 0)) * 8
+        # Sequences of no tiles end where the one before them does.
+        passed = ends <= here
+        sequence += tl.sum(tl.where(passed, 1, 0), 0)
+        before = tl.maximum(before, tl.max(tl.where(passed, ends, 0), 0))
+        found += tl.sum(own, 0)
+    return sequence, before
+
+
+@triton.jit(do_not_specialize=["slots_16", "batches"])
 def decode_attention(
     q_ptr, q_s0, q_s1, q_s2,
     slots_16,
@@ -22,76 +60,91 @@ def decode_attention(
     positions_ptr, positions_s0,
     partial_ptr,
     sums_ptr,
+    batches,
+    spans_ptr,
     pages_read_ptr,
 ):
-    split = tl.program_id(0)
-    splits = tl.num_programs(0)
-    head = tl.program_id(1)
-    m = tl.arange(0, 16)
-    batch = tl.program_id(2).to(tl.int64)
     n = tl.arange(0, 64)
-    heads = head * 4 + m
-    real = m < 4
-    position = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
-    kc0 = tl.arange(0, 128)[None, :]
-    vc0 = tl.arange(0, 128)[None, :]
-    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc0, mask=real[:, None], other=0.0)
-    top = tl.full([16], -1.0e30, tl.float32)
-    total = tl.zeros([16, 64], tl.float32)
-    acc0 = tl.zeros([16, 128], tl.float32)
+    # The tiles of all sequences and heads stand in one line, of which each program takes the same length.
+    work = tiles_of_all(positions_ptr, positions_s0, batches) * 8
+    share = (work + tl.num_programs(0) - 1) // tl.num_programs(0)
+    here = tl.program_id(0) * share
+    beyond = tl.minimum(here + share, work)
+    while here < beyond:
+        # Its tiles in one head of one sequence.
+        sequence, before = sequence_of(here, positions_ptr, positions_s0, batches)
+        batch = sequence.to(tl.int64)
+        position = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
+        end = tl.where(position < 0, 0, tl.minimum(position // 16, 63) * 16 + position % 16 + 1)
+        tiles = (end + 63) // 64
+        plain_from = 0
+        plain_to = end // 64
+        own = (here - before) // tiles
+        begin = (here - before) % tiles
+        stop = tl.minimum(begin + beyond - here, tiles)
+        # Programs and heads follow each other: no two parts have the same sum of both.
+        part = tl.program_id(0) + batch * 8 + own
+        if begin == 0:
+            span = spans_ptr + (batch * 8 + own) * 2
+            tl.store(span, part.to(tl.int32))
+            tl.store(span + 1, (before + (own + 1) * tiles - 1) // share - tl.program_id(0) + 1)
+        here += stop - begin
+        head = own
+        m = tl.arange(0, 16)
+        heads = head * 4 + m
+        real = m < 4
+        kc0 = tl.arange(0, 128)[None, :]
+        vc0 = tl.arange(0, 128)[None, :]
+        q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc0, mask=real[:, None], other=0.0)
+        top = tl.full([16], -1.0e30, tl.float32)
+        total = tl.zeros([16, 64], tl.float32)
+        acc0 = tl.zeros([16, 128], tl.float32)
 
-    # the cache
-    end = tl.where(position < 0, 0, tl.minimum(position // 16, 63) * 16 + position % 16 + 1)
-    tiles = (end + 63) // 64
-    plain_from = 0
-    plain_to = end // 64
-    share = (tiles + splits - 1) // splits
-    begin = split * share
-    stop = tl.minimum(begin + share, tiles)
-    plain_begin = tl.minimum(tl.maximum(begin, plain_from), stop)
-    plain_stop = tl.maximum(tl.minimum(stop, plain_to), plain_begin)
-    for tile in range(plain_begin, plain_stop):
-        start = tile * 64
-        slot = tl.load(pages_read_ptr + (batch * 8 + head) * 64 + (start + n) // 16) * 16 + (start + n) % 16
-        base = (batch * 8 + head) * (slots_16 * 16) + slot
-        k0 = tl.load(keys_data_ptr + base[:, None] * 128 + kc0)
-        s = tl.dot(q0, tl.trans(k0))
-        s = s * 0.12751743082459868
-        v0 = tl.load(values_data_ptr + base[:, None] * 128 + vc0)
-        highest = tl.maximum(top, tl.max(s, 1))
-        alpha = tl.exp2(top - highest)
-        p = tl.exp2(s - highest[:, None])
-        top = highest
-        total = total * alpha[:, None] + p
-        acc0 = acc0 * alpha[:, None]
-        w = p.to(tl.bfloat16)
-        acc0 = tl.dot(w, v0, acc0)
-    # Tiles before and after those, in which not every key is seen.
-    edges = tl.maximum(stop - begin, 0) - (plain_stop - plain_begin)
-    for edge in range(0, edges):
-        tile = begin + edge
-        tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
-        start = tile * 64
-        inside = start + n < end
-        slot = tl.load(pages_read_ptr + (batch * 8 + head) * 64 + (start + n) // 16, mask=inside, other=0) * 16 + (start + n) % 16
-        base = (batch * 8 + head) * (slots_16 * 16) + slot
-        k0 = tl.load(keys_data_ptr + base[:, None] * 128 + kc0, mask=inside[:, None], other=0.0)
-        s = tl.dot(q0, tl.trans(k0))
-        s = s * 0.12751743082459868
-        s = tl.where(inside[None, :], s, float("-inf"))
-        v0 = tl.load(values_data_ptr + base[:, None] * 128 + vc0, mask=inside[:, None], other=0.0)
-        highest = tl.maximum(top, tl.max(s, 1))
-        alpha = tl.exp2(top - highest)
-        p = tl.exp2(s - highest[:, None])
-        top = highest
-        total = total * alpha[:, None] + p
-        acc0 = acc0 * alpha[:, None]
-        w = p.to(tl.bfloat16)
-        acc0 = tl.dot(w, v0, acc0)
+        # the cache
+        plain_begin = tl.minimum(tl.maximum(begin, plain_from), stop)
+        plain_stop = tl.maximum(tl.minimum(stop, plain_to), plain_begin)
+        for tile in range(plain_begin, plain_stop):
+            start = tile * 64
+            slot = tl.load(pages_read_ptr + (batch * 8 + head) * 64 + (start + n) // 16) * 16 + (start + n) % 16
+            base = (batch * 8 + head) * (slots_16 * 16) + slot
+            k0 = tl.load(keys_data_ptr + base[:, None] * 128 + kc0)
+            s = tl.dot(q0, tl.trans(k0))
+            s = s * 0.12751743082459868
+            v0 = tl.load(values_data_ptr + base[:, None] * 128 + vc0)
+            highest = tl.maximum(top, tl.max(s, 1))
+            alpha = tl.exp2(top - highest)
+            p = tl.exp2(s - highest[:, None])
+            top = highest
+            total = total * alpha[:, None] + p
+            acc0 = acc0 * alpha[:, None]
+            w = p.to(tl.bfloat16)
+            acc0 = tl.dot(w, v0, acc0)
+        # Tiles before and after those, in which not every key is seen.
+        edges = tl.maximum(stop - begin, 0) - (plain_stop - plain_begin)
+        for edge in range(0, edges):
+            tile = begin + edge
+            tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
+            start = tile * 64
+            inside = start + n < end
+            slot = tl.load(pages_read_ptr + (batch * 8 + head) * 64 + (start + n) // 16, mask=inside, other=0) * 16 + (start + n) % 16
+            base = (batch * 8 + head) * (slots_16 * 16) + slot
+            k0 = tl.load(keys_data_ptr + base[:, None] * 128 + kc0, mask=inside[:, None], other=0.0)
+            s = tl.dot(q0, tl.trans(k0))
+            s = s * 0.12751743082459868
+            s = tl.where(inside[None, :], s, float("-inf"))
+            v0 = tl.load(values_data_ptr + base[:, None] * 128 + vc0, mask=inside[:, None], other=0.0)
+            highest = tl.maximum(top, tl.max(s, 1))
+            alpha = tl.exp2(top - highest)
+            p = tl.exp2(s - highest[:, None])
+            top = highest
+            total = total * alpha[:, None] + p
+            acc0 = acc0 * alpha[:, None]
+            w = p.to(tl.bfloat16)
+            acc0 = tl.dot(w, v0, acc0)
 
-    total = tl.sum(total, 1)
-    row = ((batch * 8 + head) * splits + split) * 4 + m
-    tl.store(sums_ptr + row * 2, top, mask=real)
-    tl.store(sums_ptr + row * 2 + 1, total, mask=real)
-    row = row * 128
-    tl.store(partial_ptr + row[:, None] + vc0, acc0, mask=real[:, None] & (total > 0.0)[:, None])
+        total = tl.sum(total, 1)
+        row = part * 4 + tl.arange(0, 16)
+        tl.store(sums_ptr + row * 2, top, mask=real)
+        tl.store(sums_ptr + row * 2 + 1, total, mask=real)
+        row = row * 128
+        tl.store(partial_ptr + row[:, None] + vc0, acc0, mask=real[:, None])

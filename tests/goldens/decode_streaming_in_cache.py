@@ -5,15 +5,96 @@
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
 # rotary    half, channels 0 to 127
-# tile      16 x 64, fp8 native
-# key       c58e7cf3534a70cd
-# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "ring"}, "retention": {"kind": "sink_window", "positions": "in_cache", "sinks": 4, "window": 1020}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
+# tile      16 x 64, fp8 native, joined, listed
+# key       a3bdb186fcfbe596
+# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["joined", "listed"], "role": "decode", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "ring"}, "retention": {"kind": "sink_window", "positions": "in_cache", "sinks": 4, "window": 1020}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["table_rows"])
+@triton.jit
+def tiles_of(position):
+    """How many tiles a query at `position` reads: a number, or a block of them."""
+    length = position + 1
+    end = tl.minimum(tl.maximum(length, 0), 1024)
+    tiles = (end + 63) // 64
+    return tiles
+
+
+@triton.jit
+def joined(partial_ptr, sums_ptr, out_ptr, first, parts, batch, own):
+    """The parts first .. first + parts - 1 of a head to its output."""
+    g = tl.arange(0, 4)
+    c = tl.arange(0, 128)
+    real = g < 4
+    heads = own * 4 + g
+    top = tl.full([4], -1.0e30, tl.float32)
+    total = tl.zeros([4], tl.float32)
+    acc = tl.zeros([4, 128], tl.float32)
+    sums_ptr += first * 8
+    partial_ptr += first * 512
+    for at in range(0, parts, 4):
+        s = at + tl.arange(0, 4)
+        row = s[None, :] * 4 + g[:, None]
+        there = (s < parts)[None, :] & real[:, None]
+        tops = tl.load(sums_ptr + row * 2, mask=there, other=-1.0e30)
+        totals = tl.load(sums_ptr + row * 2 + 1, mask=there, other=0.0)
+        values = tl.load(partial_ptr + row[:, :, None] * 128 + c[None, None, :], mask=there[:, :, None], other=0.0)
+        highest = tl.maximum(top, tl.max(tops, 1))
+        alpha = tl.exp2(top - highest)
+        weight = tl.exp2(tops - highest[:, None])
+        total = total * alpha + tl.sum(totals * weight, 1)
+        acc = acc * alpha[:, None] + tl.sum(values * weight[:, :, None], 1)
+        top = highest
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    at = out_ptr + ((batch * 32 + heads) * 128)[:, None] + c[None, :]
+    tl.store(at, out.to(tl.bfloat16), mask=real[:, None])
+
+
+@triton.jit
+def empty(positions_ptr, positions_s0, batches, out_ptr):
+    """Zeros to the outputs of sequences of no tokens, which are in nobody's share."""
+    c = tl.arange(0, 512)
+    for sequence in range(tl.program_id(0), batches, tl.num_programs(0)):
+        batch = tl.cast(sequence, tl.int64)
+        gone = tl.load(positions_ptr + batch * positions_s0 + c * 0) < 0
+        for first in range(0, 4096, 512):
+            row = out_ptr + batch * 4096 + first + c
+            tl.store(row, tl.zeros([512], tl.bfloat16), mask=gone)
+
+
+@triton.jit
+def tiles_of_all(positions_ptr, positions_s0, batches):
+    """How many tiles the queries of all sequences read."""
+    found = 0
+    for first in range(0, batches, 128):
+        row = first + tl.arange(0, 128)
+        position = tl.load(positions_ptr + row.to(tl.int64) * positions_s0, mask=row < batches, other=-1)
+        found += tl.sum(tiles_of(position.to(tl.int32)), 0)
+    return found
+
+
+@triton.jit
+def sequence_of(here, positions_ptr, positions_s0, batches):
+    """The sequence whose tiles number `here` is one of, and how many tiles those before it have, in all heads."""
+    sequence = 0
+    before = 0
+    found = 0
+    for first in range(0, batches, 128):
+        row = first + tl.arange(0, 128)
+        position = tl.load(positions_ptr + row.to(tl.int64) * positions_s0, mask=row < batches, other=-1)
+        own = tiles_of(position.to(tl.int32))
+        ends = (found + tl.cumsum(own, 0)) * 8
+        # Sequences of no tiles end where the one before them does.
+        passed = ends <= here
+        sequence += tl.sum(tl.where(passed, 1, 0), 0)
+        before = tl.maximum(before, tl.max(tl.where(passed, ends, 0), 0))
+        found += tl.sum(own, 0)
+    return sequence, before
+
+
+@triton.jit(do_not_specialize=["batches", "table_rows"])
 def decode_attention(
     q_ptr, q_s0, q_s1, q_s2,
     keys_data_ptr,
@@ -21,108 +102,129 @@ def decode_attention(
     positions_ptr, positions_s0,
     partial_ptr,
     sums_ptr,
+    batches,
+    arrivals_ptr,
+    out_ptr,
     cos_ptr,
     sin_ptr,
     table_rows,
 ):
-    split = tl.program_id(0)
-    splits = tl.num_programs(0)
-    head = tl.program_id(1)
-    m = tl.arange(0, 16)
-    batch = tl.program_id(2).to(tl.int64)
     n = tl.arange(0, 64)
-    heads = head * 4 + m
-    real = m < 4
-    position = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
-    length = position + 1
-    kc0 = tl.arange(0, 64)[None, :]
-    kc1 = 64 + tl.arange(0, 64)[None, :]
-    vc0 = tl.arange(0, 128)[None, :]
-    gone = tl.maximum(length - 1024, 0)
-    q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc0, mask=real[:, None], other=0.0)
-    q1 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc1, mask=real[:, None], other=0.0)
-    top = tl.full([16], -1.0e30, tl.float32)
-    total = tl.zeros([16, 64], tl.float32)
-    acc0 = tl.zeros([16, 128], tl.float32)
+    # The tiles of all sequences and heads stand in one line, of which each program takes the same length.
+    work = tiles_of_all(positions_ptr, positions_s0, batches) * 8
+    share = (work + tl.num_programs(0) - 1) // tl.num_programs(0)
+    here = tl.program_id(0) * share
+    beyond = tl.minimum(here + share, work)
+    empty(positions_ptr, positions_s0, batches, out_ptr)
+    while here < beyond:
+        # Its tiles in one head of one sequence.
+        sequence, before = sequence_of(here, positions_ptr, positions_s0, batches)
+        batch = sequence.to(tl.int64)
+        position = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
+        length = position + 1
+        end = tl.minimum(tl.maximum(length, 0), 1024)
+        tiles = (end + 63) // 64
+        plain_from = 0
+        plain_to = end // 64
+        own = (here - before) // tiles
+        begin = (here - before) % tiles
+        stop = tl.minimum(begin + beyond - here, tiles)
+        # Programs and heads follow each other: no two parts have the same sum of both.
+        part = tl.program_id(0) + batch * 8 + own
+        first = (here - begin) // share
+        parts = (before + (own + 1) * tiles - 1) // share - first + 1
+        first = part + first - tl.program_id(0)
+        here += stop - begin
+        head = own
+        m = tl.arange(0, 16)
+        heads = head * 4 + m
+        real = m < 4
+        kc0 = tl.arange(0, 64)[None, :]
+        kc1 = 64 + tl.arange(0, 64)[None, :]
+        vc0 = tl.arange(0, 128)[None, :]
+        gone = tl.maximum(length - 1024, 0)
+        q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc0, mask=real[:, None], other=0.0)
+        q1 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc1, mask=real[:, None], other=0.0)
+        top = tl.full([16], -1.0e30, tl.float32)
+        total = tl.zeros([16, 64], tl.float32)
+        acc0 = tl.zeros([16, 128], tl.float32)
 
-    # the cache
-    end = tl.minimum(tl.maximum(length, 0), 1024)
-    tiles = (end + 63) // 64
-    plain_from = 0
-    plain_to = end // 64
-    share = (tiles + splits - 1) // splits
-    begin = split * share
-    stop = tl.minimum(begin + share, tiles)
-    plain_begin = tl.minimum(tl.maximum(begin, plain_from), stop)
-    plain_stop = tl.maximum(tl.minimum(stop, plain_to), plain_begin)
-    for tile in range(plain_begin, plain_stop):
-        start = tile * 64
-        key = tl.where(((start + n) < 4), (start + n), (length - 1 - (((1019 + length - (start + n)) % 1020 + 1020) % 1020)))
-        place = tl.where(key < 4, key, key - gone)
-        base = (batch * 8 + head) * 1024 + start
-        k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0)
-        k0 = k0.to(tl.float32).to(tl.bfloat16)
-        k1 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc1)
-        k1 = k1.to(tl.float32).to(tl.bfloat16)
-        turn = (tl.minimum(tl.maximum(place, 0), table_rows - 1) * 128)[:, None]
-        cos0 = tl.load(cos_ptr + turn + kc0)
-        sin0 = tl.load(sin_ptr + turn + kc0)
-        cos1 = tl.load(cos_ptr + turn + kc1)
-        sin1 = tl.load(sin_ptr + turn + kc1)
-        a, b = k0.to(tl.float32), k1.to(tl.float32)
-        k0 = (a * cos0 - b * sin0).to(tl.bfloat16)
-        k1 = (b * cos1 + a * sin1).to(tl.bfloat16)
-        s = tl.dot(q0, tl.trans(k0))
-        s = tl.dot(q1, tl.trans(k1), s)
-        s = s * 0.12751743082459868
-        v0 = tl.load(values_data_ptr + base * 128 + n[:, None] * 128 + vc0)
-        highest = tl.maximum(top, tl.max(s, 1))
-        alpha = tl.exp2(top - highest)
-        p = tl.exp2(s - highest[:, None])
-        top = highest
-        total = total * alpha[:, None] + p
-        acc0 = acc0 * alpha[:, None]
-        w = p.to(tl.bfloat16)
-        acc0 = tl.dot(w, v0, acc0)
-    # Tiles before and after those, in which not every key is seen.
-    edges = tl.maximum(stop - begin, 0) - (plain_stop - plain_begin)
-    for edge in range(0, edges):
-        tile = begin + edge
-        tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
-        start = tile * 64
-        inside = start + n < end
-        key = tl.where(((start + n) < 4), (start + n), (length - 1 - (((1019 + length - (start + n)) % 1020 + 1020) % 1020)))
-        place = tl.where(key < 4, key, key - gone)
-        base = (batch * 8 + head) * 1024 + start
-        k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0, mask=inside[:, None], other=0.0)
-        k0 = k0.to(tl.float32).to(tl.bfloat16)
-        k1 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc1, mask=inside[:, None], other=0.0)
-        k1 = k1.to(tl.float32).to(tl.bfloat16)
-        turn = (tl.minimum(tl.maximum(place, 0), table_rows - 1) * 128)[:, None]
-        cos0 = tl.load(cos_ptr + turn + kc0)
-        sin0 = tl.load(sin_ptr + turn + kc0)
-        cos1 = tl.load(cos_ptr + turn + kc1)
-        sin1 = tl.load(sin_ptr + turn + kc1)
-        a, b = k0.to(tl.float32), k1.to(tl.float32)
-        k0 = (a * cos0 - b * sin0).to(tl.bfloat16)
-        k1 = (b * cos1 + a * sin1).to(tl.bfloat16)
-        s = tl.dot(q0, tl.trans(k0))
-        s = tl.dot(q1, tl.trans(k1), s)
-        s = s * 0.12751743082459868
-        s = tl.where(inside[None, :], s, float("-inf"))
-        v0 = tl.load(values_data_ptr + base * 128 + n[:, None] * 128 + vc0, mask=inside[:, None], other=0.0)
-        highest = tl.maximum(top, tl.max(s, 1))
-        alpha = tl.exp2(top - highest)
-        p = tl.exp2(s - highest[:, None])
-        top = highest
-        total = total * alpha[:, None] + p
-        acc0 = acc0 * alpha[:, None]
-        w = p.to(tl.bfloat16)
-        acc0 = tl.dot(w, v0, acc0)
+        # the cache
+        plain_begin = tl.minimum(tl.maximum(begin, plain_from), stop)
+        plain_stop = tl.maximum(tl.minimum(stop, plain_to), plain_begin)
+        for tile in range(plain_begin, plain_stop):
+            start = tile * 64
+            key = tl.where(((start + n) < 4), (start + n), (length - 1 - (((1019 + length - (start + n)) % 1020 + 1020) % 1020)))
+            place = tl.where(key < 4, key, key - gone)
+            base = (batch * 8 + head) * 1024 + start
+            k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0)
+            k0 = k0.to(tl.float32).to(tl.bfloat16)
+            k1 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc1)
+            k1 = k1.to(tl.float32).to(tl.bfloat16)
+            turn = (tl.minimum(tl.maximum(place, 0), table_rows - 1) * 128)[:, None]
+            cos0 = tl.load(cos_ptr + turn + kc0)
+            sin0 = tl.load(sin_ptr + turn + kc0)
+            cos1 = tl.load(cos_ptr + turn + kc1)
+            sin1 = tl.load(sin_ptr + turn + kc1)
+            a, b = k0.to(tl.float32), k1.to(tl.float32)
+            k0 = (a * cos0 - b * sin0).to(tl.bfloat16)
+            k1 = (b * cos1 + a * sin1).to(tl.bfloat16)
+            s = tl.dot(q0, tl.trans(k0))
+            s = tl.dot(q1, tl.trans(k1), s)
+            s = s * 0.12751743082459868
+            v0 = tl.load(values_data_ptr + base * 128 + n[:, None] * 128 + vc0)
+            highest = tl.maximum(top, tl.max(s, 1))
+            alpha = tl.exp2(top - highest)
+            p = tl.exp2(s - highest[:, None])
+            top = highest
+            total = total * alpha[:, None] + p
+            acc0 = acc0 * alpha[:, None]
+            w = p.to(tl.bfloat16)
+            acc0 = tl.dot(w, v0, acc0)
+        # Tiles before and after those, in which not every key is seen.
+        edges = tl.maximum(stop - begin, 0) - (plain_stop - plain_begin)
+        for edge in range(0, edges):
+            tile = begin + edge
+            tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
+            start = tile * 64
+            inside = start + n < end
+            key = tl.where(((start + n) < 4), (start + n), (length - 1 - (((1019 + length - (start + n)) % 1020 + 1020) % 1020)))
+            place = tl.where(key < 4, key, key - gone)
+            base = (batch * 8 + head) * 1024 + start
+            k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0, mask=inside[:, None], other=0.0)
+            k0 = k0.to(tl.float32).to(tl.bfloat16)
+            k1 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc1, mask=inside[:, None], other=0.0)
+            k1 = k1.to(tl.float32).to(tl.bfloat16)
+            turn = (tl.minimum(tl.maximum(place, 0), table_rows - 1) * 128)[:, None]
+            cos0 = tl.load(cos_ptr + turn + kc0)
+            sin0 = tl.load(sin_ptr + turn + kc0)
+            cos1 = tl.load(cos_ptr + turn + kc1)
+            sin1 = tl.load(sin_ptr + turn + kc1)
+            a, b = k0.to(tl.float32), k1.to(tl.float32)
+            k0 = (a * cos0 - b * sin0).to(tl.bfloat16)
+            k1 = (b * cos1 + a * sin1).to(tl.bfloat16)
+            s = tl.dot(q0, tl.trans(k0))
+            s = tl.dot(q1, tl.trans(k1), s)
+            s = s * 0.12751743082459868
+            s = tl.where(inside[None, :], s, float("-inf"))
+            v0 = tl.load(values_data_ptr + base * 128 + n[:, None] * 128 + vc0, mask=inside[:, None], other=0.0)
+            highest = tl.maximum(top, tl.max(s, 1))
+            alpha = tl.exp2(top - highest)
+            p = tl.exp2(s - highest[:, None])
+            top = highest
+            total = total * alpha[:, None] + p
+            acc0 = acc0 * alpha[:, None]
+            w = p.to(tl.bfloat16)
+            acc0 = tl.dot(w, v0, acc0)
 
-    total = tl.sum(total, 1)
-    row = ((batch * 8 + head) * splits + split) * 4 + m
-    tl.store(sums_ptr + row * 2, top, mask=real)
-    tl.store(sums_ptr + row * 2 + 1, total, mask=real)
-    row = row * 128
-    tl.store(partial_ptr + row[:, None] + vc0, acc0, mask=real[:, None] & (total > 0.0)[:, None])
+        total = tl.sum(total, 1)
+        row = part * 4 + tl.arange(0, 16)
+        tl.store(sums_ptr + row * 2, top, mask=real)
+        tl.store(sums_ptr + row * 2 + 1, total, mask=real)
+        row = row * 128
+        tl.store(partial_ptr + row[:, None] + vc0, acc0, mask=real[:, None])
+        # Who is last among the programs of a head joins its parts: see kernels/triton/attend/work_list.py.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals_ptr + batch * 32 + own, 1, sem="acq_rel", scope="gpu")
+        if arrived == parts - 1:
+            joined(partial_ptr, sums_ptr, out_ptr, first, parts, batch, own)

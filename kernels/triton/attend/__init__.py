@@ -4,16 +4,20 @@
 
 The query heads of a group are rows of one product with a key (GQA-packed); of many queries, all of a tile's. Decode is
 split over programs (flash decoding, Dao et al. 2023): each writes acc, top and total of its share of the tiles, and
-`combine` joins them. Its grid depends on no length: a program reads its sequence's length and takes its share.
+`combine` joins them. Its grid depends on no length: a program reads the sequences' lengths and takes its share
+(`work_list.py`).
 
 | file | what it prints |
 |---|---|
 | `context.py` | the arguments; it says who takes part: readers, sources, rows in full |
+| `work_list.py` | which tiles a program of decode takes |
 | `queries.py` | before the loops |
 | `keys.py`, `qk.py`, `softmax_pv.py` | of a tile: its keys, their scores, what these weigh |
 
 Options of the two roles
     logits        decode: scores in base 2 are stored, [B, Hkv, group, slots] float32, for `score`
+    listed        decode: a program takes its share of the tiles of all sequences (`work_list.py`), else of one
+    joined        decode over a list: the last program of a head joins its parts, and no `combine` is launched
     lse           prefill: the log-sum-exp in base 2 of each query is stored, [B, Hq, tokens] float32, for `columns`
     slots16       the slots of a sequence are a multiple of 16, and come divided by it (`slots_16`), so that Triton sees
                   that rows of scales are aligned and copies them ahead
@@ -30,8 +34,11 @@ as `q_sinks` where they turn at other places toward sinks (`places.py`).
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvcompile.kernels.triton import helpers, packed
-from kvcompile.kernels.triton.attend import keys
+from kvcompile.kernels.triton.attend import keys, work_list
+from kvcompile.kernels.triton.attend.combine import turns, weighed
 from kvcompile.kernels.triton.attend.context import Attend
 from kvcompile.kernels.triton.attend.qk import products
 from kvcompile.kernels.triton.attend.queries import constants, fixed_scale, queries
@@ -54,16 +61,12 @@ def needs_stages(role: str, layout: CacheLayout) -> bool:
     return role == "decode" and not isinstance(layout.values, InKeys) and layout.values.of_slots.scale.minimum
 
 
-def row_tiles(spec: KernelSpec) -> int:
-    """Into how many tiles of rows decode cuts the query heads of a group."""
-    return -(-spec.group // spec.block_m)
-
-
 def generate(spec: KernelSpec) -> KernelSource:
     """The kernel of `spec`, role decode or prefill."""
     attend = Attend(spec)
     params = attend.params()
-    loops = []
+    listed = work_list.LISTED in spec.options
+    loops: list[dict[str, Any]] = []
     for source in attend.sources:
         bounds = keys.bounds(attend, source)
         loops.append(
@@ -85,13 +88,22 @@ def generate(spec: KernelSpec) -> KernelSource:
         packed=packed.prologue(params, f"tl.program_id(0) * {spec.block_m} >= tokens * {spec.group}")
         if attend.packed
         else [],
-        row_tiles=row_tiles(spec),
+        row_tiles=work_list.row_tiles(spec),
+        listed=listed,
+        joined=work_list.JOINED in spec.options,
+        join=join(spec) if work_list.JOINED in spec.options else "",
+        tiles_of=work_list.tiles_of(loops[0]["bounds"].lines) if listed else "",
+        rows=work_list.heads(spec),
+        members=work_list.members(spec),
+        at_once=work_list.AT_ONCE,
         options=spec.options,
         queries=[*constants(attend), *scale, *queries(attend)],
         accumulators=accumulators(attend),
         loops=loops,
         finish=finish(attend),
-        partial=stores(attend, "partial_ptr + row[:, None]", "{}", " & (total > 0.0)[:, None]"),
+        partial=stores(
+            attend, "partial_ptr + row[:, None]", "{}", "" if listed else " & (total > 0.0)[:, None]"
+        ),
         out=stores(attend, "out_ptr + row[:, None]", "({} / total[:, None])"),
         log2e=scores.LOG2E,
         rescale=[f"acc{i} = acc{i} * tl.exp2(top - highest)[:, None]" for i in attend.values.indices],
@@ -100,6 +112,27 @@ def generate(spec: KernelSpec) -> KernelSource:
         stages=spec.stages,
     )
     return KernelSource(name, params, helpers.module(tidy(text)))
+
+
+def join(spec: KernelSpec) -> str:
+    """The function of a kernel's file that joins the parts of a head (`templates/join.jinja`)."""
+    dim = weighed(spec)
+    rows, block = work_list.power_above(work_list.members(spec)), work_list.power_above(dim)
+    return rendered(
+        "join.jinja",
+        spec=spec,
+        dim=dim,
+        rows=rows,
+        block=block,
+        members=work_list.members(spec),
+        row_tiles=work_list.row_tiles(spec),
+        at_once=work_list.together(spec, dim),
+        sinks=spec.site.score.sinks,
+        lse="logits" in spec.options,
+        log2e=scores.LOG2E,
+        turned=helpers.hadamard("out", rows, block, dim) if turns(spec) else "",
+        stored=helpers.stored("out", spec.dtype, "interpreted" in spec.options),
+    ).rstrip()
 
 
 def tile(attend: Attend, source: SlotArray, masked: bool) -> list[str]:

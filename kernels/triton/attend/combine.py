@@ -5,7 +5,10 @@
 Shares without tiles are not read: of a graph for long sequences, a short one has few others. A sink logit joins the
 total. Values that are kept turned (Hadamard) are turned back here, once per query.
 
+Many channels are the work of several programs; of a result that is turned back, one has them all.
+
 Options
+    listed       decode ran over a list of tiles (`work_list.py`): `spans` says where a head's parts are
     lse          the log-sum-exp in base 2 is stored, [B, Hq] float32, for `score`
     interpreted  bfloat16 is rounded by its bits
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 import torch
 
 from kvcompile.kernels.triton import helpers
+from kvcompile.kernels.triton.attend import work_list
 from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, TensorParam
 from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.spec import KernelSpec
@@ -23,6 +27,7 @@ from kvcompile.kernels.triton.tile.scores import LOG2E
 # Shares that are read at once: all of most steps.
 FEW, MOST = 16, 64
 _NUMBERS = 8192  # of shares that are read at once: 64 registers of a thread
+_CHANNELS = 128  # of a program: with more, fewer shares could be read at once
 
 
 def turns(spec: KernelSpec) -> bool:
@@ -35,15 +40,22 @@ def weighed(spec: KernelSpec) -> int:
     return spec.head_dim if spec.layout.in_keys and turns(spec) else spec.v_head_dim
 
 
+def pieces(spec: KernelSpec) -> int:
+    """Over how many programs the channels of a result are split."""
+    return 1 if turns(spec) else -(-weighed(spec) // _CHANNELS)
+
+
 def generate(spec: KernelSpec) -> KernelSource:
-    """Grid: (query heads, batch)."""
+    """Grid: (query heads, batch, pieces)."""
     dim = weighed(spec)
-    block = max(16, 1 << (dim - 1).bit_length())
+    listed = work_list.LISTED in spec.options
+    block = _CHANNELS if pieces(spec) > 1 else max(16, 1 << (dim - 1).bit_length())
     params: list[Param] = [TensorParam("partial", torch.float32), TensorParam("sums", torch.float32)]
+    params += [TensorParam("spans", torch.int32), TensorParam("positions", torch.int64, 2)] if listed else []
     params += [TensorParam("sinks", torch.float32)] if spec.site.score.sinks else []
     params += [TensorParam("out", spec.torch_dtype)]
     params += [TensorParam("lse", torch.float32)] if "lse" in spec.options else []
-    params += [ScalarParam("splits")]
+    params += [] if listed else [ScalarParam("splits")]
     interpreted = "interpreted" in spec.options
     text = rendered(
         "combine.py.jinja",
@@ -51,6 +63,10 @@ def generate(spec: KernelSpec) -> KernelSource:
         spec=spec,
         dim=dim,
         block=block,
+        pieces=pieces(spec),
+        listed=listed,
+        row_tiles=work_list.row_tiles(spec),
+        members=work_list.members(spec),
         few=FEW,
         most=max(FEW, min(MOST, _NUMBERS // block)),
         sinks=spec.site.score.sinks,

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.triton import packed
-from kvcompile.kernels.triton.attend import row_tiles
-from kvcompile.kernels.triton.attend.combine import weighed
+from kvcompile.kernels.triton.attend import work_list
+from kvcompile.kernels.triton.attend.combine import pieces, weighed
 from kvcompile.kernels.triton.host.launch import launch
 from kvcompile.kernels.triton.host.source import Kernel, kernel_of
 from kvcompile.kernels.triton.retention import score_sums as columns_role
@@ -29,7 +29,7 @@ from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tile import expression
 
 
-@torch.library.triton_op("kvcompile::triton_decode", mutates_args={})
+@torch.library.triton_op("kvcompile::triton_decode", mutates_args={"arrivals"})
 def decode(
     q: Tensor,
     buffers: list[Tensor],
@@ -41,12 +41,14 @@ def decode(
     token: Tensor | None,
     place: Tensor | None,
     pages: Tensor | None,
+    sinks: Tensor | None,
+    arrivals: Tensor | None,
     splits: int,
     num_warps: int,
     num_stages: int,
     spec: str,
 ) -> list[Tensor]:
-    """One query per sequence against the slots, shared out over `splits` programs; see `attend/`.
+    """One query per sequence against the slots, shared out over `splits` programs a head; see `attend/`.
 
     Args:
         q: [B, Hq, 1, D], as the stored keys are met (after RoPE, turned).
@@ -56,48 +58,75 @@ def decode(
         leaves: what `ScoreSpec.mod` reads, those that the kernels take, dense, truth values as bytes.
         page_table: int32 [B, pages]; token, place: int32 [B, Hkv or 1, slots], where the spec has them.
         pages: int32 [B, Hkv, K], with option chosen.
+        sinks, arrivals: with option joined: float32 [Hq], where the site has sink logits; int32 [B, Hq], zeros.
+        splits: with option listed, all programs.
 
     Returns:
         partial float32 [B, Hkv, splits, G, Dv] (anything where the total is 0), sums float32 [B, Hkv, splits, G, 2]
-        (top and total), and with option logits, float32 [B, Hkv, G, slots].
+        (top and total), and with option logits, float32 [B, Hkv, G, slots]. With option listed, partial [parts, M, Dv]
+        and sums [parts, M, 2] of M heads, then spans int32 [B, R, 2] (`attend/work_list.py`; anything of padding). With
+        option joined what `combine` returns, and then logits.
     """
     kernel = kernel_of(spec)
     own = kernel.spec
     batch, heads, group = q.shape[0], own.num_kv_heads, own.group
-    partial = q.new_empty((batch, heads, splits, group, weighed(own)), dtype=torch.float32)
-    sums = q.new_empty((batch, heads, splits, group, 2), dtype=torch.float32)
-    outs = {"partial": partial, "sums": sums}
+    listed = work_list.LISTED in own.options
+    shape: tuple[int, ...] = (batch, heads, splits, group)
+    grid = (splits, work_list.heads(own), batch)
+    if listed:
+        shape = (splits + batch * work_list.heads(own), work_list.members(own))  # one is never written
+        grid = (splits, 1, 1)
+    outs = {
+        "partial": q.new_empty((*shape, weighed(own)), dtype=torch.float32),
+        "sums": q.new_empty((*shape, 2), dtype=torch.float32),
+    }
+    joined = work_list.JOINED in own.options
+    parts = outs
+    if joined:
+        outs = {"out": q.new_empty((batch, own.num_qo_heads, 1, own.v_head_dim), dtype=own.torch_dtype)}
+        if "logits" in own.options:
+            outs["lse"] = q.new_empty((batch, own.num_qo_heads), dtype=torch.float32)
+    elif listed:
+        outs["spans"] = q.new_empty((batch, work_list.heads(own), 2), dtype=torch.int32)
     if "logits" in own.options:
         # Of slots that hold nothing yet nothing is written, and nobody asks.
         slots = own.layout.slots(None)
         outs["logits"] = q.new_empty((batch, heads, group, slots), dtype=torch.float32)
-    given = {"q": q, "positions": positions, "bias": bias, "page_table": page_table, **outs}
+    given = {"q": q, "positions": positions, "bias": bias, "page_table": page_table, **parts, **outs}
     given |= {"slots_token": token, "slots_place": place, "pages_read": pages}
+    given |= {"sinks": sinks, "arrivals": arrivals}
     given |= {**_tables(rope), **_parts(kernel, buffers)}
     given |= _leaves(kernel, leaves)
-    sizes = _sizes(kernel, buffers, bias, rope) | _leaf_sizes(kernel, leaves)
-    _launch(kernel, (splits, heads * row_tiles(own), batch), given, sizes, num_warps, num_stages)
+    sizes = _sizes(kernel, buffers, bias, rope) | _leaf_sizes(kernel, leaves) | {"batches": batch}
+    _launch(kernel, grid, given, sizes, num_warps, num_stages)
     return list(outs.values())
 
 
 @torch.library.triton_op("kvcompile::triton_combine", mutates_args={})
 def combine(
-    partial: Tensor, sums: Tensor, sinks: Tensor | None, num_warps: int, num_stages: int, spec: str
+    partial: Tensor,
+    sums: Tensor,
+    spans: Tensor | None,
+    positions: Tensor | None,
+    sinks: Tensor | None,
+    num_warps: int,
+    num_stages: int,
+    spec: str,
 ) -> list[Tensor]:
-    """The splits of a decode step joined: out [B, Hq, 1, Dv], and with option lse, float32 [B, Hq] in base 2.
+    """The parts of a decode step joined: out [B, Hq, 1, Dv], and with option lse, float32 [B, Hq] in base 2.
 
-    sinks: float32 [Hq], where the site has sink logits
+    spans, positions: with option listed, as of `decode`; sinks: float32 [Hq], where the site has sink logits
     """
     kernel = kernel_of(spec)
     own = kernel.spec
-    batch = partial.shape[0]
+    batch = partial.shape[0] if spans is None else spans.shape[0]
     out = partial.new_empty((batch, own.num_qo_heads, 1, own.v_head_dim), dtype=own.torch_dtype)
     outs = {"out": out}
     if "lse" in own.options:
         outs["lse"] = partial.new_empty((batch, own.num_qo_heads))
-    given = {"partial": partial, "sums": sums, "sinks": sinks, **outs}
-    sizes = {"splits": partial.shape[2]}
-    _launch(kernel, (own.num_qo_heads, batch), given, sizes, num_warps, num_stages)
+    given = {"partial": partial, "sums": sums, "spans": spans, "positions": positions, "sinks": sinks, **outs}
+    sizes = {} if spans is not None else {"splits": partial.shape[2]}
+    _launch(kernel, (own.num_qo_heads, batch, pieces(own)), given, sizes, num_warps, num_stages)
     return list(outs.values())
 
 

@@ -43,7 +43,7 @@ GOLDENS: dict[str, KernelSpec] = {
     name: made[0]
     for name, made in {
         "decode_bf16": spec("decode", cache()),
-        "decode_int8_pages_of_64": spec("decode", cache(keys=INT8, values=INT8, **PAGES_OF_64)),
+        "decode_int8_pages_of_64": launched("decode", cache(keys=INT8, values=INT8, **PAGES_OF_64)),
         "decode_fp8_softcap_pages_of_16": spec(
             "decode",
             cache(
@@ -71,6 +71,8 @@ GOLDENS: dict[str, KernelSpec] = {
         ),
         "page_bounds_quest": launched("page_bounds", cache(selection=QUEST)),
         "combine": spec("combine", cache()),
+        "combine_listed": launched("combine", cache(placement={"kind": "paged", "page_size": 16})),
+        "combine_latent": launched("combine", cache(), "mla"),
         "combine_lse_sinks_hadamard": spec(
             "combine", cache(values=INT8 | {"rotate": "hadamard"}), "sinks", "lse"
         ),

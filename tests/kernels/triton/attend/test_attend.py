@@ -116,8 +116,10 @@ def spec_of(call: Call, role: Any, *options: str, **changes: Any) -> str:
     return replace(call.kernels.spec(role, options), **changes).to_json()
 
 
-def decoded(call: Call, splits: int, block: int, *options: str) -> tuple[Tensor, ...]:
-    """Partial results, tops and totals of the last token (and logits), without an append."""
+def decoded(
+    call: Call, splits: int, block: int, *options: str, arrivals: Tensor | None = None, **sizes: int
+) -> tuple[Tensor, ...]:
+    """Partial results, tops and totals of the last token (and spans, logits; joined, the output), without an append."""
     q = transformed(call)
     return tuple(
         ops_attend.decode(
@@ -131,10 +133,12 @@ def decoded(call: Call, splits: int, block: int, *options: str) -> tuple[Tensor,
             None,
             None,
             None,
+            call.sinks if "joined" in options else None,
+            arrivals,
             splits,
             4,
             2,
-            spec_of(call, "decode", *options, block_n=block),
+            spec_of(call, "decode", *options, block_n=block, **sizes),
         )
     )
 
@@ -148,17 +152,46 @@ def test_any_number_of_splits(name: str) -> None:
     for splits in (1, 2, 3, 7):
         partial, sums = decoded(call, splits, 16)
         assert sums.isfinite().all()
-        (out,) = ops_attend.combine(partial, sums, call.sinks, 1, 1, spec_of(call, "combine"))
+        (out,) = ops_attend.combine(partial, sums, None, None, call.sinks, 1, 1, spec_of(call, "combine"))
         within(out[:2], same.out[:2, :, -1:], wanted, torch.float32, f"{splits} splits", few=True)
         assert not out[2].any()
         # A share with no tile weighs nothing, whatever memory has in its place.
         empty = sums[..., 1] == 0
         assert empty[2].all() and partial[~empty].isfinite().all()
         partial[empty] = float("nan")
-        (again,) = ops_attend.combine(partial, sums, call.sinks, 1, 1, spec_of(call, "combine"))
+        (again,) = ops_attend.combine(partial, sums, None, None, call.sinks, 1, 1, spec_of(call, "combine"))
         assert torch.equal(again, out)
         if splits == 7:
             assert empty[1].sum() >= 3 * empty[1, :, 0].numel()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", [*IN_ORDER, "group of 20"])
+def test_any_number_of_programs_over_a_list(name: str) -> None:
+    """As splits. What is not of a part that was written may be anything."""
+    own = (IN_ORDER | LARGE)[name]
+    case, same, call = at_the_end(own, (0, 36, 41) if name in IN_ORDER else (0, 8, 11))
+    rows = 16 if name in LARGE else 0
+    wanted = oracle(case, same.held)[0][:2, :, -1:]
+    sizes = {"block_m": rows} if rows else {}
+    for programs in (1, 2, 3, 7, 30):
+        partial, sums, spans = decoded(call, programs, 16, "listed", **sizes)
+        parts = partial.shape[0]
+        written = torch.zeros(parts, dtype=torch.bool)
+        for first, count in spans[:2].flatten(0, 1).tolist():
+            assert not written[first : first + count].any()
+            written[first : first + count] = True
+        sums[~written], partial[~written], spans[2] = float("nan"), float("nan"), 1 << 20
+        joined = spec_of(call, "combine", "listed", block_m=rows or call.kernels.spec("decode").block_m)
+        (out,) = ops_attend.combine(partial, sums, spans, call.positions, call.sinks, 1, 1, joined)
+        within(out[:2], same.out[:2, :, -1:], wanted, torch.float32, f"{programs} programs", few=True)
+        assert not out[2].any()
+        # As the last program of each head has joined them, which leaves all programs counted.
+        arrivals = torch.zeros(3, case.heads[0], dtype=torch.int32)
+        (alone,) = decoded(call, programs, 16, "listed", "joined", arrivals=arrivals, **sizes)
+        within(alone[:2], same.out[:2, :, -1:], wanted, torch.float32, f"{programs} programs", few=True)
+        assert not alone[2].any()
+        assert torch.equal(arrivals[:2, : spans.shape[1]], spans[:2, :, 1]) and not arrivals[2].any()
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -177,7 +210,9 @@ def test_combine(splits: int, sinks: bool) -> None:
     sums = torch.stack([tops, p.sum(-1)], -1).float()
     sink = torch.randn(6, generator=g) if sinks else None
     partial = (p[..., None] * values).sum(-2).float()
-    out, lse = ops_attend.combine(partial, sums, sink, 1, 1, spec.spec("combine", ("lse",)).to_json())
+    out, lse = ops_attend.combine(
+        partial, sums, None, None, sink, 1, 1, spec.spec("combine", ("lse",)).to_json()
+    )
     flat = scores.transpose(2, 3).flatten(3)
     if sink is not None:
         own = sink.double().view(1, 2, 3, 1).expand(2, -1, -1, -1) / math.log(2)
@@ -201,7 +236,9 @@ def test_combine(splits: int, sinks: bool) -> None:
 def test_combine_of_padding_gives_nothing() -> None:
     spec = kernels_of(Case(CacheLayout()).site, (2, 1), (16, 16), torch.float32, torch.device("cpu"), False)
     sums = torch.tensor([-1.0e30, 0.0]).expand(1, 1, 3, 2, 2).contiguous()
-    (out,) = ops_attend.combine(torch.zeros(1, 1, 3, 2, 16), sums, None, 1, 1, spec.spec("combine").to_json())
+    (out,) = ops_attend.combine(
+        torch.zeros(1, 1, 3, 2, 16), sums, None, None, None, 1, 1, spec.spec("combine").to_json()
+    )
     assert not out.any()
 
 
