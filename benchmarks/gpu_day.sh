@@ -100,9 +100,9 @@ piece() {
 
 kernels() {
   local name=$1
-  # The interpreter needs minutes for all cases: two show that the piece works.
+  # The interpreter needs minutes for all cases: one of each kind shows that the piece works.
   local few=()
-  ((${#rehearse[@]})) && few=(--only "bf16 B1 32k" --only "append int8 B1")
+  ((${#rehearse[@]})) && few=(--only "bf16 B1 32k" --only "bf16 B64 one of" --only "bf16 B1 prompt" --only "append int8 B1")
   piece "$name" "$PYTHON" benchmarks/kernels.py --out "$OUT/$name.json" --resume "${few[@]}"
 }
 

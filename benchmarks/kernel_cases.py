@@ -1,4 +1,4 @@
-"""What `kernels.py` measures: attention of one new token over caches of given lengths, and the goals it is held to.
+"""What `kernels.py` measures: attention of new tokens over caches of given lengths, and the goals it is held to.
 
 A case is a cache (the `cache` section of a recipe), heads and lengths. What figures must reach stands in
 `kernels/triton/predict/goals.py`, which the model of a machine is held to as well.
@@ -33,6 +33,8 @@ class Case:
 
     batch, context: sequences, and tokens that each has seen with the new one
     spread:   lengths rise evenly from the first of these to the second instead
+    others:   all sequences but the first have this length instead
+    new:      new tokens of each sequence, the last of `context`: of many, a prompt
     heads:    of queries and of keys
     cache:    as a recipe has it
     score:    softcap, "alibi" or "sinks"
@@ -48,6 +50,8 @@ class Case:
     dim: int = 128
     cache: Mapping[str, Any] = field(default_factory=dict)
     spread: tuple[int, int] | None = None
+    others: int | None = None
+    new: int = 1
     score: str = ""
     window: int | None = None
     peers: bool = False
@@ -55,10 +59,18 @@ class Case:
 
     @property
     def lengths(self) -> list[int]:
+        if self.others is not None:
+            return [self.context, *[self.others] * (self.batch - 1)]
         if self.spread is None:
             return [self.context] * self.batch
         first, last = self.spread
         return [first + (last - first) * row // max(self.batch - 1, 1) for row in range(self.batch)]
+
+    @property
+    def flops(self) -> int:
+        """Of both products, of the keys that each query sees; of a plain causal mask."""
+        seen = sum(length * self.new - self.new * (self.new - 1) // 2 for length in self.lengths)
+        return 4 * seen * self.heads[0] * self.dim
 
     def tiny(self) -> Case:
         """The same with sizes for Triton's interpreter."""
@@ -79,6 +91,8 @@ class Case:
             dim=32,
             cache=cache,
             spread=None if self.spread is None else (8, 72),
+            others=None if self.others is None else 9,
+            new=min(self.new, 24),
             window=None if self.window is None else 24,
         )
 
@@ -107,6 +121,11 @@ CASES = (
     Case("bf16 B16 8k slots", 16, 2 * BUDGET, cache=STREAM, append=True),
     Case("bf16 B16 8k slots h2o", 16, 2 * BUDGET, cache=H2O, append=True),
     Case("bf16 B64 1k-64k pages of 64", 64, 65536, cache=pages(64), spread=(1024, 65536)),
+    Case("bf16 B64 one of 64k among 1k pages of 64", 64, 65536, cache=pages(64), others=1024),
+    Case("int8 B64 one of 64k among 1k pages of 64", 64, 65536, cache=INT8 | pages(64), others=1024),
+    Case("bf16 B1 prompt of 8k", 1, 8192, new=8192),
+    Case("int8 B1 prompt of 8k", 1, 8192, cache=INT8, new=8192),
+    Case("bf16 B1 2k after 30k pages of 64", 1, 32768, cache=pages(64), new=2048),
 )
 # RoPE, encoding and the write of one new token a sequence: the append kernel by itself.
 APPENDS = tuple(Case(f"append int8 B{batch}", batch, 4096, cache=INT8) for batch in (1, 32, 256))

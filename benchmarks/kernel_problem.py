@@ -32,7 +32,7 @@ def problem_of(case: Case, device: torch.device, dtype: torch.dtype, room: int) 
     mask = MaskSpec("causal") if case.window is None else MaskSpec("sliding", case.window)
     share = "none" if case.append else "middle"
     site = SiteSpec(layout_of(case), case.dim**-0.5, mask, _SCORES[case.score], share=share, kernels="triton")
-    return sample(site, case.heads, (case.dim, case.dim), case.lengths, dtype, device, room)
+    return sample(site, case.heads, (case.dim, case.dim), case.lengths, dtype, device, room, case.new)
 
 
 def layout_of(case: Case) -> CacheLayout:

@@ -129,7 +129,8 @@ def measure(
         for name, us in found.items()
         if name != "ours"
     }
-    return row | figures_of(found["ours"], problem.bytes, bandwidth) | {"error": error, "peers": peers}
+    row |= figures_of(found["ours"], problem.bytes, bandwidth) | {"error": error, "peers": peers}
+    return row | ({"tflops": round(case.flops / found["ours"] * 1e-6, 1)} if case.new > 1 else {})
 
 
 def measure_append(
@@ -221,7 +222,7 @@ def table(result: Mapping[str, Any]) -> str:
         peers = [_peer(row, name) for name in names]
         cells = [f"{peer['us']:,.1f} µs" if isinstance(peer, dict) else "" for peer in peers]
         shown = [
-            row["case"],
+            row["case"] + (f" ({row['tflops']:,.0f} TFLOPS)" if "tflops" in row else ""),
             f"{row['us']:,.1f}",
             f"{row['gb_per_s']:,.0f}",
             f"{100 * row['share']:.0f} %",

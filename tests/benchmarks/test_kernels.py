@@ -28,20 +28,21 @@ def run(*arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_dry_run_measures_compares_and_judges(tmp_path: Path) -> None:
-    """A case with peers, one with pages and lengths that differ, one that tracks scores, and an append."""
+    """A case with peers, some with pages and lengths that differ, a prompt, one that tracks scores, and an append."""
     out = tmp_path / "kernels.json"
-    chosen = ("bf16 B1 32k", "B64 1k-64k", "8k slots", "append int8 B1")
+    chosen = ("bf16 B1 32k", "B64 1k-64k", "bf16 B64 one of", "bf16 B1 prompt", "8k slots", "append int8 B1")
     only = [part for name in chosen for part in ("--only", name)]
     done = run("--dry-run", *only, "--out", str(out), cache=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(out.read_text())
     assert result["meaningless"] and "the times mean nothing" in done.stdout
     rows = {row["case"]: row for row in result["cases"]}
-    assert len(rows) == 5 and all(row["us"] > 0 and row["bytes"] > 0 for row in rows.values())
+    assert len(rows) == 7 and all(row["us"] > 0 and row["bytes"] > 0 for row in rows.values())
+    assert rows["bf16 B1 prompt of 8k"]["tflops"] >= 0 and "TFLOPS" in done.stdout
     peers = rows["bf16 B1 32k"]["peers"]
     assert peers["torch SDPA"]["us"] > 0 and peers["FlexAttention"]["us"] > 0
     assert peers["vLLM"].startswith("not installed")
-    assert [goal["goal"] for goal in result["goals"]] == [2, 7, 8]
+    assert [goal["goal"] for goal in result["goals"]] == [2, 7, 8, 8]
     assert "| bf16 B1 32k |" in done.stdout and "| goal | wanted | reached |" in done.stdout
 
 

@@ -5,9 +5,9 @@
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
 # rotary    half, channels 0 to 127
-# tile      16 x 1, fp8 native, capped, one, q_out, rope_q
-# key       e7692b0355ea4066
-# spec      {"block": [16, 1], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["capped", "one", "q_out", "rope_q"], "role": "append", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "ring"}, "retention": {"kind": "sink_window", "positions": "in_cache", "sinks": 4, "window": 1020}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
+# tile      16 x 1, fp8 native, arrivals, capped, one, q_out, rope_q
+# key       36eb45c12be3c8af
+# spec      {"block": [16, 1], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["arrivals", "capped", "one", "q_out", "rope_q"], "role": "append", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "ring"}, "retention": {"kind": "sink_window", "positions": "in_cache", "sinks": 4, "window": 1020}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl
@@ -25,6 +25,7 @@ def append(
     cos_ptr, cos_s0,
     sin_ptr, sin_s0,
     table_rows,
+    arrivals_ptr,
     tokens,
 ):
     """New queries, keys, values: model · ring · sinks 4 + window 1020 in_cache.
@@ -37,6 +38,9 @@ def append(
     inside = token < tokens
     pos = tl.load(positions_ptr + batch * positions_s0 + token, mask=inside, other=-1).to(tl.int32)
     real = pos >= 0  # the others are padding
+    if (work == 0) & (tl.program_id(0) == 0):  # what programs of decode count themselves by
+        count = tl.arange(0, 32)
+        tl.store(arrivals_ptr + batch * 32 + count, tl.zeros([32], tl.int32))
     if work < 32:  # queries
         head = work
         c = tl.arange(0, 128)[None, :]

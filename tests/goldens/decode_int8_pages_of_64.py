@@ -5,9 +5,9 @@
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
 # rotary    half, channels 0 to 127
-# tile      16 x 64, fp8 native, listed
-# key       245018f2c44a294d
-# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["listed"], "role": "decode", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}, "placement": {"kind": "paged", "page_size": 64, "pages": null}, "retention": {"kind": "full"}, "values": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
+# tile      16 x 64, fp8 native, joined, listed
+# key       ef0a3d424a3e9add
+# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["joined", "listed"], "role": "decode", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}, "placement": {"kind": "paged", "page_size": 64, "pages": null}, "retention": {"kind": "full"}, "values": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl
@@ -70,6 +70,48 @@ def tiles_of(position):
 
 
 @triton.jit
+def joined(partial_ptr, sums_ptr, out_ptr, first, parts, batch, own):
+    """The parts first .. first + parts - 1 of a head to its output."""
+    g = tl.arange(0, 4)
+    c = tl.arange(0, 128)
+    real = g < 4
+    heads = own * 4 + g
+    top = tl.full([4], -1.0e30, tl.float32)
+    total = tl.zeros([4], tl.float32)
+    acc = tl.zeros([4, 128], tl.float32)
+    sums_ptr += first * 8
+    partial_ptr += first * 512
+    for at in range(0, parts, 4):
+        s = at + tl.arange(0, 4)
+        row = s[None, :] * 4 + g[:, None]
+        there = (s < parts)[None, :] & real[:, None]
+        tops = tl.load(sums_ptr + row * 2, mask=there, other=-1.0e30)
+        totals = tl.load(sums_ptr + row * 2 + 1, mask=there, other=0.0)
+        values = tl.load(partial_ptr + row[:, :, None] * 128 + c[None, None, :], mask=there[:, :, None], other=0.0)
+        highest = tl.maximum(top, tl.max(tops, 1))
+        alpha = tl.exp2(top - highest)
+        weight = tl.exp2(tops - highest[:, None])
+        total = total * alpha + tl.sum(totals * weight, 1)
+        acc = acc * alpha[:, None] + tl.sum(values * weight[:, :, None], 1)
+        top = highest
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    at = out_ptr + ((batch * 32 + heads) * 128)[:, None] + c[None, :]
+    tl.store(at, out.to(tl.bfloat16), mask=real[:, None])
+
+
+@triton.jit
+def empty(positions_ptr, positions_s0, batches, out_ptr):
+    """Zeros to the outputs of sequences of no tokens, which are in nobody's share."""
+    c = tl.arange(0, 512)
+    for sequence in range(tl.program_id(0), batches, tl.num_programs(0)):
+        batch = tl.cast(sequence, tl.int64)
+        gone = tl.load(positions_ptr + batch * positions_s0 + c * 0) < 0
+        for first in range(0, 4096, 512):
+            row = out_ptr + batch * 4096 + first + c
+            tl.store(row, tl.zeros([512], tl.bfloat16), mask=gone)
+
+
+@triton.jit
 def tiles_of_all(positions_ptr, positions_s0, batches):
     """How many tiles the queries of all sequences read."""
     found = 0
@@ -110,8 +152,9 @@ def decode_attention(
     positions_ptr, positions_s0,
     partial_ptr,
     sums_ptr,
-    spans_ptr,
     batches,
+    arrivals_ptr,
+    out_ptr,
 ):
     n = tl.arange(0, 64)
     # The tiles of all sequences and heads stand in one line, of which each program takes the same length.
@@ -119,6 +162,7 @@ def decode_attention(
     share = (work + tl.num_programs(0) - 1) // tl.num_programs(0)
     here = tl.program_id(0) * share
     beyond = tl.minimum(here + share, work)
+    empty(positions_ptr, positions_s0, batches, out_ptr)
     while here < beyond:
         # Its tiles in one head of one sequence.
         sequence, before = sequence_of(here, positions_ptr, positions_s0, batches)
@@ -136,10 +180,9 @@ def decode_attention(
         stop = tl.minimum(begin + beyond - here, tiles)
         # Programs and heads follow each other: no two parts have the same sum of both.
         part = tl.program_id(0) + batch * 8 + own
-        if begin == 0:
-            span = spans_ptr + (batch * 8 + own) * 2
-            tl.store(span, part.to(tl.int32))
-            tl.store(span + 1, (before + (own + 1) * tiles - 1) // share - tl.program_id(0) + 1)
+        first = (here - begin) // share
+        parts = (before + (own + 1) * tiles - 1) // share - first + 1
+        first = part + first - tl.program_id(0)
         here += stop - begin
         head = own
         m = tl.arange(0, 16)
@@ -245,3 +288,8 @@ def decode_attention(
         row = row * 128
         tl.store(partial_ptr + row[:, None] + vc0, acc0, mask=real[:, None])
         tl.store(partial_ptr + row[:, None] + vc1, acc1, mask=real[:, None])
+        # Who is last among the programs of a head joins its parts: see kernels/triton/attend/work_list.py.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals_ptr + batch * 32 + own, 1, sem="acq_rel", scope="gpu")
+        if arrived == parts - 1:
+            joined(partial_ptr, sums_ptr, out_ptr, first, parts, batch, own)

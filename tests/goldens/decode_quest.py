@@ -60,8 +60,8 @@ def decode_attention(
     positions_ptr, positions_s0,
     partial_ptr,
     sums_ptr,
-    spans_ptr,
     batches,
+    spans_ptr,
     pages_read_ptr,
 ):
     n = tl.arange(0, 64)

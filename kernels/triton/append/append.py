@@ -13,6 +13,7 @@ an output, that is zeros.
 | based | q turns at position - max(tokens before - budget, 0): the same for many tokens |
 | q_out | q [B, Hq, S, D] is transformed: by RoPE, and as the keys' storage turns; float32 where that is `one` |
 | k_out, v_out | k, v as they are kept and before they are encoded, in the model's dtype |
+| arrivals | zeros are written to an array [B, Hq], by which programs of a decode step count themselves |
 | full | rows in full are written as well: tokens that stay |
 | only_full | nothing but the rows in full |
 | staged | the slot of a token is its place in the call: an array of the call's tokens alone |
@@ -47,7 +48,7 @@ from kvcompile.specs import RotaryForm
 
 OPTIONS = {
     *("one", "rope", "rope_q", "capped", "based", "q_out", "k_out", "v_out"),
-    *("full", "only_full", "staged", "packed", "in_basis", "interpreted"),
+    *("full", "only_full", "staged", "packed", "in_basis", "interpreted", "arrivals"),
 }
 _ELEMENTS = 2048  # of a tile of many tokens
 
@@ -95,6 +96,8 @@ def generate(spec: KernelSpec) -> KernelSource:
         branches=branches,
         needs_last=any("last - " in line for line in lines),
         needs_start=_has(spec, "based"),
+        counts=spec.num_qo_heads if _has(spec, "arrivals") else 0,
+        wide=power_of_two(spec.num_qo_heads),
         packed=packed.prologue(params, f"tl.program_id(0) * {spec.block_n} >= tokens", of_row(spec))
         if _has(spec, packed.OPTION)
         else [],
@@ -156,6 +159,7 @@ def _params(spec: KernelSpec) -> tuple[Param, ...]:
     found.append(TensorParam("positions", torch.int64, 2))
     found += transform.tables() if _form(spec) else ()
     found += [] if _has(spec, "only_full") else slots.params(spec)
+    found += [TensorParam("arrivals", torch.int32)] if _has(spec, "arrivals") else []
     if _has(spec, packed.OPTION):
         return (*found, packed.STARTS)
     return (*found, ScalarParam("tokens"))

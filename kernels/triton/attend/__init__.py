@@ -17,6 +17,7 @@ split over programs (flash decoding, Dao et al. 2023): each writes acc, top and 
 Options of the two roles
     logits        decode: scores in base 2 are stored, [B, Hkv, group, slots] float32, for `score`
     listed        decode: a program takes its share of the tiles of all sequences (`work_list.py`), else of one
+    joined        decode over a list: the last program of a head joins its parts, and no `combine` is launched
     lse           prefill: the log-sum-exp in base 2 of each query is stored, [B, Hq, tokens] float32, for `columns`
     slots16       the slots of a sequence are a multiple of 16, and come divided by it (`slots_16`), so that Triton sees
                   that rows of scales are aligned and copies them ahead
@@ -37,6 +38,7 @@ from typing import Any
 
 from kvcompile.kernels.triton import helpers, packed
 from kvcompile.kernels.triton.attend import keys, work_list
+from kvcompile.kernels.triton.attend.combine import turns, weighed
 from kvcompile.kernels.triton.attend.context import Attend
 from kvcompile.kernels.triton.attend.qk import products
 from kvcompile.kernels.triton.attend.queries import constants, fixed_scale, queries
@@ -88,6 +90,8 @@ def generate(spec: KernelSpec) -> KernelSource:
         else [],
         row_tiles=work_list.row_tiles(spec),
         listed=listed,
+        joined=work_list.JOINED in spec.options,
+        join=join(spec) if work_list.JOINED in spec.options else "",
         tiles_of=work_list.tiles_of(loops[0]["bounds"].lines) if listed else "",
         rows=work_list.heads(spec),
         members=work_list.members(spec),
@@ -108,6 +112,27 @@ def generate(spec: KernelSpec) -> KernelSource:
         stages=spec.stages,
     )
     return KernelSource(name, params, helpers.module(tidy(text)))
+
+
+def join(spec: KernelSpec) -> str:
+    """The function of a kernel's file that joins the parts of a head (`templates/join.jinja`)."""
+    dim = weighed(spec)
+    rows, block = work_list.power_above(work_list.members(spec)), work_list.power_above(dim)
+    return rendered(
+        "join.jinja",
+        spec=spec,
+        dim=dim,
+        rows=rows,
+        block=block,
+        members=work_list.members(spec),
+        row_tiles=work_list.row_tiles(spec),
+        at_once=work_list.together(spec, dim),
+        sinks=spec.site.score.sinks,
+        lse="logits" in spec.options,
+        log2e=scores.LOG2E,
+        turned=helpers.hadamard("out", rows, block, dim) if turns(spec) else "",
+        stored=helpers.stored("out", spec.dtype, "interpreted" in spec.options),
+    ).rstrip()
 
 
 def tile(attend: Attend, source: SlotArray, masked: bool) -> list[str]:

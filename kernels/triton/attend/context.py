@@ -182,14 +182,24 @@ class Attend:
             found += [packed.STARTS, packed.ROW_TOKENS] if self.packed else [ScalarParam("tokens")]
             found += [TensorParam("lse", torch.float32)] if "lse" in options else []
         else:
-            found += [TensorParam("partial", torch.float32), TensorParam("sums", torch.float32)]
-            if work_list.LISTED in options:
-                found += [TensorParam("spans", torch.int32), ScalarParam("batches")]
+            found += self._parts()
             found += [TensorParam("logits", torch.float32)] if "logits" in options else []
         found += self.of_slots
         if self.two_queries:
             found.append(TensorParam("q_sinks", self.q_dtype, 4))
         return unique([*found, *self.tables])
+
+    def _parts(self) -> list[Param]:
+        """Where a program of decode leaves what it found."""
+        options = self.spec.options
+        found: list[Param] = [TensorParam("partial", torch.float32), TensorParam("sums", torch.float32)]
+        if work_list.LISTED in options:
+            found.append(ScalarParam("batches"))
+        if work_list.JOINED not in options:
+            return [*found, *([TensorParam("spans", torch.int32)] if work_list.LISTED in options else [])]
+        found += [TensorParam("arrivals", torch.int32), TensorParam("out", self.spec.torch_dtype)]
+        found += [TensorParam("sinks", torch.float32)] if self.spec.site.score.sinks else []
+        return [*found, *([TensorParam("lse", torch.float32)] if "logits" in options else [])]
 
     @property
     def of_slots(self) -> tuple[Param, ...]:

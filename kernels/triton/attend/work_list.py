@@ -14,6 +14,20 @@ its own: the grid depends on shapes alone, lengths stay on the device, and a CUD
 
 Along the line either p or r rises from a part to the next, so no two parts are the same, there are fewer than
 P + B * R, and those of a head follow each other: `spans` [B, R, 2] says which is the first, and how many there are.
+
+Who joins the parts of a head: the last program that has one, where they are small; else a launch of `combine`. The
+programs of a head count themselves, in `arrivals` int32 [B, Hq], zeros before:
+
+    every thread of a program    stores its numbers of the part
+    all of them                  a barrier of the program
+    one of them                  arrived = atomic add of 1, acquire and release, for the whole GPU
+    all of them                  a barrier of the program, behind which they know `arrived`
+    if arrived + 1 is all        load the parts of the head, and store its result
+
+No program waits for another, so none can wait forever. That the last one sees all parts is the memory model of PTX: the
+first barrier puts every store of the program before the release, releases and acquires of one counter follow each
+other, and the second barrier puts the last acquire before every load. Nothing is left for the next step to find: it
+brings counters of its own, which its append writes zeros to (a launch before it on the same stream).
 """
 
 from __future__ import annotations
@@ -25,11 +39,17 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.kernels.triton.dead_lines import tidy
 from kvcompile.kernels.triton.spec import KernelSpec
+from kvcompile.layouts import Paged, TopPages
 
-LISTED = "listed"
+LISTED, JOINED = "listed", "joined"
 # What a plan says of it.
 SAID = "each program of a decode step takes as many tiles as the others, whatever lengths sequences have"
 AT_ONCE = 128  # sequences whose tiles a program counts in one turn
+
+
+# Numbers of a part, up to which the program that is last joins a head: it alone reads all of its parts.
+_SMALL = 1024
+_TOGETHER = 2048  # numbers of parts that it reads at once: more take registers that the main loop has not
 
 
 @dataclass(frozen=True)
@@ -50,6 +70,29 @@ def sharing(batch: Any) -> Sharing:
     if statically_known_true(batch == 1):
         return Sharing(False, "of one sequence, equal splits are equal shares")
     return Sharing(True, SAID)
+
+
+def joins(spec: KernelSpec, channels: int) -> bool:
+    """Whether decode over a list joins the parts of a head as well; channels: of a part.
+
+    Not where every slot of a tile has an address of its own, of small pages and of chosen ones: beside these, the join
+    takes so many registers that a multiprocessor has room for two programs instead of three. Nor where tokens stand in
+    full beside their slots: there all registers are taken, and the main loop would spill.
+    """
+    placement, selection = spec.layout.placement, spec.layout.selection
+    pages = [placement.page_size] if isinstance(placement, Paged) else []
+    pages += [selection.page_size] if isinstance(selection, TopPages) else []
+    full = spec.layout.in_full or any(size % spec.block_n for size in pages)
+    return not full and power_above(members(spec)) * power_above(channels) <= _SMALL
+
+
+def together(spec: KernelSpec, channels: int) -> int:
+    """Parts that are read at once."""
+    return min(16, _TOGETHER // (power_above(members(spec)) * power_above(channels)))
+
+
+def power_above(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 def row_tiles(spec: KernelSpec) -> int:

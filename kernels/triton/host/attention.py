@@ -60,7 +60,7 @@ def _attend_one(call: Call, x: AttendInputs) -> Tensor:
     new = _written(call, retention.slot(call))
     pages = SELECT[layout.selection.kind](call, x.span) if layout.selection.selects else None
     standing = retention.standing(call)
-    out, *found = decode(call, new.q, x.span, retention.tracked(call), *standing, pages)
+    out, *found = decode(call, new, x.span, retention.tracked(call), *standing, pages)
     retention.note(call, found)
     return out
 

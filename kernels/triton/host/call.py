@@ -18,7 +18,7 @@ from kvcompile.kernels.shared.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import packed
 from kvcompile.kernels.triton.attend import work_list
-from kvcompile.kernels.triton.attend.combine import turns
+from kvcompile.kernels.triton.attend.combine import turns, weighed
 from kvcompile.kernels.triton.device import device_of
 from kvcompile.kernels.triton.host import ops_attend, ops_write
 from kvcompile.kernels.triton.host.site_kernels import Kernels
@@ -88,6 +88,7 @@ class Call:
 class New(NamedTuple):
     """The new tokens as attention reads them.
 
+    arrivals: int32 [B, Hq], zeros, of a step whose programs count themselves (`attend/work_list.py`)
     q is as it meets keys; k and v are as they are kept, where any stand in full. parts: what the storage makes of them,
     where they are in no slot yet, dense
     """
@@ -96,6 +97,7 @@ class New(NamedTuple):
     k: Tensor
     v: Tensor
     parts: list[Tensor]
+    arrivals: Tensor | None = None
 
 
 def most_read(site: SiteSpec, slots: Any, block_n: int) -> Any:
@@ -113,9 +115,19 @@ def most_read(site: SiteSpec, slots: Any, block_n: int) -> Any:
     return torch.sym_min(slots, layout.retention.sinks + min(windows) + 2 * block_n)
 
 
+def joins(call: Call) -> bool:
+    """Whether decode joins the parts of a head by itself."""
+    made = call.kernels
+    return call.one and work_list.joins(made.spec("decode"), weighed(made.spec("combine"))) and _listed(call)
+
+
+def _listed(call: Call) -> bool:
+    return work_list.sharing(call.positions.shape[0]).listed
+
+
 def decode(
     call: Call,
-    q: Tensor,
+    new: New,
     slots: int,
     options: Sequence[str] = (),
     token: Tensor | None = None,
@@ -124,15 +136,20 @@ def decode(
 ) -> list[Tensor]:
     """The output of one query a sequence, [B, Hq, 1, Dv], and with option logits, the log-sum-exp and the logits.
 
+    new: the query, and what programs count themselves by, where they do
     slots: of one sequence, at most
     pages: those that are read, int32 [B, Hkv, K]; None: all slots are read
     """
-    made = call.kernels
+    made, q = call.kernels, new.q
     own = made.config("decode")
     wide = ("q_fp32",) if q.dtype != made.dtype else ()
     few = ("chosen",) if pages is not None else ()
     shared = work_list.sharing(q.shape[0])
-    spec = made.spec("decode", (*options, *wide, *few, *call.whole, *shared.options))
+    alone = (work_list.JOINED,) if joins(call) else ()
+    arrivals = new.arrivals
+    if alone and arrivals is None:  # of a site whose tokens another has written
+        arrivals = q.new_zeros(q.shape[:2], dtype=torch.int32)
+    spec = made.spec("decode", (*options, *wide, *few, *call.whole, *shared.options, *alone))
     heads = q.shape[0] * work_list.heads(spec)
     most = most_read(call.site, slots, own.block_n)
     selection = call.site.layout.selection
@@ -140,7 +157,7 @@ def decode(
         most = selection.tokens
     tiles, device = (most + own.block_n - 1) // own.block_n, device_of(q.device)
     programs = own.shares(device, heads * tiles) if shared.listed else own.splits(device, heads, tiles)
-    partial, sums, *found = ops_attend.decode(
+    found = ops_attend.decode(
         q,
         call.buffers,
         call.positions,
@@ -151,11 +168,16 @@ def decode(
         token,
         place,
         pages,
+        call.sinks if alone else None,
+        arrivals,
         programs,
         own.num_warps,
         own.num_stages,
         spec.to_json(),
     )
+    if alone:
+        return list(found)
+    partial, sums, *found = found
     spans, logits = (found[0], found[1:]) if shared.listed else (None, found)
     joined = made.spec("combine", (*(["lse"] if logits else []), *shared.options))
     if shared.listed:
@@ -193,6 +215,8 @@ def appended(call: Call, slots: Tensor | None) -> New:
         options += ["full"] if call.one else made.outs()
     if call.one:
         options.append("one")
+    if joins(call):
+        options.append("arrivals")
     new = _as_kept(call, options, append(call, options, slots))
     groups(call, None if call.one else new.k, None if call.one else new.v, ("one",) if call.one else ())
     return new
@@ -226,7 +250,7 @@ def _as_kept(call: Call, options: Sequence[str], outs: Sequence[Tensor]) -> New:
     found = iter(outs)
     named = ((call.q, "q_out"), (call.k, "k_out"), (call.v, "v_out"))
     q, k, v = (next(found) if name in options else x for x, name in named)
-    return New(q, k, v, [])
+    return New(q, k, v, [], next(found) if "arrivals" in options else None)
 
 
 def append(call: Call, options: Sequence[str], slots: Tensor | None = None) -> list[Tensor]:

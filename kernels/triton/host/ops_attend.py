@@ -29,7 +29,7 @@ from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tile import expression
 
 
-@torch.library.triton_op("kvcompile::triton_decode", mutates_args={})
+@torch.library.triton_op("kvcompile::triton_decode", mutates_args={"arrivals"})
 def decode(
     q: Tensor,
     buffers: list[Tensor],
@@ -41,6 +41,8 @@ def decode(
     token: Tensor | None,
     place: Tensor | None,
     pages: Tensor | None,
+    sinks: Tensor | None,
+    arrivals: Tensor | None,
     splits: int,
     num_warps: int,
     num_stages: int,
@@ -56,12 +58,14 @@ def decode(
         leaves: what `ScoreSpec.mod` reads, those that the kernels take, dense, truth values as bytes.
         page_table: int32 [B, pages]; token, place: int32 [B, Hkv or 1, slots], where the spec has them.
         pages: int32 [B, Hkv, K], with option chosen.
+        sinks, arrivals: with option joined: float32 [Hq], where the site has sink logits; int32 [B, Hq], zeros.
         splits: with option listed, all programs.
 
     Returns:
         partial float32 [B, Hkv, splits, G, Dv] (anything where the total is 0), sums float32 [B, Hkv, splits, G, 2]
         (top and total), and with option logits, float32 [B, Hkv, G, slots]. With option listed, partial [parts, M, Dv]
-        and sums [parts, M, 2] of M heads, then spans int32 [B, R, 2] (`attend/work_list.py`; anything of padding).
+        and sums [parts, M, 2] of M heads, then spans int32 [B, R, 2] (`attend/work_list.py`; anything of padding). With
+        option joined what `combine` returns, and then logits.
     """
     kernel = kernel_of(spec)
     own = kernel.spec
@@ -76,14 +80,21 @@ def decode(
         "partial": q.new_empty((*shape, weighed(own)), dtype=torch.float32),
         "sums": q.new_empty((*shape, 2), dtype=torch.float32),
     }
-    if listed:
+    joined = work_list.JOINED in own.options
+    parts = outs
+    if joined:
+        outs = {"out": q.new_empty((batch, own.num_qo_heads, 1, own.v_head_dim), dtype=own.torch_dtype)}
+        if "logits" in own.options:
+            outs["lse"] = q.new_empty((batch, own.num_qo_heads), dtype=torch.float32)
+    elif listed:
         outs["spans"] = q.new_empty((batch, work_list.heads(own), 2), dtype=torch.int32)
     if "logits" in own.options:
         # Of slots that hold nothing yet nothing is written, and nobody asks.
         slots = own.layout.slots(None)
         outs["logits"] = q.new_empty((batch, heads, group, slots), dtype=torch.float32)
-    given = {"q": q, "positions": positions, "bias": bias, "page_table": page_table, **outs}
+    given = {"q": q, "positions": positions, "bias": bias, "page_table": page_table, **parts, **outs}
     given |= {"slots_token": token, "slots_place": place, "pages_read": pages}
+    given |= {"sinks": sinks, "arrivals": arrivals}
     given |= {**_tables(rope), **_parts(kernel, buffers)}
     given |= _leaves(kernel, leaves)
     sizes = _sizes(kernel, buffers, bias, rope) | _leaf_sizes(kernel, leaves) | {"batches": batch}

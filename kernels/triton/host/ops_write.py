@@ -60,7 +60,8 @@ def append(
             returned, and buffers that are an array of the call's tokens, then have one row, [1, .., S, ..].
 
     Returns:
-        q_out [B, Hq, S, D], k_out [B, Hkv, S, D], v_out [B, Hkv, S, Dv]: those that the spec has, dense.
+        q_out [B, Hq, S, D], k_out [B, Hkv, S, D], v_out [B, Hkv, S, Dv], arrivals int32 [B, Hq]: those that the spec
+        has, dense.
 
     Raises:
         TypeError: an argument that the kernel needs is missing, or one that it does not is there.
@@ -85,6 +86,9 @@ def append(
             assert like is not None
             outs.append(like.new_empty(like.shape, dtype=param.dtype))
             given[param.name] = outs[-1]
+    if any(param.name == "arrivals" for param in wanted):
+        outs.append(k.new_empty((batch, own.num_qo_heads), dtype=torch.int32))
+        given["arrivals"] = outs[-1]
     found = ((param.name, given.get(param.name)) for param in wanted)
     tensors = {name: tensor for name, tensor in found if tensor is not None}
     sizes = {"tokens": tokens, **({"table_rows": rope[0].shape[0]} if "cos" in tensors else {})}

@@ -1,7 +1,7 @@
 """The cases that benchmarks measure (`benchmarks/kernel_cases.py`, under the same names), as shapes for the model.
 
 Attention alone, without the write of the new token, as there; a case of the role append alone says so by its name, and
-two steps are measured whole. One case is not measured there: one long sequence among many short ones.
+two steps are measured whole.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _KIVI4 = CacheLayout(per_channel(4, 32, 128), replace(uint(4, 32), residual=128)
 _STREAM = CacheLayout(placement=Ring(), retention=SinkWindow(4, _BUDGET - 4))
 _H2O = CacheLayout(placement=Slots(), retention=Scored(4, _BUDGET // 2 - 4, _BUDGET // 2))
 _PLAIN, _MANY, _HALF = (4096,) * 32, (_LONG,) * 32, RotaryForm("half", 0, _DIM)
-SKEWED = "bf16 B64 one of 64k, others of 1k, pages of 64"
+SKEWED = "bf16 B64 one of 64k among 1k pages of 64"
 CASES = (
     _case("bf16 B32 4k", _PLAIN),
     _case("bf16 B1 32k", (_LONG,)),
@@ -107,7 +107,7 @@ CASES = (
     _case("bf16 B16 8k slots", (2 * _BUDGET,) * 16, _STREAM, share="none"),
     _case("bf16 B16 8k slots h2o", (2 * _BUDGET,) * 16, _H2O, share="none"),
     _case("bf16 B64 1k-64k pages of 64", _rising(1024, 65536, 64), _pages(64)),
-    _case(SKEWED, (1024,) * 63 + (65536,), _pages(64)),
+    _case(SKEWED, (65536,) + (1024,) * 63, _pages(64)),
     *(
         _case(f"append int8 B{batch}", (4096,) * batch, _INT8, share="none", rotary=_HALF, only="append")
         for batch in (1, 32, 256)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from kvcompile.errors import KernelError
 from kvcompile.kernels.triton.params import KernelSource, TensorParam
 from kvcompile.kernels.triton.spec import KernelSpec
-from kvcompile.kernels.triton.tools import sass, ttgir
+from kvcompile.kernels.triton.tools import ptx, sass, ttgir
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -76,6 +76,7 @@ class Assembled:
     loads:        bits of a load from global memory in the main loop (or, where there is none, in all of it) -> how many
     barriers:     in one turn of the main loop
     byte_loads:   of single bytes from shared memory, in one turn of the main loop
+    handovers:    what is wrong with each atomic, by its PTX (`ptx.handovers`); "": nothing
     pipeline:     of the main loop, by its TTGIR (`ttgir.Pipeline`); None: it has no product
     opcodes:      with their modifiers, of the main loop (or, where there is none, of all of it) -> how many
     outside:      instructions that are in no loop
@@ -98,6 +99,7 @@ class Assembled:
     pipeline: ttgir.Pipeline | None = None
     opcodes: dict[str, int] = field(default_factory=dict)
     outside: int = 0
+    handovers: tuple[str, ...] = ()
     main_loop: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -108,7 +110,13 @@ class Assembled:
         loads = {int(bits): count for bits, count in data["loads"].items()}
         pipeline = data["pipeline"] and ttgir.Pipeline(**data["pipeline"])
         return Assembled(
-            **{**data, "loads": loads, "main_loop": tuple(data["main_loop"]), "pipeline": pipeline}
+            **{
+                **data,
+                "loads": loads,
+                "main_loop": tuple(data["main_loop"]),
+                "handovers": tuple(data["handovers"]),
+                "pipeline": pipeline,
+            }
         )
 
 
@@ -221,6 +229,7 @@ def _assembled(request: Request, listing: bool) -> Assembled:
         pipeline=ttgir.pipeline(compiled.asm["ttgir"]),
         opcodes=sass.full_opcodes(code if loop is None else loop.body),
         outside=sass.outside(code, loops),
+        handovers=ptx.handovers(compiled.asm["ptx"]),
         main_loop=tuple(i.text for i in loop.body) if listing and loop is not None else (),
     )
 

@@ -50,6 +50,7 @@ PLAIN = Case(CacheLayout(), chunks=CHUNKS, pads=PADS)
 LONG = replace(PLAIN, chunks=(90, 1))  # shares of several tiles
 SEVERAL = replace(LONG, heads=(4, 2), pads=(50, 2, 0))  # sequences, so that decode goes over a list
 INT8 = Case(CacheLayout(int8(), int8(), Paged(8)), chunks=CHUNKS, pads=PADS)
+GATHERED = replace(INT8, chunks=(90, 1), heads=(4, 2), pads=(50, 0))  # over a list, joined by a launch
 INT4 = Case(CacheLayout(uint(4, 16), uint(4, 16)), (2, 1), (32, 32), chunks=CHUNKS, pads=PADS)
 GROUPS = Case(
     CacheLayout(uint(4, 16), uint(4, 16)), (2, 1), (64, 64), torch.float16, chunks=CHUNKS, pads=PADS
@@ -103,14 +104,26 @@ BROKEN: dict[str, tuple[Break, Case]] = {
         SEVERAL,
     ),
     "two parts of a list in one place": (
-        Break(("decode",), "part = tl.program_id(0) + batch * 2", "part = tl.program_id(0) + batch"),
+        Break(
+            ("decode",), "part = tl.program_id(0) + batch * 2 + own", "part = tl.program_id(0) + batch * 2"
+        ),
+        GATHERED,
+    ),
+    "a part that is not joined": (Break(("decode",), "// share - first + 1", "// share - first"), SEVERAL),
+    "who comes first joins the parts": (Break(("decode",), "arrived == parts - 1", "arrived == 0"), SEVERAL),
+    "parts of another head": (Break(("decode",), "* 2 + g[:, None]", "* 2 + 1 - g[:, None]"), SEVERAL),
+    "parts of a list weighed alike": (
+        Break(("decode",), "tl.sum(values * weight[:, :, None], 1)", "tl.sum(values, 1)"),
         SEVERAL,
     ),
-    "a part that is not joined": (
-        Break(("decode",), "// share - tl.program_id(0) + 1)", "// share - tl.program_id(0))"),
-        SEVERAL,
+    "a sequence of no tokens gives ones": (
+        Break(("decode",), "tl.store(row, tl.zeros([512]", "tl.store(row, 1 + tl.zeros([512]"),
+        replace(SEVERAL, chunks=(1, 19), pads=(0, 12)),
     ),
-    "parts of another head": (Break(("combine",), "* 2 + head % 2", "* 2 + (head + 1) % 2"), SEVERAL),
+    "parts of a list of another head, joined by a launch": (
+        Break(("combine",), "* 2 + head % 2", "* 2 + (head + 1) % 2"),
+        GATHERED,
+    ),
     "no scale of scores": (Break(BOTH, "s = s * 0.36067376022224085", "s = s"), PLAIN),
     "scores in base e": (Break(BOTH, "tl.exp2(s - highest[:, None])", "tl.exp(s - highest[:, None])"), PLAIN),
     "old sums are not rescaled": (

@@ -71,7 +71,7 @@ GOLDENS: dict[str, KernelSpec] = {
         ),
         "page_bounds_quest": launched("page_bounds", cache(selection=QUEST)),
         "combine": spec("combine", cache()),
-        "combine_listed": launched("combine", cache(keys=INT8, values=INT8, **PAGES_OF_64)),
+        "combine_listed": launched("combine", cache(placement={"kind": "paged", "page_size": 16})),
         "combine_latent": launched("combine", cache(), "mla"),
         "combine_lse_sinks_hadamard": spec(
             "combine", cache(values=INT8 | {"rotate": "hadamard"}), "sinks", "lse"

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvcompile.errors import KernelError
+from kvcompile.kernels.triton.attend import work_list
 from kvcompile.kernels.triton.config import bits_of
 from kvcompile.kernels.triton.generate import generate
 from kvcompile.kernels.triton.host.launches import Launch
@@ -80,7 +81,7 @@ QUICK = (
     ("decode", "streaming:causal", "smollm2", 90),
     ("decode", "quest_int8:causal", "llama", 90),
     ("page_bounds", "quest:causal", "llama", 90),
-    ("combine", "baseline:causal", "llama", 90),
+    ("combine", "paged:causal", "llama", 90),
     ("append", "int8:causal", "llama", 90),
     ("append", "int4:causal", "llama", 80),
     ("prefill", "baseline:causal", "llama", 90),
@@ -128,6 +129,9 @@ def check(cases: Mapping[str, Request], budgeted: bool) -> Iterator[str]:
         elif found > limit * TOLERANCE:
             wrong.append(f"{found} instructions per element, the budget is {limit}")
         wrong += _unpipelined(name, made)
+        expected = ("",) if work_list.JOINED in cases[name].spec.options else ()
+        if made.handovers != expected:
+            wrong.append(f"programs hand over by {made.handovers}, expected {expected}")
         if (one := pipeline_of(made)) is not None and (accepts or name in pipelines):
             if accepts:
                 pipelines[name] = one
@@ -197,7 +201,7 @@ def test_the_figures_of_a_kernel_whose_loop_is_known() -> None:
     assert made.per_element is not None and 1.8 < made.per_element < 2.5
     assert made.instructions == round(made.per_element * 64 * 256 / 128)
     assert len(made.main_loop) >= made.instructions and "HMMA" in "".join(made.main_loop)
-    assert elements(request("combine", "baseline:causal", "llama", 90).spec) is None
+    assert elements(request("combine", "paged:causal", "llama", 90).spec) is None
     latent = request("decode", "baseline:causal", "mla", 90).spec
     assert elements(latent) == latent.block_n * 576  # values are in the keys
 

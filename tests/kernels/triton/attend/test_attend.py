@@ -116,8 +116,10 @@ def spec_of(call: Call, role: Any, *options: str, **changes: Any) -> str:
     return replace(call.kernels.spec(role, options), **changes).to_json()
 
 
-def decoded(call: Call, splits: int, block: int, *options: str, **sizes: int) -> tuple[Tensor, ...]:
-    """Partial results, tops and totals of the last token (and spans, logits), without an append."""
+def decoded(
+    call: Call, splits: int, block: int, *options: str, arrivals: Tensor | None = None, **sizes: int
+) -> tuple[Tensor, ...]:
+    """Partial results, tops and totals of the last token (and spans, logits; joined, the output), without an append."""
     q = transformed(call)
     return tuple(
         ops_attend.decode(
@@ -131,6 +133,8 @@ def decoded(call: Call, splits: int, block: int, *options: str, **sizes: int) ->
             None,
             None,
             None,
+            call.sinks if "joined" in options else None,
+            arrivals,
             splits,
             4,
             2,
@@ -182,6 +186,12 @@ def test_any_number_of_programs_over_a_list(name: str) -> None:
         (out,) = ops_attend.combine(partial, sums, spans, call.positions, call.sinks, 1, 1, joined)
         within(out[:2], same.out[:2, :, -1:], wanted, torch.float32, f"{programs} programs", few=True)
         assert not out[2].any()
+        # As the last program of each head has joined them, which leaves all programs counted.
+        arrivals = torch.zeros(3, case.heads[0], dtype=torch.int32)
+        (alone,) = decoded(call, programs, 16, "listed", "joined", arrivals=arrivals, **sizes)
+        within(alone[:2], same.out[:2, :, -1:], wanted, torch.float32, f"{programs} programs", few=True)
+        assert not alone[2].any()
+        assert torch.equal(arrivals[:2, : spans.shape[1]], spans[:2, :, 1]) and not arrivals[2].any()
 
 
 @pytest.mark.parametrize("sinks", [False, True])

@@ -19,6 +19,8 @@ from torch import Tensor
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.attend import work_list
 from kvcompile.kernels.triton.config import Config
+from kvcompile.kernels.triton.device import acting_as
+from kvcompile.kernels.triton.generate import generate
 from kvcompile.kernels.triton.host import ops_attend
 from kvcompile.kernels.triton.host import source as source_module
 from kvcompile.kernels.triton.host.site_kernels import kernels_of
@@ -26,6 +28,7 @@ from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.layouts import CacheLayout, SinkWindow
 from kvcompile.specs import MaskSpec
 from tests.support.kernel_specs import H200
+from tests.support.kernel_specs import cache as cache_of
 from tests.support.triton_write import kernels_folder  # noqa: F401  (a fixture)
 
 TILE, MOST = 16, 16  # slots of a tile; tiles of a sequence, each of which has a channel of the values
@@ -66,7 +69,22 @@ def counted(
     q = torch.zeros(batch, 2 * heads, 1, 16)
     positions = torch.tensor(lengths)[:, None] - 1
     partial, sums, spans = ops_attend.decode(
-        q, [keys, values], positions, None, [], [], None, None, None, None, programs, 1, 1, spec.to_json()
+        q,
+        [keys, values],
+        positions,
+        None,
+        [],
+        [],
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        programs,
+        1,
+        1,
+        spec.to_json(),
     )
     assert partial.shape[:2] == sums.shape[:2] == (programs + batch * heads, 2)
     taken = torch.zeros(partial.shape[0], dtype=torch.bool)
@@ -89,7 +107,7 @@ VISIBLE = (
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(LENGTHS, st.integers(1, 3), st.integers(1, 40), st.sampled_from(VISIBLE))
 def covers(lengths: list[int], heads: int, programs: int, visible: tuple[MaskSpec, CacheLayout]) -> None:
     spec = spec_of(heads, *visible)
@@ -148,6 +166,123 @@ def test_which_steps_have_a_list() -> None:
 def test_as_many_programs_as_fit_and_no_more_than_tiles() -> None:
     own = Config(waves=3.0)
     assert own.shares(H200, 100_000) == 396 and own.shares(H200, 12) == 12 and own.shares(H200, 0) == 1
+
+
+# ---- who joins
+
+
+Step = tuple[str, ...]
+
+
+def steps_of(text: str) -> Step:
+    """What a thread of a program does from its stores on, by the kernel's text; the barrier behind an atomic is the
+    compiler's (`tools/ptx.py` looks for it)."""
+    text = text[text.index("tl.store(sums_ptr") :]
+    known = {
+        "tl.store(partial_ptr": "store",
+        "tl.debug_barrier()": "barrier",
+        'tl.atomic_add(arrivals_ptr + batch * 4 + own, 1, sem="acq_rel", scope="gpu")': "count barrier",
+        "joined(": "join",
+    }
+    places = {at: step for mark, step in known.items() if (at := text.find(mark)) >= 0}
+    return tuple(step for at in sorted(places) for step in places[at].split())
+
+
+def outcomes(steps: Step, programs: int, threads: int = 2) -> set[tuple[int, bool]]:
+    """All that may come out: how many programs joined, and whether each thread of these saw every store.
+
+    Every interleaving is tried. A thread sees its own stores, and what it must see by PTX's memory model: behind a
+    barrier what any thread of its program saw, behind an atomic that acquires what was seen before those that released.
+    """
+    every = frozenset((p, t) for p in range(programs) for t in range(threads))
+    start = (
+        tuple(
+            (0, frozenset[tuple[int, int]]()) for _ in every
+        ),  # of each thread: its next step, what it sees
+        (0, frozenset[tuple[int, int]]()),  # the counter, and what is seen behind it
+        (0,) * programs,  # what each program's atomic gave
+    )
+    found: set[tuple[int, bool]] = set()
+    todo, known = [start], {start}
+    while todo:
+        at, counter, gave = todo.pop()
+        moves = []
+        for program in range(programs):
+            own = range(program * threads, (program + 1) * threads)
+            for thread in own:
+                next_step, sees = at[thread]
+                if next_step == len(steps):
+                    continue
+                step, after, count, gives = steps[next_step], list(at), counter, gave
+                if step == "store":
+                    after[thread] = (next_step + 1, sees | {(program, thread - own[0])})
+                elif step == "barrier":
+                    if thread != own[0] or any(at[other][0] != next_step for other in own):
+                        continue
+                    both = frozenset().union(*(at[other][1] for other in own))
+                    for other in own:
+                        after[other] = (next_step + 1, both)
+                elif step in ("count", "count relaxed"):
+                    if thread == own[0]:  # one thread does it
+                        seen = sees | counter[1] if step == "count" else sees
+                        count = (counter[0] + 1, seen if step == "count" else counter[1])
+                        after[thread] = (next_step + 1, seen)
+                        gives = (*gave[:program], counter[0], *gave[program + 1 :])
+                    else:
+                        after[thread] = (next_step + 1, sees)
+                else:
+                    after[thread] = (next_step + 1, sees)
+                moves.append((tuple(after), count, gives))
+        if not moves:
+            last = [program for program in range(programs) if gave[program] == programs - 1]
+            sees_all = all(at[p * threads + t][1] == every for p in last for t in range(threads))
+            found.add((len(last), sees_all))
+        new = [move for move in moves if move not in known]
+        known.update(new)
+        todo += new
+    return found
+
+
+def joined_text() -> str:
+    layout = cache_of(keys={"dtype": "int8"}, values={"dtype": "int8"})
+    made = kernels_of(SiteSpec(layout, 1.0), (4, 2), (16, 16), torch.float32, torch.device("cpu"), False)
+    return generate(made.spec("decode", ("listed", "joined"))).text
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3])
+def test_one_program_joins_and_all_of_its_threads_see_all_parts(programs: int) -> None:
+    steps = steps_of(joined_text())
+    assert steps == ("store", "barrier", "count", "barrier", "join")
+    assert outcomes(steps, programs) == {(1, True)}
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ("store", "count", "barrier", "join"),
+        ("store", "barrier", "count", "join"),
+        ("store", "barrier", "count relaxed", "barrier", "join"),
+        ("barrier", "count", "barrier", "store", "join"),
+    ],
+)
+def test_the_model_sees_what_is_missing(steps: Step) -> None:
+    assert (1, False) in outcomes(steps, 2)
+
+
+def test_parts_are_joined_by_the_last_program_where_they_are_small() -> None:
+    def joins(heads: tuple[int, int], dim: int, **settings: object) -> bool:
+        made = kernels_of(
+            SiteSpec(cache_of(**settings), 1.0), heads, (dim, dim), torch.bfloat16, torch.device("cpu"), False
+        )
+        with acting_as(H200):
+            return work_list.joins(made.spec("decode"), dim)
+
+    pages = {size: {"placement": {"kind": "paged", "page_size": size}} for size in (16, 64)}
+    assert joins((32, 8), 128) and joins((8, 4), 256) and joins((32, 8), 128, **pages[64])
+    assert not joins((16, 1), 512)  # a part is 8,192 numbers
+    keys = {"dtype": "int4", "axis": "channel", "group": 32, "residual": 128}
+    assert not joins((32, 8), 128, keys=keys)  # the main loop has no registers to spare
+    assert not joins((32, 8), 128, **pages[16])  # each slot of a tile has an address of its own
 
 
 # ---- what it gains: a model of a GPU as a fluid

@@ -37,12 +37,13 @@ def roles(recipe: str, tokens: int, attention: str = "causal") -> list[str]:
 @pytest.mark.parametrize(
     ("recipe", "one", "many"),
     [
-        ("baseline", ["append", "decode", "combine"], ["append", "prefill"]),
+        ("baseline", ["append", "decode"], ["append", "prefill"]),
+        ("paged", ["append", "decode", "combine"], ["append", "prefill"]),
         ("kivi4", ["append", "group", "decode", "combine"], ["append", "group", "prefill", "append"]),
-        ("streaming", ["append", "decode", "combine"], ["append", "prefill", "append"]),
+        ("streaming", ["append", "decode"], ["append", "prefill", "append"]),
         (
             "h2o",
-            ["evict", "append", "decode", "combine", "score"],
+            ["evict", "append", "decode", "score"],
             ["append", "prefill", "columns", "columns", "append"],
         ),
         ("quest", ["append", "page_bounds", "decode", "combine"], ["append", "prefill"]),
@@ -61,7 +62,8 @@ def test_every_tiled_role_is_cut_up_as_its_table_says(monkeypatch: pytest.Monkey
         return replace(own(case, site, device), num_warps=8, num_stages=1)
 
     monkeypatch.setattr(site_kernels, "config", odd)
-    found = SHAPES["llama"].kernels(cache(), H200, 1) + SHAPES["llama"].kernels(cache(), H200, 64)
+    paged = recipe_layouts("paged")["causal"]
+    found = SHAPES["llama"].kernels(paged, H200, 1) + SHAPES["llama"].kernels(paged, H200, 64)
     cut = {one.spec.role: (one.num_warps, one.num_stages) for one in found if one.spec.role != "append"}
     assert cut == dict.fromkeys(("decode", "combine", "prefill"), (8, 1))
 

@@ -1,0 +1,104 @@
+"""What docs/kernels.md says of predictions: assumptions as the code has them, goals as they are predicted.
+
+KVCOMPILE_ACCEPT=1 writes what both tests expect; the predictions of goals assemble some forty kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from kvcompile.kernels.triton.predict.assumptions import EXPECTED, HARSH, KIND, Assumed
+from kvcompile.kernels.triton.predict.cases import CaseTime, prepared, times
+from kvcompile.kernels.triton.predict.goals import GOALS, Figure, Judged, judged
+from kvcompile.kernels.triton.predict.model import Model
+from kvcompile.util.machines import MACHINES
+
+PAGE = Path(__file__).parents[4] / "docs" / "kernels.md"
+_UNITS = {"miss": "us", "hit": "us", "launch": "us", "program": "us", "alone": "clocks", "barrier": "clocks"}
+_UNITS |= {"near": "bytes a clock"}
+_WORDS = {
+    "issued": "of the slots of schedulers, what a full loop fills",
+    "alone": "from an instruction of a warp to its next, where it has its scheduler to itself",
+    "barrier": "of a program",
+    "miss": "a load that misses the L2 cache, of a memory that is not busy",
+    "hit": "a load that hits it",
+    "busy": "how much longer a miss takes in a busy memory, queues for its bandwidth apart",
+    "near": "what a multiprocessor takes from the L2 cache, when all do",
+    "single": "of a device's products with warp groups, what single warps reach",
+    "launch": "from the end of a kernel to the first program of the next, in a CUDA graph",
+    "program": "from a free place to the first instruction of a program",
+}
+
+
+def assumed() -> str:
+    """The table of assumptions."""
+    rows = ["| assumed | value | kind end | harsh end |", "|---|---|---|---|"]
+    for field in fields(Assumed):
+        name, unit = field.name, _UNITS.get(field.name, "")
+        scale = 1e6 if unit == "us" else 1.0
+        values = (f"{getattr(each, name) * scale:g} {unit}".strip() for each in (EXPECTED, KIND, HARSH))
+        rows.append(f"| `{name}`: {_WORDS[name]} | {' | '.join(values)} |")
+    return "\n".join(rows)
+
+
+def goals(found: Iterable[Judged]) -> str:
+    """The table of goals."""
+    rows = ["| goal | wanted | predicted | between | verdict |", "|---|---|---|---|---|"]
+    for one in found:
+        low, high = sorted((one.value, one.kind, one.harsh))[::2]
+        goal = f"{one.goal.number}: {one.goal.text} | {one.goal.sign} {one.goal.wanted:g}"
+        rows.append(f"| {goal} | {one.value:.2f} | {low:.2f} and {high:.2f} | {one.verdict} |")
+    return "\n".join(rows)
+
+
+def check(name: str, expected: str) -> None:
+    """The page has that between its marks; or it is written there."""
+    place = re.compile(rf"<!-- predicted:{name} -->(.*?)<!-- /predicted:{name} -->", re.DOTALL)
+    text = PAGE.read_text("utf-8")
+    if os.environ.get("KVCOMPILE_ACCEPT"):
+        made = f"<!-- predicted:{name} -->\n{expected}\n<!-- /predicted:{name} -->"
+        text = place.sub(lambda found: made, text)
+        PAGE.write_text(text, "utf-8")
+    found = place.search(text)
+    assert found is not None and found[1].strip() == expected, f"docs/kernels.md should have:\n{expected}"
+
+
+def test_assumptions_are_those_of_the_code() -> None:
+    check("assumed", assumed())
+    for field in fields(Assumed):
+        values = [getattr(each, field.name) for each in (KIND, EXPECTED, HARSH)]
+        assert values in (sorted(values), sorted(values, reverse=True)) and values[0] != values[2]
+
+
+def test_the_table_has_every_goal_and_its_own_verdict() -> None:
+    """Without assembling: rows are those of the goals, and each verdict follows from its figures (to their digits)."""
+    text = PAGE.read_text("utf-8")
+    table = text[text.index("<!-- predicted:goals -->") : text.index("<!-- /predicted:goals -->")]
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines()[3:] if line]
+    assert [(row[0], row[1]) for row in rows] == [
+        (f"{goal.number}: {goal.text}", f"{goal.sign} {goal.wanted:g}") for goal in GOALS
+    ]
+    for goal, (_, _, value, between, verdict) in zip(GOALS, rows, strict=True):
+        low, high = map(float, between.split(" and "))
+        assert low <= float(value) <= high
+        clear = {goal.met(end) for end in (low, high) if abs(end - goal.wanted) > 0.006}
+        assert clear <= {"met": {True}, "missed": {False}, "open": {True, False}}[verdict]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_goals_are_as_predicted() -> None:
+    machine = MACHINES["h200"]
+    made, found = prepared(machine)
+    runs = [times(Model(machine, each), made, found) for each in (EXPECTED, KIND, HARSH)]
+    check("goals", goals(judged(*(_figures(run.values()) for run in runs))))
+
+
+def _figures(cases: Iterable[CaseTime]) -> dict[str, Figure]:
+    return {case.name: Figure(case.seconds * 1e6, case.bytes, case.share) for case in cases}
