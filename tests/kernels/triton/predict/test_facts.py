@@ -18,7 +18,7 @@ from kvcompile.kernels.triton.tools.ttgir import Pipeline
 from kvcompile.layouts import CacheLayout
 from tests.support.predicted import H200, fact, shape
 
-OF: Shape = shape(CacheLayout(), (4096,) * 2)
+OF: Shape = shape(CacheLayout(), (32768,))
 GIVEN = replace(fact(pipeline=Pipeline(2, 2, 0)), loads={128: 16})
 
 
