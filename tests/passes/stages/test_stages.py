@@ -225,7 +225,9 @@ class TwoTables(TinyLlama):
         super().__init__(TinyConfig(num_layers=4, vocab_size=64))
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        angles = torch.arange(input_ids.shape[1], device=input_ids.device)[None, :, None].float() * self.inv_freq
+        angles = (
+            torch.arange(input_ids.shape[1], device=input_ids.device)[None, :, None].float() * self.inv_freq
+        )
         x = self.embed(input_ids)
         for number, layer in enumerate(self.layers):
             own = angles if number < 2 else 0.5 * angles
