@@ -31,8 +31,8 @@ def check_model(model: Any) -> None:
     if away := offloaded(model):
         raise ModelError(
             f"{name} has weights that accelerate loads when a layer runs, and takes away after it ({away[0]} and "
-            f"{len(away) - 1} others): a graph reads weights where they stand. Load the model with all of them in memory "
-            "(no 'disk' or 'cpu' beside a GPU in device_map), or give each process a part of it: "
+            f"{len(away) - 1} others): a graph reads weights where they stand. Load the model with all of them in "
+            "memory (no 'disk' or 'cpu' beside a GPU in device_map), or give each process a part of it: "
             'parallel={"stages": 2} or {"tensor": 2} under torchrun'
         )
     empty = [n for n, tensor in chain(model.named_parameters(), model.named_buffers()) if tensor.is_meta]
