@@ -229,7 +229,7 @@ def _emit(
     if group is not None:
         part = parts_of(front, plan)[group.stage][group.tensor_rank]
         rewritten, constants = rewrite_part(part, rewritten, constants)
-        rewritten, stage, plan = alone(part, rewritten), part.stage, part.plan
+        rewritten, stage, plan = alone(rewritten), part.stage, part.plan
         collectives.name_group(rewritten.graph_module, group.name)
     regions = cut(
         rewritten.graph_module,

@@ -25,17 +25,19 @@ from kvcompile.passes.capture.python_step import give_steps
 from kvcompile.passes.detect.detect import Detection, detect
 from kvcompile.passes.detect.rotation import NotRotary, Rotations
 from kvcompile.passes.graph_module import module_of
+from kvcompile.passes.probe.evaluate import fetch_attr
 from kvcompile.passes.records import AttentionSite, NoMatch, RopeSpec
 from kvcompile.passes.rewrite.absorb import absorb
 from kvcompile.passes.rewrite.canonicalize import canonicalize
 from kvcompile.passes.rewrite.insert_cache import Rewritten, insert_cache
 from kvcompile.passes.rewrite.positions import offset_positions
-from kvcompile.passes.shard.shard import Shard, Sharding, localized, own_weights, shard
+from kvcompile.passes.shard.shard import Shard, Sharding, localized, shard
 from kvcompile.passes.stages.stage import Stage, Staging, staged
 from kvcompile.plan import INDUCTOR, Decision, Plan
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.scales import ModelId
 from kvcompile.specs import RecurrentState
+from kvcompile.util.copied import copied
 from kvcompile.util.serial import traces
 from kvcompile.util.threads import threads_that_pay
 from kvcompile.util.tracing import uncollected
@@ -266,12 +268,12 @@ def opaques_of(front: Front, own: Rewritten) -> tuple[OpaqueModule, ...]:
     return tuple(record for record in front.captured.opaques if record.key in used)
 
 
-def alone(part: Part, own: Rewritten) -> Rewritten:
-    """The cached graph of a part with weights that keep no larger tensor in memory."""
-    if part.shard is None:
-        return own
-    module = module_of(own_weights(part.shard, own.graph_module), own.graph_module.graph, "CachedRank")
-    return replace(own, graph_module=module)
+def alone(own: Rewritten) -> Rewritten:
+    """The cached graph with copies of its weights: what they are parts of, and the file that is mapped, can go."""
+    graph = own.graph_module.graph
+    names = dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr")
+    held = {name: fetch_attr(own.graph_module, name).detach() for name in names}
+    return replace(own, graph_module=module_of(copied(held), graph, "CachedRank"))
 
 
 def rewrite(front: Front, plan: Plan) -> tuple[Rewritten, dict[str, Tensor]]:

@@ -17,6 +17,7 @@ from kvcompile.cli.common import (
     Model,
     Settings,
     command,
+    on_ranks,
     overrides_from,
     show,
     stderr,
@@ -79,6 +80,14 @@ def quality(
     no_plot: Annotated[
         bool, typer.Option("--no-plot", help="Without the picture, which needs matplotlib.")
     ] = False,
+    tensor: Annotated[
+        int,
+        typer.Option(min=1, help="Ranks that each have a part of the model; start as many with torchrun."),
+    ] = 1,
+    layers: Annotated[
+        int,
+        typer.Option("--stages", min=1, help="Stages that each have a part of the layers; one process each."),
+    ] = 1,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -88,6 +97,7 @@ def quality(
     called again, it goes on where it was.
 
     Example: kvcompile quality --recipes int8,int4,kivi2,streaming --out quality
+    Over ranks: torchrun --nproc-per-node 3 -m kvcompile.cli quality --tensor 3
     """
     overrides = overrides_from(settings)
     lengths, places = _numbers("--needle-tokens", needle_tokens, int), _numbers("--depths", depths, float)
@@ -100,6 +110,7 @@ def quality(
         from kvcompile.report.quality.run import check, run
         from kvcompile.report.quality.settings import Settings as What
         from kvcompile.report.quality.text import read_text
+        from kvcompile.runtime.parallel.group import rank_of_process
 
         what = What(
             metrics=tuple(_words(metrics)),
@@ -123,6 +134,7 @@ def quality(
         loaded_recipes = [Recipe.load(name, **overrides) for name in names]
         words = None if text is None else read_text(text)
         check(what, out, not no_plot)  # before the model loads
+    parallel, device = on_ranks(tensor, device, layers)
     with waiting(f"loading {model}"):
         loaded = load_model(model, dtype, device)
     try:
@@ -138,10 +150,13 @@ def quality(
                 not no_plot,
                 loaded.name,
                 progress,
+                parallel,
             )
     except KeyboardInterrupt:
         stderr().print(f"what is finished is in {out}; the same command goes on from there", soft_wrap=True)
         raise
+    if parallel is not None and rank_of_process():
+        return
     if json:
         typer.echo(report.to_json(), nl=False)
     else:

@@ -396,7 +396,7 @@ def _fixed(node: Node) -> int | None:
 
 
 def tensor_of(module: GraphModule, piece: Piece, rank: int) -> Tensor:
-    """A rank's part of a weight, as it is held: contiguous, a view where that is one run of rows."""
+    """A rank's part of a weight: a view where it is one run of indices, which takes no memory of its own."""
     value = fetch_attr(module, piece.path).detach()
     for dim, cut in enumerate(piece.placement):
         if cut is None:
@@ -408,4 +408,4 @@ def tensor_of(module: GraphModule, piece: Piece, rank: int) -> Tensor:
             parts = [value.narrow(dim, start, stop - start) for start, stop in runs]
             value = torch.cat(parts, dim)
     assert isinstance(value, Tensor)
-    return value if is_whole(piece.placement) else value.contiguous()
+    return value

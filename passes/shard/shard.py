@@ -352,19 +352,6 @@ class _Local(dict[Node, Node]):
         return self.builder.get(node, placement)[self.rank]
 
 
-def own_weights(own: Shard, module: GraphModule) -> dict[str, Tensor]:
-    """The weights of `module`, made of a rank's graph, by name: what is a part of a larger tensor, is copied out of it,
-    unless the rank has that whole as well."""
-    there = {piece.path for piece in own.pieces.values() if is_whole(piece.placement)}
-    found = {}
-    for name in dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "get_attr"):
-        value = _attribute(module, name)
-        piece = own.pieces.get(name)
-        part = piece is not None and not is_whole(piece.placement) and piece.path not in there
-        found[name] = value.clone() if part else value
-    return found
-
-
 def localized(plan: Plan, sharding: Sharding, rank: int) -> Plan:
     """The plan as one rank carries it out: with its heads, and its heads' calibrated scales."""
     decisions = []
@@ -389,4 +376,4 @@ def localized(plan: Plan, sharding: Sharding, rank: int) -> Plan:
     return replace(plan, decisions=tuple(decisions))
 
 
-__all__ = ["Shard", "Sharding", "WholeLinear", "localized", "own_weights", "shard"]
+__all__ = ["Shard", "Sharding", "WholeLinear", "localized", "shard"]

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kvcompile
 from kvcompile.errors import ModelError
-from kvcompile.original.checks import offloaded
+from kvcompile.original.checks import check_model, devices_of, offloaded
 from tests.support.models import tiny_hf
 
 accelerate = pytest.importorskip("accelerate")
@@ -32,6 +33,26 @@ def test_hooks_that_only_move_are_traced_through() -> None:
     plain: Any = kvcompile.optimize(tiny_hf("llama"), "int8", max_tokens=64, compile={"mode": "none"})
     assert torch.equal(fast.generate(ids, max_new_tokens=5), plain.generate(ids, max_new_tokens=5))
     assert model.hf_device_map == PLACES
+
+
+def test_layers_on_several_devices_are_refused_with_what_to_do() -> None:
+    """As `device_map="auto"` puts them where there are two GPUs; here, fake ones."""
+    model: Any = tiny_hf("llama")
+    with FakeTensorMode():
+        for number, layer in enumerate(model.model.layers):
+            for module in layer.modules():
+                for name, weight in module.named_parameters(recurse=False):
+                    made = torch.empty(weight.shape, device=f"cuda:{number}")
+                    setattr(module, name, torch.nn.Parameter(made, requires_grad=False))
+    assert devices_of(model) == {
+        "cpu": "model.embed_tokens.weight",
+        "cuda:0": "model.layers.0.self_attn.q_proj.weight",
+        "cuda:1": "model.layers.1.self_attn.q_proj.weight",
+    }
+    with pytest.raises(
+        ModelError, match=r"weights on 3 devices .*layers\.1\.\S+ on cuda:1\).*\"stages\": 3.*torchrun"
+    ):
+        check_model(model)
 
 
 def test_weights_on_the_disk_are_named(tmp_path: Any) -> None:

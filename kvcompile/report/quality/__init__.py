@@ -48,6 +48,7 @@ def quality(
     fresh: bool = False,
     plot: bool = True,
     name: str | None = None,
+    parallel: object = None,
     progress: Progress | None = None,
 ) -> QualityReport:
     """Measure what the caches of `recipes` cost in quality, beside a full cache ("baseline", always added).
@@ -74,6 +75,7 @@ def quality(
         fresh: measure again what the folder has.
         plot: whether the picture is made, which needs matplotlib.
         name: of the model, in reports; default: its class.
+        parallel: as `optimize` takes it: all ranks make the same call, and rank 0 writes. Bytes are then rank 0's.
         progress: called as progress(stage, done, total); None: as `optimize` shows it.
 
     Raises:
@@ -98,7 +100,7 @@ def quality(
     )
     folder = None if out is None else Path(out)
     with told(progress) as tell:
-        return run(model, tokenizer, recipes, text, settings, folder, fresh, plot, name, tell)
+        return run(model, tokenizer, recipes, text, settings, folder, fresh, plot, name, tell, parallel)
 
 
 def _all(value: Any) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from kvcompile.report.quality.report import Memory
 from kvcompile.report.quality.settings import Settings
 from kvcompile.report.quality.store import Score
 from kvcompile.runtime.module import CachedModel
+from kvcompile.runtime.parallel.options import Parallel
 
 Tell = Callable[[int, int], None]
 
@@ -25,7 +26,14 @@ class Bench:
     """One model, its tokenizer and a text. The reference's module is kept as long as the bench."""
 
     def __init__(
-        self, model: nn.Module, front: Front, tokenizer: Any, ids: Tensor, settings: Settings, reference: Job
+        self,
+        model: nn.Module,
+        front: Front,
+        tokenizer: Any,
+        ids: Tensor,
+        settings: Settings,
+        reference: Job,
+        parallel: Parallel,
     ):
         """
         ids:       int64 [n], the text
@@ -34,6 +42,7 @@ class Bench:
         self._model, self._front, self._tokenizer = model, front, tokenizer
         self._ids = ids[None].to(front.device)
         self._settings = settings
+        self._parallel = parallel
         self._reference_job = reference
         self._reference: CachedModel | None = None
         self._verified: set[str] = set()
@@ -63,7 +72,8 @@ class Bench:
     def _build(self, job: Job) -> CachedModel:
         """The job's module; a recipe is verified as it says, the first time."""
         verify = "off" if job.recipe.name in self._verified else job.verify
-        fast = api.build(self._model, self._front, job.recipe.model_copy(update={"verify": verify}))
+        recipe = job.recipe.model_copy(update={"verify": verify})
+        fast = api.build(self._model, self._front, recipe, parallel=self._parallel)
         self._verified.add(job.recipe.name)
         return fast
 

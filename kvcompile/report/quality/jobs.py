@@ -20,6 +20,7 @@ from kvcompile.report.quality import REFERENCE, digests, haystack
 from kvcompile.report.quality.feed import step_of
 from kvcompile.report.quality.haystack import Needle
 from kvcompile.report.quality.settings import Settings
+from kvcompile.runtime.parallel.options import Parallel
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ def plan_jobs(
     ids: Tensor,
     asked: Mapping[tuple[int, str], tuple[Needle, ...]],
     settings: Settings,
+    parallel: Parallel,
 ) -> list[Job]:
     """All jobs, recipe by recipe; the first one is of the reference.
 
@@ -94,6 +96,8 @@ def plan_jobs(
         QualityError: a step that a recipe cannot be fed in, or limits that are too small; all of them.
     """
     same = [digests.of_model(model), front.device.type, digests.versions()]
+    if parallel.size > 1:  # what a rank's cache takes is another figure
+        same.append(str(parallel))
     jobs: list[Job] = []
     problems: list[str] = []
     for recipe in recipes:

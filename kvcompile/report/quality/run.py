@@ -21,6 +21,8 @@ from kvcompile.report.quality.report import NeedleScore, PerplexityScore, Qualit
 from kvcompile.report.quality.settings import Settings
 from kvcompile.report.quality.store import Score, Store
 from kvcompile.report.quality.text import help_topics, tokens_of
+from kvcompile.runtime.parallel.group import check_world, rank_of_process
+from kvcompile.runtime.parallel.options import Parallel
 from kvcompile.util.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -38,8 +40,13 @@ def run(
     plot: bool,
     name: str | None,
     tell: Progress,
+    parallel: object = None,
 ) -> QualityReport:
     """See `kvcompile.quality`."""
+    over = Parallel.of(parallel)
+    if over.size > 1:
+        check_world(over)
+    first = over.size == 1 or rank_of_process() == 0
     loaded = load_recipes(recipes)
     problems = settings.problems()
     if out is not None and plot and not picture.available():
@@ -65,7 +72,7 @@ def run(
         log.warning(message)
         notes.append(message)
 
-    store = Store(out, warn)
+    store = Store(out, warn, writes=first)
     hunted = "needle" in settings.metrics
     asked = {
         (length, ask): haystack.needles(tokenizer, ids, length, ask, settings)
@@ -76,13 +83,15 @@ def run(
     model = base_of(model)
     front = understand(model)
     tell("capture and detect", 1, 1)
-    jobs = plan_jobs(model, front, loaded, ids, asked, settings)
-    bench = Bench(model, front, tokenizer, ids, settings, jobs[0])
+    jobs = plan_jobs(model, front, loaded, ids, asked, settings, over)
+    bench = Bench(model, front, tokenizer, ids, settings, jobs[0], over)
     scores: list[tuple[Job, Score]] = []
     for number, job in enumerate(jobs, start=1):
         scores.append((job, _finish(job, f"{number}/{len(jobs)} {job.title}", bench, store, fresh, tell)))
     rows = tuple(_row([(job, score) for job, score in scores if job.recipe.name == r.name]) for r in loaded)
     notes += _differences(rows)
+    if over.size > 1:
+        notes.append(f"over {over.size} ranks ({over}): bytes in the buffers are those of rank 0")
     longest = rows[0].memory.tokens
     if front.max_tokens is not None and longest > front.max_tokens:
         notes.append(f"the model was made for {front.max_tokens:,} tokens, and {longest:,} are measured")
@@ -97,7 +106,7 @@ def run(
         rows=rows,
         notes=tuple(notes),
     )
-    if out is not None:
+    if out is not None and first:
         report.save(out, plot)
     return report
 

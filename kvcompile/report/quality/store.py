@@ -30,8 +30,10 @@ Score = PerplexityScore | NeedleScore
 class Store:
     """The results of one folder; `folder` None keeps them in memory only."""
 
-    def __init__(self, folder: Path | None, warn: Callable[[str], None]):
+    def __init__(self, folder: Path | None, warn: Callable[[str], None], writes: bool = True):
         """
+        writes: False finds what is there, and keeps what is new in memory: another rank writes it
+
         Raises:
             QualityError: the folder cannot be made, or its file not be read or written.
         """
@@ -44,7 +46,9 @@ class Store:
             with self._file.open("a+", encoding="utf-8", errors="replace") as file:
                 file.seek(0)
                 text = file.read()
-                if text and not text.endswith("\n"):  # a line that was cut off must not swallow the next one
+                if (
+                    writes and text and not text.endswith("\n")
+                ):  # a line that was cut off must not swallow the next one
                     file.write("\n")
         except OSError as error:
             raise QualityError([f"out: {folder} cannot be written: {error.strerror or error}"]) from error
@@ -58,6 +62,8 @@ class Store:
                     f"{self._file}, line {number}: cannot be read ({type(error).__name__}: {reason}); what it held is "
                     "measured again"
                 )
+        if not writes:
+            self._file = None
 
     def get(self, key: str) -> Score | None:
         """A finished measurement."""

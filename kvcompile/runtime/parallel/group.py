@@ -201,6 +201,13 @@ def check_world(options: Parallel, mesh: Any = None) -> None:
         raise PlanError(f"parallel: {options}: {options.size} ranks, and {where} {size} processes")
 
 
+def rank_of_process() -> int:
+    """This process's rank in the default group, or as torchrun has started it; 0 where it was started alone."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", 0))
+
+
 def join(options: Parallel, device: torch.device, mesh: Any = None) -> Group:
     """Meet the other ranks.
 

@@ -217,7 +217,8 @@ def test_without_processes_it_is_said_how_to_start_them(monkeypatch: pytest.Monk
     [
         ({"tensor": 0}, "tensor: expected a number of ranks"),
         ({"tensor": True}, "tensor: expected a number of ranks"),
-        ({"tensors": 2}, "'tensors' is not known; known: tensor, timeout, start"),
+        ({"stages": 0}, "stages: expected a number of stages"),
+        ({"tensors": 2}, "'tensors' is not known; known: tensor, stages, timeout, start"),
         ({"tensor": 2, "timeout": 0}, "timeout: expected seconds"),
         ("2", "expected a mapping"),
     ],

@@ -10,6 +10,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import nn
 
 import kvcompile
 from kvcompile.errors import InputError, PlanError, RankError
+from kvcompile.models import load_model
 from kvcompile.serve import Engine
 from tests.support.budget import rms
 from tests.support.models import NanoGPT, TinyConfig, TinyLlama, make, tiny_hf
@@ -77,13 +79,16 @@ def _same_text(rank: int, ranks: int, name: str, recipe: str, tensor: int) -> No
     assert all(torch.equal(each, drawn) for each in others)
     with pytest.raises(PlanError, match=r"stages: \d: an engine keeps the pages of all layers"):
         Engine(fast)
-    # The other stages' weights are nobody's.
-    mine = {t.data_ptr() for t in fast.executor.regions.weights.values()}
+    # It has copies of its own weights, and nobody has the others.
+    mine = {
+        t.untyped_storage().data_ptr(): t.untyped_storage() for t in fast.executor.regions.weights.values()
+    }
+    sizes = sum(p.nbytes for p in model.parameters())
     weights = [weakref.ref(p) for p in model.parameters()]
     del model, alone
     gc.collect()
-    left = [own for own in (each() for each in weights) if own is not None]
-    assert len(left) < len(weights) and all(own.data_ptr() in mine for own in left)
+    assert not [own for own in (each() for each in weights) if own is not None]
+    assert sum(storage.nbytes() for storage in mine.values()) < 0.8 * sizes
 
 
 @pytest.mark.parametrize(
@@ -99,6 +104,36 @@ def _same_text(rank: int, ranks: int, name: str, recipe: str, tensor: int) -> No
 )
 def test_stages_give_what_one_process_gives(name: str, ranks: int, recipe: str, tensor: int) -> None:
     spawn(ranks, _same_text, name, recipe, tensor)
+
+
+def _mapped(folder: str) -> bool:
+    """Whether some of the checkpoint's files is mapped into this process."""
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        return any(folder in line for line in maps)
+
+
+def _lets_go(rank: int, ranks: int, folder: str, parallel: dict[str, Any]) -> None:
+    loaded = load_model(folder)
+    sizes = sum(p.nbytes for p in loaded.model.parameters())
+    assert _mapped(folder)
+    fast: Any = kvcompile.optimize(
+        loaded.model, max_tokens=64, compile=EAGER, verify="off", parallel=parallel
+    )
+    del loaded
+    gc.collect()
+    assert not _mapped(folder)
+    held = {
+        t.untyped_storage().data_ptr(): t.untyped_storage() for t in fast.executor.regions.weights.values()
+    }
+    assert sum(storage.nbytes() for storage in held.values()) < 0.7 * sizes
+    fast(IDS)
+
+
+@pytest.mark.parametrize("kind", ["stages", pytest.param("tensor", marks=pytest.mark.slow)])
+def test_a_rank_lets_go_of_the_checkpoint(kind: str, tmp_path: Path) -> None:
+    """Files are mapped while they are read, and a rank's part is copied out of them."""
+    tiny_hf("llama").save_pretrained(tmp_path)
+    spawn(2, _lets_go, str(tmp_path), {kind: 2, "start": 120})
 
 
 def _compiled(rank: int, ranks: int) -> None:
