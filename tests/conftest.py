@@ -48,6 +48,7 @@ def _quick() -> None:
     torch.set_num_threads(1)
     torch._dynamo.config.fake_tensor_cache_enabled = False
     gc.set_threshold(100_000, 50, 100)
+    gc.freeze()  # what was imported and collected stays: nothing looks through it again, here or in forks
 
 
 def _name(path: Path) -> str:
