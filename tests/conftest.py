@@ -33,9 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # From before the first test on, pytest listens to loggers that do not propagate; where anyone listens to this one,
     # PyTorch prints all its graphs.
     logging.getLogger("torch.__trace").propagate = True
-    # For processes that tests start, too: threads and pools of theirs only wait for cores that others compute on.
+    # For processes that tests start, too: threads of theirs only wait for cores that others compute on.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     asked = str(config.getoption("markexpr")).replace("not gpu", "")
     if "gpu" not in asked and not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
