@@ -29,7 +29,8 @@ demo: $(READY) ## generate text with a small model and a cache of your choice
 	@$(BIN)/python examples/generate.py $(ARGS)
 
 test: $(READY) ## run the tests; ARGS="-k verify" selects, ARGS="-m slow" runs the slow ones
-	@$(BIN)/pytest -n logical --maxprocesses=4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@# Modules are compiled once, and not in each of the processes that tests start.
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n logical --maxprocesses=4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(READY) ## ruff check, ruff format --check, mypy --strict
 	@# mypy sees one tree of links, laid out as an installed package is; sed gives back the names of the real files.

@@ -33,6 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # From before the first test on, pytest listens to loggers that do not propagate; where anyone listens to this one,
     # PyTorch prints all its graphs.
     logging.getLogger("torch.__trace").propagate = True
+    # For processes that tests start, too: threads of theirs only wait for cores that others compute on.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     asked = str(config.getoption("markexpr")).replace("not gpu", "")
     if "gpu" not in asked and not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -45,6 +47,7 @@ def _quick() -> None:
     torch.set_num_threads(1)
     torch._dynamo.config.fake_tensor_cache_enabled = False
     gc.set_threshold(100_000, 50, 100)
+    gc.freeze()  # what was imported and collected stays: nothing looks through it again, here or in forks
 
 
 def _name(path: Path) -> str:
@@ -78,10 +81,24 @@ ANEW = [
     "passes/score_mod/test_scores",
     "passes/detect/test_shared_kv",
     "passes/recurrent/test_state",
-    "serve/test_numerics",
-    "serve/test_packed",
     "runtime/test_threads",
     "passes/capture/test_traced_once",
+]
+
+
+# Files whose patches are of what loads a model, decides, computes or compiles, and of nothing that understands.
+OTHERS = [
+    "api/test_bad_input",
+    "cli/test_cli",
+    "decide/test_auto",
+    "decide/test_kernel_choice",
+    "decide/test_one_decision",
+    "docs/test_docs",
+    "kernels/reference/test_page_selection",
+    "quality/test_figures",
+    "quality/test_runs",
+    "runtime/test_generate",
+    "serve/test_packed",
 ]
 
 
@@ -91,7 +108,19 @@ def _understood_once(request: pytest.FixtureRequest) -> None:
 
     known.begin()
     patches = "monkeypatch" in request.fixturenames  # what is patched must be what runs, and in no other test
-    known.on = _name(request.path) not in ANEW and not patches
+    known.on = _name(request.path) not in ANEW and (not patches or _name(request.path) in OTHERS)
+
+
+@pytest.fixture(autouse=True)
+def _exported_once(request: pytest.FixtureRequest) -> None:
+    import sys
+
+    if "kvcompile.targets.onnx.graph" not in sys.modules:
+        return
+    from tests.support.exported_once import AFTER, exported
+
+    exported.begin()
+    exported.on = "monkeypatch" not in request.fixturenames or _name(request.path) in AFTER
 
 
 # The longest files come first, so that no worker is left alone with one of them.
@@ -108,6 +137,15 @@ LONGEST = [
     "verify/test_verify",
     "targets/onnx/test_copies",
     "examples/test_examples",
+    "serve/test_ranks",
+    "runtime/parallel/test_ranks",
+    "runtime/test_cuda_memory",
+    "kernels/cpp/test_attention",
+    "serve/test_numerics",
+    "passes/score_mod/test_scores",
+    "passes/recurrent/test_state",
+    "kernels/reference/test_storage",
+    "serve/test_packed",
     "kernels/reference/test_quanto",
 ]
 

@@ -57,15 +57,25 @@ def front(model: Any) -> Front:
     return understand(model)
 
 
+class Modules(dict[str, Any]):
+    """Each recipe's module, made when it is first asked for; what a test compiles, the later ones find compiled."""
+
+    def __init__(self, model: Any, mode: str) -> None:
+        self.model, self.mode = model, mode
+
+    def __missing__(self, recipe: str) -> Any:
+        self[recipe] = optimize(self.model, recipe, self.mode)
+        return self[recipe]
+
+
 @pytest.fixture(scope="module")
 def compiled(model: Any) -> dict[str, Any]:
-    """Each recipe's module; what a test compiles, the later ones find compiled."""
-    return {recipe: optimize(model, recipe, "default") for recipe in RECIPES}
+    return Modules(model, "default")
 
 
 @pytest.fixture(scope="module")
 def eager(model: Any) -> dict[str, Any]:
-    return {recipe: optimize(model, recipe, "none") for recipe in RECIPES}
+    return Modules(model, "none")
 
 
 def compilations() -> dict[str, int]:

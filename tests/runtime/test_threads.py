@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import kvcompile
 from kvcompile.errors import InputError
-from tests.support.models import NanoGPT, TinyLlama, make, tiny_hf
+from tests.support.models import NanoGPT, TinyConfig, TinyLlama, make, tiny_hf
 
 EAGER: dict[str, Any] = {"compile": {"mode": "none"}, "verify": "off", "max_tokens": 64}
 MAKES: dict[str, Callable[[], nn.Module]] = {
@@ -133,7 +133,9 @@ def test_a_call_waits_for_a_whole_generate() -> None:
 def test_sessions_of_artifacts_take_turns(tmp_path: Any) -> None:
     from kvcompile.runtime.load import load
 
-    kvcompile.export(make(NanoGPT), tmp_path / "a", "onnx", max_tokens=64, verify="off")
+    kvcompile.export(
+        make(NanoGPT, TinyConfig(num_layers=1)), tmp_path / "a", "onnx", max_tokens=64, verify="off"
+    )
     session = load(tmp_path / "a")
     wanted = [session.generate(ids, max_new_tokens=8) for ids in prompts(4)]
     with ThreadPoolExecutor(4) as pool:

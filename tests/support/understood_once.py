@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -104,8 +105,11 @@ class Known:
             own, front = self.fronts[key]
             return moved(front, own, model)
         front = self._understood(model)
+        if front.captured.opaques:  # they run the model's own modules, which a copy of them would not
+            return front
         own = copy.deepcopy(model)
-        self.fronts[key] = (own, moved(front, model, own))
+        with suppress(RuntimeError):  # of tensors without memory beside its nodes, which nothing copies
+            self.fronts[key] = (own, moved(front, model, own))
         return front
 
 

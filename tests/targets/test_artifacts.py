@@ -215,7 +215,7 @@ class TestWriting:
         assert listed(tmp_path) == []
 
     def test_a_plain_module_that_counts_positions_itself(self, tmp_path: Path) -> None:
-        plain = make(TinyLlama, TinyConfig())
+        plain = make(TinyLlama, TinyConfig(num_layers=1))
         manifest = kvcompile.export(plain, tmp_path / "a", "onnx", recipe=small("int8", verify="quick"))
         assert not manifest.ragged and len(manifest.checks) == 1
         session = Session(tmp_path / "a", threads=1)

@@ -34,9 +34,19 @@ def dummy(monkeypatch: pytest.MonkeyPatch) -> str:
     return "dummy"
 
 
-def test_a_new_target_needs_its_module_and_its_line(dummy: str, tmp_path: Path) -> None:
-    model, out = tiny(layers=1), tmp_path / "artifact"
-    manifest = kvcompile.export(model, out, dummy, recipe=small("int8", verify="quick"))
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact of it, which tests only read."""
+    out = tmp_path_factory.mktemp("dummy") / "artifact"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TARGETS, "dummy", DUMMY)
+        kvcompile.export(tiny(layers=1), out, "dummy", recipe=small("int8", verify="quick"))
+    return out
+
+
+def test_a_new_target_needs_its_module_and_its_line(dummy: str, artifact: Path) -> None:
+    model, out = tiny(layers=1), artifact
+    manifest = Manifest.read(out)
     assert manifest.target == dummy and {"prefill.pt2", "decode.pt2"} == set(manifest.files)
     assert [check.session for check in manifest.checks] == ["torch.export"]  # it was run when it was written
     session = kvcompile.load(out)
@@ -102,10 +112,8 @@ def test_the_help_and_the_errors_name_it(dummy: str, tmp_path: Path) -> None:
 
 
 def test_an_artifact_of_a_target_that_is_not_there_is_refused(
-    dummy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dummy: str, artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "artifact"
-    kvcompile.export(tiny(layers=1), out, dummy, recipe=small("int8"))
     monkeypatch.delitem(TARGETS, dummy)
     with pytest.raises(ArtifactError, match="target is 'dummy'"):
-        Manifest.read(out)
+        Manifest.read(artifact)

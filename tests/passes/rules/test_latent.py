@@ -133,7 +133,7 @@ def test_absorbed(kind: str) -> None:
 @pytest.mark.parametrize("recipe", ["window", "in_cache"])
 def test_absorbed_in_rings(recipe: str) -> None:
     """Rings that wrap against the oracle (thorough), and the model itself while nothing is forgotten."""
-    model = Latent().eval()
+    model = Latent(layers=1).eval()
     fast = optimized(model, RECIPES[recipe], verify="thorough")
     assert fast.plan.decisions[0].rope == RotaryForm("interleaved", RANK, ROPE)
     check(fast, model)

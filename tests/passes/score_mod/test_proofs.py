@@ -100,7 +100,7 @@ WRONG: dict[str, tuple[ModuleType, str, str, tuple[str, ...]]] = {
         prove,
         'return a == b if e.op == "eq" else a >= b if e.op == "ge" else a > b',
         'return a == b if e.op == "eq" else a >= b if e.op == "ge" else a >= b',
-        ("terms", "proofs", "masks"),
+        ("proofs", "terms", "masks"),
     ),
     "division towards zero is division downwards": (
         prove,
@@ -112,7 +112,7 @@ WRONG: dict[str, tuple[ModuleType, str, str, tuple[str, ...]]] = {
         make,
         "return (value - least) % size + least",
         "return value",
-        ("normal forms", "terms", "proofs"),
+        ("proofs", "normal forms", "terms"),
     ),
 }
 
