@@ -63,7 +63,9 @@ def _target(node: Node) -> str:
 def _content(tensor: Tensor) -> str:
     """A constant's dtype, sizes and bytes."""
     held = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return _hash((str(tensor.dtype), str(tuple(tensor.shape)), hashlib.sha256(held.numpy().tobytes()).hexdigest()))
+    return _hash(
+        (str(tensor.dtype), str(tuple(tensor.shape)), hashlib.sha256(held.numpy().tobytes()).hexdigest())
+    )
 
 
 def _hash(parts: Iterable[str]) -> str:
