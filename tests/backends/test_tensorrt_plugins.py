@@ -23,6 +23,7 @@ from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.reference import attention as reference
 from kvcompile.kernels.shared.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton.attend.work_list import joined_apart
 from kvcompile.kernels.triton.device import acting_as
 from kvcompile.kernels.triton.host.launch import Recorded, arguments, recording
 from kvcompile.kernels.triton.host.launches import call
@@ -53,7 +54,7 @@ PAGES = 23
 def real(layout: str, batch: int, tokens: int) -> list[Recorded]:
     """The launches of a call with these sizes."""
     own = shape("bfloat16")
-    with recording() as found, acting_as(DEVICES[90]), FakeTensorMode(), torch.no_grad():
+    with joined_apart(), recording() as found, acting_as(DEVICES[90]), FakeTensorMode(), torch.no_grad():
         call(own.site(LAYOUTS[layout]), own.heads, own.dims, torch.bfloat16, LIMIT, batch, tokens, PAGES)
     return found
 
@@ -83,7 +84,7 @@ def test_the_parts_of_the_cache_are_aliased_where_they_are_written() -> None:
     assert append.aliases == {f"{part}_kept": part for part in parts}
     assert decode.aliases == combine.aliases == {}
     assert [t.name for t in append.outputs] == ["q_out", *(f"{part}_kept" for part in parts)]
-    assert [t.name for t in decode.outputs] == ["partial", "sums"]
+    assert [t.name for t in decode.outputs] == ["partial", "sums", "spans"]
     assert append.to_json()["outputs"][1]["aliases"] == "keys_data"  # type: ignore[index]
 
 

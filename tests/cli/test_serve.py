@@ -178,8 +178,8 @@ def test_only_the_first_of_several_ranks_has_the_port(monkeypatch: pytest.Monkey
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert on_ranks(2, "cuda") == ({"tensor": 2}, "cuda:1")
-    assert on_ranks(2, "cpu") == ({"tensor": 2}, "cpu") and on_ranks(2, "cuda:3")[1] == "cuda:3"
+    assert on_ranks(2, "cuda") == ({"tensor": 2, "stages": 1}, "cuda:1")
+    assert on_ranks(2, "cpu") == ({"tensor": 2, "stages": 1}, "cpu") and on_ranks(2, "cuda:3")[1] == "cuda:3"
     assert on_ranks(1, "cuda") == (None, "cuda")
 
 

@@ -4,6 +4,7 @@ python -m tests.coverage                       all types, and the table in the d
 python -m tests.coverage --fast                the types that CI checks; nothing is written
 python -m tests.coverage llama gemma2 bloom    these types; nothing is written
 python -m tests.coverage --tensor 2            all types over 2 ranks; writes docs/coverage_tensor.json
+python -m tests.coverage --stages 2            all types over 2 stages; writes docs/coverage_stages.json
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one type")
     parser.add_argument("--tensor", type=int, help="over so many ranks")
+    parser.add_argument("--stages", type=int, help="over so many stages")
     options = parser.parse_args(argv)
+    if options.tensor and options.stages:
+        parser.error("--tensor and --stages have tables of their own: one at a time")
     # One thread a process; read by OpenMP when torch is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     warnings.filterwarnings("ignore")
@@ -65,11 +70,15 @@ def main(argv: list[str] | None = None) -> int:
         console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
     types = options.types or (FAST if options.fast else all_types())
-    if options.tensor:
-        from tests.coverage import tensor
+    if options.tensor or options.stages:
+        from tests.coverage import stages, tensor
 
-        check = partial(tensor.check_tensor, ranks=options.tensor)
-        alone = [] if options.types else tensor.not_rewritten(DOCS / "coverage.json", types, options.tensor)
+        check: Callable[[str], Any] = partial(stages.check_stages, stages=options.stages)
+        made: Callable[..., Any] = partial(stages.StagesRow, stages=options.stages)
+        if options.tensor:
+            check = partial(tensor.check_tensor, ranks=options.tensor)
+            made = partial(tensor.TensorRow, ranks=options.tensor)
+        alone = [] if options.types else tensor.not_rewritten(DOCS / "coverage.json", types, made)
         left = [name for name in types if name not in {row.type for row in alone}]
         over = sorted(
             [*alone, *run(left, options.jobs, options.limit, tell=tell, check=check)],
@@ -77,7 +86,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
         if not (options.types or options.fast):
-            tensor.write(over, versions, DOCS / "coverage_tensor.json")
+            kind = "tensor" if options.tensor else "stages"
+            tensor.write(over, versions, DOCS / f"coverage_{kind}.json")
         console.print(f"{tensor.summary(over)} of {len(over)} in {time.perf_counter() - started:.0f} s")
         return 1 if {"wrong", "error"} & {row.outcome for row in over} else 0
     rows = run(types, options.jobs, options.limit, tell=tell)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,13 +62,16 @@ class TensorRow:
         return {name: item for name, item in data.items() if name not in ("expected", "tested", "seconds")}
 
 
-def not_rewritten(path: Path, types: Sequence[str], ranks: int) -> list[TensorRow]:
-    """Rows of the types that the table of one rank has no rewritten model of: there is nothing to divide."""
+def not_rewritten(path: Path, types: Sequence[str], row_of: Callable[..., Any]) -> list[Any]:
+    """Rows of the types that the table of one rank has no rewritten model of: there is nothing to divide.
+
+    row_of: makes a row of a type's name, its outcome and its reason
+    """
     known = {row["type"]: row for row in json.loads(path.read_text())["rows"]}
     found = [known[name] for name in types if name in known and known[name]["outcome"] != "verified"]
     names = {"not built": "not built"}
     return [
-        TensorRow(row["type"], ranks, names.get(row["outcome"], "not rewritten"), row["reason"])
+        row_of(row["type"], outcome=names.get(row["outcome"], "not rewritten"), reason=row["reason"])
         for row in found
     ]
 
@@ -81,7 +84,7 @@ def check_tensor(model_type: str, ranks: int = 2) -> TensorRow:
         row.outcome, row.reason = _check(row, ranks)
     except Exception as failed:
         frame = traceback.format_tb(failed.__traceback__)[-1].strip().splitlines()[0]
-        row.outcome, row.reason = "error", f"{_line(failed)} at {frame}"
+        row.outcome, row.reason = "error", f"{line_of(failed)} at {frame}"
     row.seconds = time.perf_counter() - started
     return row
 
@@ -97,7 +100,7 @@ def _check(row: TensorRow, ranks: int) -> tuple[str, str]:
         ids = text()[:, :TEXT]
         right = whole(model, ids)
     except Exception as failed:  # models raise anything
-        return "not built", _line(failed)
+        return "not built", line_of(failed)
     try:
         front = understand(model)
         plan = plan_for(front, recipe_for("baseline", front, TEXT)[0])
@@ -118,14 +121,14 @@ def _check(row: TensorRow, ranks: int) -> tuple[str, str]:
         verify(model, front, plan, "quick")
     except VerificationError as wrong:
         return "wrong", str(wrong)
-    row.error = error(_in_step(front, plan, ids), right)
+    row.error = error(in_step(front, plan, ids), right)
     if not row.error <= TOLERANCE["baseline"]:
         return "wrong", f"the logits differ by {row.error:.1e}"
     undivided = [division.because for division in found.divisions if not division.divided]
     return ("whole", undivided[0]) if undivided else ("verified", "")
 
 
-def _in_step(front: Any, plan: Any, ids: Tensor) -> Tensor:
+def in_step(front: Any, plan: Any, ids: Tensor) -> Tensor:
     """The logits of all ranks together, in a prompt, single tokens and chunks."""
     from kvcompile.pipeline import rewrite
     from kvcompile.verify.cached import cached_run
@@ -135,17 +138,17 @@ def _in_step(front: Any, plan: Any, ids: Tensor) -> Tensor:
     return cached_run(front, plan, rewritten, constants, ids, pads, CHUNKS).logits
 
 
-def summary(rows: Sequence[TensorRow]) -> str:
+def summary(rows: Sequence[Any]) -> str:
     """How many of each outcome."""
     outcomes = [row.outcome for row in rows]
     return ", ".join(f"{outcomes.count(name)} {name}" for name in dict.fromkeys(sorted(outcomes)))
 
 
-def write(rows: Sequence[TensorRow], versions: str, path: Path) -> None:
+def write(rows: Sequence[Any], versions: str, path: Path) -> None:
     """The rows as JSON."""
     content = {"versions": versions, "rows": [row.to_dict() for row in rows]}
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _line(failed: Exception) -> str:
+def line_of(failed: Exception) -> str:
     return f"{type(failed).__name__}: {' '.join(str(failed).split())[:400]}"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.coverage import tensor
+from tests.coverage import stages, tensor
 from tests.coverage.__main__ import DOCS
 from tests.coverage.check import RECIPES, TOLERANCE, Row, _Count, check_type
 from tests.coverage.configs import all_types, tiny_model
@@ -85,24 +85,30 @@ def test_all_types(known: dict[str, Row]) -> None:
     assert [(row.type, row.outcome) for row in rows] == [(r.type, r.outcome) for r in known.values()]
 
 
-def test_over_two_ranks_the_goal_is_met(known: dict[str, Row]) -> None:
-    """The rows of `--tensor 2`: what one rank computes, two do, or it is said why not."""
-    rows = json.loads((DOCS / "coverage_tensor.json").read_text())["rows"]
+@pytest.mark.parametrize("kind, name, least", [("tensor", "ranks", 150), ("stages", "stages", 150)])
+def test_over_two_the_goal_is_met(known: dict[str, Row], kind: str, name: str, least: int) -> None:
+    """The rows of `--tensor 2` and `--stages 2`: what one process computes, two do, or it is said why not."""
+    rows = json.loads((DOCS / f"coverage_{kind}.json").read_text())["rows"]
     outcomes = [row["outcome"] for row in rows]
-    assert outcomes.count("verified") >= 150
+    assert outcomes.count("verified") >= least
     assert not {"wrong", "error"} & set(outcomes)
     assert {row["type"] for row in rows} == set(known)
     for row in rows:
         rewritten = known[row["type"]].outcome == "verified"
         assert rewritten == (row["outcome"] in ("verified", "whole", "refused"))
         assert row["outcome"] == "verified" or row["reason"]
-        assert row["outcome"] != "verified" or (row["error"] <= TOLERANCE["baseline"] and row["ranks"] == 2)
+        assert row["outcome"] != "verified" or (row["error"] <= TOLERANCE["baseline"] and row[name] == 2)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_types_over_two_ranks(name: str) -> None:
     row = tensor.check_tensor(name)
     assert row.outcome == "verified" and row.by_rows and row.weights < 1 and row.cache == 0.5
+
+
+def test_a_type_over_two_stages() -> None:
+    row = stages.check_stages("gpt2")
+    assert row.outcome == "verified" and row.places and row.weights < 1 and row.cache == 0.5
 
 
 def test_the_harness_sees_a_wrong_model(monkeypatch: pytest.MonkeyPatch) -> None:

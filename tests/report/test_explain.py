@@ -134,8 +134,8 @@ def pipeline(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Recipe]]:
     """A stand-in for kvcompile.pipeline that notes what it was asked."""
     calls: list[tuple[Any, Recipe]] = []
 
-    def analyze(model: Any, recipe: Recipe, ranks: int = 1) -> Analysis:
-        assert ranks == 1
+    def analyze(model: Any, recipe: Recipe, ranks: int = 1, stages: int = 1) -> Analysis:
+        assert ranks == stages == 1
         calls.append((model, recipe))
         return Analysis(replace(plan((decision(0),)), recipe=recipe.name))
 

@@ -32,6 +32,9 @@ brings counters of its own, which its append writes zeros to (a launch before it
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +48,7 @@ LISTED, JOINED = "listed", "joined"
 # What a plan says of it.
 SAID = "each program of a decode step takes as many tiles as the others, whatever lengths sequences have"
 AT_ONCE = 128  # sequences whose tiles a program counts in one turn
-
+_apart: ContextVar[bool] = ContextVar("parts are joined by a launch of their own", default=False)
 
 # Numbers of a part, up to which the program that is last joins a head: it alone reads all of its parts.
 _SMALL = 1024
@@ -83,7 +86,17 @@ def joins(spec: KernelSpec, channels: int) -> bool:
     pages = [placement.page_size] if isinstance(placement, Paged) else []
     pages += [selection.page_size] if isinstance(selection, TopPages) else []
     full = spec.layout.in_full or any(size % spec.block_n for size in pages)
-    return not full and power_above(members(spec)) * power_above(channels) <= _SMALL
+    return not (full or _apart.get()) and power_above(members(spec)) * power_above(channels) <= _SMALL
+
+
+@contextmanager
+def joined_apart() -> Iterator[None]:
+    """Parts are joined by a launch of `combine`, whatever they are: for who may not write what a launch is given."""
+    before = _apart.set(True)
+    try:
+        yield
+    finally:
+        _apart.reset(before)
 
 
 def together(spec: KernelSpec, channels: int) -> int:
