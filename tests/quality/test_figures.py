@@ -138,7 +138,13 @@ def test_what_depends_on_steps_gets_single_tokens(
     assert all(size == 1 or size > 160 for size in calls["window"][80:])  # a whole prompt, then single tokens
     assert any(1 < size < 160 for size in calls["baseline"][2:])  # the words that an answer begins with
     jobs = running.plan_jobs(
-        model, front, running.load_recipes([WINDOW]), tokens_of(tokenizer, TEXT), {}, Settings(**SCORED), Parallel()
+        model,
+        front,
+        running.load_recipes([WINDOW]),
+        tokens_of(tokenizer, TEXT),
+        {},
+        Settings(**SCORED),
+        Parallel(),
     )
     assert [job.recipe.compile.mode for job in jobs] == ["none", "default"]
     with pytest.raises(QualityError, match="depends on how tokens come, so they must come one by one"):
