@@ -3,12 +3,14 @@
     cost(i, j)  = bytes of the weights that segments i .. j - 1 read, each once, and of their caches
     best(k, j)  = min over i of max(best(k - 1, i), cost(i, j))
 
-Of equals the one with fewest bytes in all, so that what several stages would compute again stays in one.
+Of equals the one with fewest bytes in all, so that what several stages would compute again stays in one: a second
+search, for sums, among stages that are no larger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -30,22 +32,33 @@ def balanced(segments: Sequence[Segment], sizes: Mapping[str, int], stages: int)
 
     sizes: bytes of each weight; every stage has some work.
     """
-    count = len(segments)
     cost = _costs(segments, sizes)
-    # By stages so far: of each end the largest, the sum, and where the stages before the last begin.
-    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    found = _best(cost, stages, max, None)
+    # The way to the smallest largest stage may have more bytes in all than another way to the same.
+    best = None if found is None else _best(cost, stages, operator.add, found[0])
+    return None if best is None else best[1]
+
+
+def _best(
+    cost: Sequence[Mapping[int, int]], stages: int, joined: Callable[[int, int], int], most: int | None
+) -> tuple[int, tuple[int, ...]] | None:
+    """The least that `joined` makes of the stages' bytes, and the number of the first segment of each but the first.
+
+    most: bytes of a stage at most
+    """
+    # By end of the stages so far: what they come to, and where those but the first begin.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for number in range(stages):
-        longer: dict[int, tuple[int, int, tuple[int, ...]]] = {}
-        for start, (most, total, starts) in best.items():
-            for end in range(start + 1, count + 1):
-                own = cost[start].get(end)
-                if own is None:
+        longer: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for start, (known, starts) in best.items():
+            for end, own in cost[start].items() if start < len(cost) else ():
+                if most is not None and own > most:
                     continue
-                found = (max(most, own), total + own, starts if number == 0 else (*starts, start))
+                found = (joined(known, own), starts if number == 0 else (*starts, start))
                 if end not in longer or found < longer[end]:
                     longer[end] = found
         best = longer
-    return best[count][2] if count in best else None
+    return best.get(len(cost))
 
 
 def _costs(segments: Sequence[Segment], sizes: Mapping[str, int]) -> list[dict[int, int]]:

@@ -160,7 +160,7 @@ SEGMENTS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(SEGMENTS, st.integers(1, 4))
 def test_the_largest_stage_is_as_small_as_can_be(rows: list[Any], stages: int) -> None:
     sizes = {name: 2**place for place, name in enumerate("abcdef")}
