@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,9 +61,7 @@ def environment(engine: Engine) -> Path:
             check=False,
         )
         if done.returncode:
-            raise RuntimeError(
-                f"{engine.name} cannot be installed: " + " ".join(done.stderr.splitlines()[-3:])
-            )
+            raise RuntimeError(f"{engine.name} cannot be installed: {_without_paths(done.stderr)}")
         ready.touch()
     return python
 
@@ -103,8 +102,9 @@ class Peer:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            said = self.log.read_text(errors="replace").splitlines()[-3:]
-            raise RuntimeError(f"{self.name} ended with {self.process.wait()}: " + " ".join(said))
+            raise RuntimeError(
+                f"{self.name} ended with {self.process.wait()}: {_without_paths(self.log.read_text(errors='replace'))}"
+            )
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -139,6 +139,11 @@ def start(name: str, model: Path, tokens: int, threads: int) -> Peer:
     python = environment(engine)
     command = [str(python), str(Path(__file__).parent / engine.worker), str(model), storage]
     return begin(name, python.parents[1] / f"{name}.log", [*command, str(threads), str(tokens)])
+
+
+def _without_paths(log: str) -> str:
+    """The end of a log in one line, as results tell it: of paths, which are of one machine, the last name."""
+    return re.sub(r"/[^\s\"']*/", "", " ".join(" ".join(log.splitlines()[-3:]).split()))
 
 
 def begin(name: str, log: Path, command: Sequence[str]) -> Peer:

@@ -23,7 +23,7 @@ from kvcompile.original.adapters import base_of
 from kvcompile.original.checks import hooks_of, not_finite
 from kvcompile.original.digest import of_model
 from kvcompile.original.inference_tensors import as_normal
-from kvcompile.passes.identity import names_of
+from kvcompile.passes.graph_digest import names_of
 from kvcompile.passes.shard import collectives
 from kvcompile.passes.table import PassRun, totals, watched
 from kvcompile.pipeline import (

@@ -64,7 +64,7 @@ def generate(
         int,
         typer.Option(min=1, help="Ranks that each have a part of the model; start as many with torchrun."),
     ] = 1,
-    layers: Annotated[
+    stage_count: Annotated[
         int,
         typer.Option("--stages", min=1, help="Stages that each have a part of the layers; one process each."),
     ] = 1,
@@ -90,7 +90,7 @@ def generate(
         from kvcompile.recipe import Recipe
 
         loaded_recipe = Recipe.load(recipe, **overrides)  # a mistake in it shows before the model loads
-    parallel, device = on_ranks(tensor, device, layers)
+    parallel, device = on_ranks(tensor, device, stage_count)
     started = time.perf_counter()
     with waiting(f"loading {model}"):
         loaded = load_model(model, dtype, device)

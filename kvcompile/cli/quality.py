@@ -84,7 +84,7 @@ def quality(
         int,
         typer.Option(min=1, help="Ranks that each have a part of the model; start as many with torchrun."),
     ] = 1,
-    layers: Annotated[
+    stage_count: Annotated[
         int,
         typer.Option("--stages", min=1, help="Stages that each have a part of the layers; one process each."),
     ] = 1,
@@ -134,7 +134,7 @@ def quality(
         loaded_recipes = [Recipe.load(name, **overrides) for name in names]
         words = None if text is None else read_text(text)
         check(what, out, not no_plot)  # before the model loads
-    parallel, device = on_ranks(tensor, device, layers)
+    parallel, device = on_ranks(tensor, device, stage_count)
     with waiting(f"loading {model}"):
         loaded = load_model(model, dtype, device)
     try:

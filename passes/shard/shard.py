@@ -23,8 +23,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.kernels.ops import attention as attention_op
 from kvcompile.passes.graph import shape, told
+from kvcompile.passes.graph_digest import graph_digest
 from kvcompile.passes.graph_module import module_of
-from kvcompile.passes.identity import identity
 from kvcompile.passes.records import AttentionSite
 from kvcompile.passes.rewrite.clean import drop_dead
 from kvcompile.passes.shard.build import Builder, Piece, tensor_of
@@ -107,7 +107,7 @@ class Sharding:
         return (head, *([shared] if repeats else []), *undivided, *left, *more)
 
     def pieces(self, rank: int) -> dict[str, tuple[str, str]]:
-        """Of each weight of a rank the name of the whole one, and which part it is, as `identity` takes them."""
+        """Of each weight of a rank the name of the whole one, and which part it is, as `graph_digest` takes them."""
         own = self.shards[rank].pieces
         return {name: (piece.path, str(piece.placement)) for name, piece in own.items()}
 
@@ -116,7 +116,7 @@ class Sharding:
 
         named: weights and buffers of the model
         """
-        each = [identity(own.graph_module, named, self.pieces(own.rank)) for own in self.shards]
+        each = [graph_digest(own.graph_module, named, self.pieces(own.rank)) for own in self.shards]
         return hashlib.sha256(" ".join(each).encode()).hexdigest()[:16]
 
 

@@ -22,8 +22,8 @@ from kvcompile.errors import PlanError
 from kvcompile.kernels.ops import opaque
 from kvcompile.kernels.ops.running_sum import running_sum
 from kvcompile.passes.graph import told
+from kvcompile.passes.graph_digest import graph_digest
 from kvcompile.passes.graph_module import module_of
-from kvcompile.passes.identity import identity
 from kvcompile.passes.probe.evaluate import fetch_attr
 from kvcompile.passes.records import AttentionSite
 from kvcompile.passes.rewrite.clean import drop_dead
@@ -112,9 +112,9 @@ class Staging:
         return tuple(lines)
 
     def digest(self, named: Collection[str], pieces: Sequence[Mapping[str, tuple[str, str]]] = ()) -> str:
-        """A hash of all stages' graphs; named, pieces (of each rank): as `identity` has them."""
+        """A hash of all stages' graphs; named, pieces (of each rank): as `graph_digest` has them."""
         each = [
-            identity(stage.graph_module, named, pieces[rank] if pieces else {})
+            graph_digest(stage.graph_module, named, pieces[rank] if pieces else {})
             for rank, stages in enumerate(self.ranks)
             for stage in stages
         ]

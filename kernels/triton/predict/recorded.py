@@ -6,7 +6,7 @@ As `host/launches.py`, which says what is compiled; this also says how often.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -65,11 +65,6 @@ def recorded(shape: Shape, machine: Machine) -> tuple[Made, ...]:
     with recording() as found, acting_as(device), FakeTensorMode():
         call(shape.site, shape.heads, shape.dims, shape.dtype, limit, len(shape.lengths), shape.tokens)
     return tuple(_made(one, machine.arch) for one in found)
-
-
-def requests(made: Sequence[Made]) -> tuple[Request, ...]:
-    """Their kernels, each once."""
-    return tuple(dict.fromkeys(one.request for one in made))
 
 
 def _made(one: Recorded, arch: int) -> Made:

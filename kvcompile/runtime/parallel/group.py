@@ -60,11 +60,6 @@ class Group:
         return self.rank % self.options.tensor
 
     @property
-    def last(self) -> bool:
-        """Whether its stage gives the outputs."""
-        return self.stage == self.options.stages - 1
-
-    @property
     def name(self) -> str:
         """That graphs know the group by."""
         return str(self.data.group_name)

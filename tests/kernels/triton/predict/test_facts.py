@@ -11,7 +11,7 @@ import pytest
 from kvcompile.errors import KernelError
 from kvcompile.kernels.triton.predict import facts as module
 from kvcompile.kernels.triton.predict.facts import assembled, facts
-from kvcompile.kernels.triton.predict.recorded import Shape, recorded, requests
+from kvcompile.kernels.triton.predict.recorded import Made, Shape, recorded
 from kvcompile.kernels.triton.tools import assemble
 from kvcompile.kernels.triton.tools.assemble import Assembled, Request
 from kvcompile.kernels.triton.tools.ttgir import Pipeline
@@ -20,6 +20,11 @@ from tests.support.predicted import H200, fact, shape
 
 OF: Shape = shape(CacheLayout(), (32768,))
 GIVEN = replace(fact(pipeline=Pipeline(2, 2, 0)), loads={128: 16})
+
+
+def requests(made: Iterable[Made]) -> tuple[Request, ...]:
+    """The kernels of launches, each once."""
+    return tuple(dict.fromkeys(one.request for one in made))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A graph's identity: the same for the same computation, however a process has numbered and ordered its nodes."""
+"""A graph's digest: the same for the same computation, however a process has numbered and ordered its nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from kvcompile.passes.identity import identity, names_of
+from kvcompile.passes.graph_digest import graph_digest, names_of
 from kvcompile.passes.shard.collectives import add_over_ranks
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ NAMED = frozenset({"linear.weight", "linear.bias"})
 
 
 def told(module: GraphModule) -> str:
-    return identity(module, NAMED, {})
+    return graph_digest(module, NAMED, {})
 
 
 def test_order_and_names_of_nodes_and_constants_are_left_out() -> None:
@@ -83,7 +83,9 @@ def test_whatever_is_computed_is_in(kind: str) -> None:
 
 def test_which_part_of_a_weight_is_in() -> None:
     module = graph_of([0, 1])
-    halves = [identity(module, NAMED, {"linear.weight": ("linear.weight", part)}) for part in ("0:2", "2:4")]
+    halves = [
+        graph_digest(module, NAMED, {"linear.weight": ("linear.weight", part)}) for part in ("0:2", "2:4")
+    ]
     assert len({*halves, told(module)}) == 3
 
 
@@ -107,7 +109,7 @@ def test_gemma_3_is_the_same_in_every_process() -> None:
     script = (
         "from tests.coverage.configs import tiny_model\n"
         "from tests.support.ranks import over_ranks\n"
-        "from kvcompile.passes.identity import names_of\n"
+        "from kvcompile.passes.graph_digest import names_of\n"
         "model = tiny_model('gemma3_text')\n"
         "named = names_of(model)\n"
         "print(over_ranks(model, 2).sharding.digest(named))\n"

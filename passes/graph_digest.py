@@ -1,4 +1,4 @@
-"""Identity: a hash of what a graph computes, the same in every process that has captured the same model.
+"""Graph digest: a hash of what a graph computes, the same in every process that has captured the same model.
 
 Processes may have one model's nodes under other names and in another order: its Python may go through a set, whose
 order is another one in each process (Gemma 3 does, over the kinds of its layers). So a node is known by its operator
@@ -20,7 +20,7 @@ from kvcompile.passes.probe.evaluate import fetch_attr
 from kvcompile.passes.shard.collectives import is_collective
 
 
-def identity(module: GraphModule, named: Collection[str], pieces: Mapping[str, tuple[str, Any]]) -> str:
+def graph_digest(module: GraphModule, named: Collection[str], pieces: Mapping[str, tuple[str, Any]]) -> str:
     """A hash of a graph.
 
     Args:
