@@ -1,6 +1,6 @@
 """An engine over two ranks says what one rank says: prefixes, preemption, swaps, snapshots; and a rank that goes.
 
-Each test starts processes, which takes some seconds; what is compared is computed in the test's own process.
+What is compared is computed in the test's own process.
 """
 
 from __future__ import annotations
@@ -8,18 +8,20 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 import kvcompile
 from kvcompile.errors import KVCompileError, ServeError
+from kvcompile.pipeline import understand
 from kvcompile.serve import Engine, Sampling, follow
 from tests.support.models import tiny_hf
+from tests.support.processes import ended, started
 
 RANKS = 2
 PAGED = {"cache": {"placement": {"kind": "paged", "page_size": 8}}}
@@ -33,14 +35,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "snapshots": ({"cache": {}}, {"snapshot_memory": "4MiB", "prefill_tokens": 8}),
     "packed": (PAGED, {"packed": "on"}),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def tests_are_found() -> Iterator[None]:
-    """By the processes that are started, too: they get this one's `sys.path`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).resolve().parents[2]))
-        yield
 
 
 def module(recipe: dict[str, Any], ranks: int = 1, timeout: float = 10.0) -> Any:
@@ -72,8 +66,7 @@ def ranked(rank: int, run: Callable[..., Any], folder: str, given: tuple[Any, ..
 
 def over_ranks(run: Callable[..., Any], folder: Path, *given: Any, killed: int | None = None) -> list[Any]:
     """What `run(rank, ...)` gives on each rank; killed: one that is killed once it has made a file `begun`."""
-    context = mp.spawn(ranked, (run, str(folder), given), nprocs=RANKS, join=False)
-    assert context is not None
+    context = started(RANKS, ranked, run, str(folder), given)
     if killed is not None:
         deadline = time.monotonic() + 60
         while not (folder / "begun").exists() and time.monotonic() < deadline:
@@ -83,8 +76,7 @@ def over_ranks(run: Callable[..., Any], folder: Path, *given: Any, killed: int |
             process.join(60)
         assert not any(process.is_alive() for process in context.processes)
     else:
-        while not context.join():
-            pass
+        ended(context)
     return [
         torch.load(folder / str(rank), weights_only=False) if (folder / str(rank)).exists() else None
         for rank in range(RANKS)
@@ -103,11 +95,11 @@ def serve(rank: int, name: str) -> Any:
 
 def idle(rank: int) -> Any:
     """Nothing to do for more than twice the time limit of a rank."""
-    fast = module(PAGED, RANKS, timeout=3.0)
+    fast = module(PAGED, RANKS, timeout=2.0)
     if rank:
         return follow(fast)
     with Engine(fast) as engine:
-        time.sleep(7)
+        time.sleep(4.5)
         return engine.generate([[5, 6, 7]], Sampling(max_tokens=3))[0].tokens
 
 
@@ -154,9 +146,20 @@ def all_jobs(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@lru_cache
+def answered(folder: Path) -> list[dict[str, Any]]:
+    understand(tiny_hf())  # for all ranks and jobs
+    return over_ranks(all_jobs, folder)
+
+
+@pytest.fixture
+def answers(folder: Path) -> list[dict[str, Any]]:
     """What each rank's jobs gave: processes are started once for all of them."""
-    return over_ranks(all_jobs, tmp_path_factory.mktemp("ranks"))
+    return answered(folder)
 
 
 @pytest.mark.timeout(600)
@@ -217,6 +220,7 @@ def dying(rank: int, folder: str) -> Any:
 
 
 def test_a_rank_that_dies_ends_the_engine(tmp_path: Path) -> None:
+    understand(tiny_hf())
     found, gone = over_ranks(dying, tmp_path, str(tmp_path), killed=1)
     error, seconds = found
     assert gone is None and seconds < 25
