@@ -63,9 +63,9 @@ def pipeline(ttgir: str) -> Pipeline | None:
 def overtaken(ttgir: str) -> tuple[str, ...]:
     """Arrays of buffers of which a copy may fill one that is still to be read: a race, by the names that TTGIR has.
 
-    Of a loop before which `ahead` copies were made, a turn reads the buffer of that turn, and fills the one `ahead` turns
-    later. Where it fills before it has read, one more buffer must be there. (Triton counted without that one for reads in
-    a branch, which are scheduled last: triton PR 8139.)
+    Of a loop before which `ahead` copies were made, a turn reads the buffer of that turn, and fills the one `ahead`
+    turns later. Where it fills before it has read, one more buffer must be there. (Triton 3.5 counted without that one
+    for reads in a branch, which are scheduled last: triton PR 8139.)
     """
     lines = ttgir.splitlines()
     arrays = {found[1]: int(found[2]) for line in lines if (found := _ALLOC.search(line))}

@@ -1,6 +1,6 @@
-"""Every release of Triton that a supported torch brings: what kernels ask of it, its pipelines, and a race that one had.
+"""Every release of Triton that a supported torch brings: what kernels ask of it, pipelines, and a race that 3.5 had.
 
-What runs here is the release that is installed; `-m slow` takes the others as well, where they are (`support/tritons.py`).
+`-m slow` asks the release that is installed, and the others where they stand (`tests/support/tritons.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -161,14 +162,16 @@ def _asked(release: str | None) -> dict[str, str | list[str]]:
     path = [str(folder_of(release))] if release else []
     env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(path)}
     # Triton reads the text of a kernel from its file.
-    code = f"import runpy, sys, tempfile, pathlib\nfolder = tempfile.TemporaryDirectory()\npath = pathlib.Path(folder.name) / 'race.py'\npath.write_text({RACE!r})\nrunpy.run_path(str(path))"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, json.dumps(sorted(KNOWN))],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        path_of = Path(folder) / "race.py"
+        path_of.write_text(RACE)
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", path_of, json.dumps(sorted(KNOWN))],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     found: dict[str, str | list[str]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
