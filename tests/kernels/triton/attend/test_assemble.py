@@ -134,6 +134,8 @@ def check(cases: Mapping[str, Request], budgeted: bool) -> Iterator[str]:
         expected = ("",) if work_list.JOINED in cases[name].spec.options else ()
         if made.handovers != expected:
             wrong.append(f"programs hand over by {made.handovers}, expected {expected}")
+        if made.overtaken:
+            wrong.append(f"buffers are filled before they are read: {made.overtaken}")
         if (one := pipeline_of(made)) is not None and (accepts or name in pipelines):
             if accepts:
                 pipelines[name] = one
