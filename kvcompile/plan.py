@@ -23,7 +23,7 @@ from kvcompile.layouts import (
 )
 from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.pages import TABLE_BYTES, Released
-from kvcompile.specs import PROSE, RecurrentState, RotaryForm, SiteFacts, StateSlot
+from kvcompile.specs import PLACE, PROSE, RecurrentState, RotaryForm, SiteFacts, StateSlot
 
 INDUCTOR = "inductor"  # the backend that is always there
 
@@ -58,6 +58,8 @@ class Decision(SiteFacts):
     kernels: Kernels = "reference"  # what runs it
     kernels_because: str = field(default="", metadata=PROSE)
     rope_on_append: bool = False  # the op turns new queries and keys, not the graph before it
+    # Where it runs and has its cache, of a model over several devices; None: on the model's only one.
+    device: str | None = field(default=None, metadata=PLACE)
 
     @property
     def owns(self) -> bool:
@@ -233,6 +235,11 @@ class Plan:
     def state_bytes(self) -> int:
         """Bytes of recurrent state per sequence, of any length."""
         return sum(state.nbytes for state in self.states)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices of a model over several, in the order of its layers; none where it is on one."""
+        return tuple(dict.fromkeys(each.device for each in (*self.decisions, *self.states) if each.device))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

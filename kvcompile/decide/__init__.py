@@ -68,7 +68,7 @@ def _with_layouts(model: KnownModel, recipe: Recipe) -> Plan:
     for site in sites:
         try:
             decided = decide_site(site, sites, recipe, scales, model.max_tokens)
-            decisions.append(with_kernels(decided, recipe, model.dtype, model.device))
+            decisions.append(with_kernels(decided, recipe, model.dtype, site.device or model.device))
         except ValueError as error:
             refused.setdefault(str(error), []).append(site)
     decisions = same_kernels(decisions)
