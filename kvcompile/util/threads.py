@@ -89,7 +89,9 @@ class Sample:
         return time.perf_counter() - started
 
 
-_measurements: dict[tuple[Any, ...], tuple[float, int]] = {}  # by sample and most threads: when, and what was found
+_measurements: dict[
+    tuple[Any, ...], tuple[float, int]
+] = {}  # by sample and most threads: when, and what was found
 
 
 def _lately(sample: Sample, most: int) -> int:

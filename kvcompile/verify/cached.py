@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from kvcompile.errors import VerificationError
 from kvcompile.kernels.ops import cached_attention as ops
 from kvcompile.layouts import PageGroup
+from kvcompile.passes.probe.steps import Steps
 from kvcompile.passes.rewrite.insert_cache import Rewritten
 from kvcompile.passes.stages.stage import STAGE_IN
 from kvcompile.pipeline import Front, example_inputs, parts_of, rewrite_part
@@ -28,7 +29,6 @@ from kvcompile.plan import Plan
 from kvcompile.verify.oracle import Enough
 from kvcompile.verify.ranks import InStep, whole_of
 from kvcompile.verify.runs import REPORT, Run, chosen, of_every_token
-from kvcompile.verify.steps import Steps
 
 
 class Kept:

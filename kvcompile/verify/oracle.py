@@ -23,13 +23,13 @@ from kvcompile.kernels.oracle.choice import Choice
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import InKeys, Storage, model_dtype
 from kvcompile.passes.capture.opaque import is_mixer
+from kvcompile.passes.probe.steps import Steps
 from kvcompile.passes.records import AttentionSite
 from kvcompile.passes.rewrite.insert_cache import Rewritten
 from kvcompile.pipeline import Front, example_inputs
 from kvcompile.plan import Decision, Plan
 from kvcompile.verify.compare import Check
 from kvcompile.verify.runs import REPORT, Run, chosen, of_every_token
-from kvcompile.verify.steps import Steps
 
 # Disturbance of the oracle, in units of the dtype's epsilon. Sums of float32 products round in float32, a little
 # at every step; those of half precision are kept in float32 and rounded once.
