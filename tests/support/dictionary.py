@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -40,13 +41,21 @@ def attend(
     carried: of a score, the query's place, the key's, and the head: what it becomes, None where the key is not seen.
     """
     layout, group = spec.layout, q.shape[0] // k.shape[0]
-    keys = [x.double() for x in quantize.older_and_newest(layout.keys, k, scales[0])]
+    stored = [x.double() for x in quantize.older_and_newest(layout.keys, k, scales[0])]
+    keys = [_rows(x) for x in stored]
     owner = layout.keys if isinstance(layout.values, InKeys) else layout.values
     if isinstance(layout.values, InKeys):
-        values = [x[..., : layout.values.channels] for x in keys]
+        stored = [x[..., : layout.values.channels] for x in stored]
     else:
-        values = [x.double() for x in quantize.older_and_newest(layout.values, v, scales[1])]
-    out = torch.zeros(*q.shape[:2], values[0].shape[-1], dtype=torch.float64)
+        stored = [x.double() for x in quantize.older_and_newest(layout.values, v, scales[1])]
+    values = [_rows(x) for x in stored]
+
+    @cache
+    def key_at(new: bool, head: int, token: int, position: int) -> Tensor:
+        key = keys[new][head][token]
+        return key if rotate is None else rotate(key, position)
+
+    out = torch.zeros(*q.shape[:2], stored[0].shape[-1], dtype=torch.float64)
     for head in range(q.shape[0]):
         kept: dict[int, int] = {}
         for now in range(q.shape[1]):
@@ -65,10 +74,9 @@ def attend(
             query = q[head, now].double()
             query = query if rotate is None else rotate(query, place[now])
             found: dict[int, float | None] = {}
-            for t in tokens:
-                key = keys[t >= k_new][kept[t], t]
-                key = key if rotate is None else rotate(key, place[t])
-                score = finished(spec, float(query @ key), bias, head, place[now], place[t])
+            rows = [key_at(t >= k_new, kept[t], t, place[t]) for t in tokens]
+            for t, raw in zip(tokens, (torch.stack(rows) @ query).tolist() if rows else (), strict=True):
+                score = finished(spec, raw, bias, head, place[now], place[t])
                 found[t] = score if carried is None else carried(score, place[now], place[t], head)
             tokens = [t for t in tokens if found[t] is not None]
             scores = [score for score in found.values() if score is not None]
@@ -77,9 +85,14 @@ def attend(
             most = max([*scores, *([] if sinks is None else [float(sinks[head])])])
             weights = [math.exp(s - most) for s in scores]
             total = sum(weights) + (0.0 if sinks is None else math.exp(float(sinks[head]) - most))
-            for t, weight in zip(tokens, weights, strict=True):
-                out[head, now] += weight / total * values[t >= v_new][kept[t], t]
+            shares = torch.tensor([weight / total for weight in weights], dtype=torch.float64)
+            out[head, now] = shares @ torch.stack([values[t >= v_new][kept[t]][t] for t in tokens])
     return out
+
+
+def _rows(x: Tensor) -> list[list[Tensor]]:
+    """x [H, T, D]: of each head, the vectors of its tokens."""
+    return [list(of_head.unbind(0)) for of_head in x.unbind(0)]
 
 
 def bounds(spec: SiteSpec, q: Tensor, k: Tensor, head: int, now: int) -> list[float]:

@@ -70,7 +70,7 @@ def tiny(
 def small(recipe: str, **changes: Any) -> Recipe:
     """A shipped recipe with small budgets; changes: sections or keys of `runtime`."""
     cache = {"cache": SMALL[recipe]} if recipe in SMALL else {}
-    return Recipe.load(recipe, **{"max_tokens": 256, "max_batch": 4, "verify": "off", **cache, **changes})
+    return Recipe.load(recipe, **{"max_tokens": 96, "max_batch": 4, "verify": "off", **cache, **changes})
 
 
 def written(model: nn.Module, folder: Path, target: Any, recipe: Recipe, **options: Any) -> Source:

@@ -46,6 +46,7 @@ IN_PLACE = {
     "kivi2": {"values_scale", "values_minimum"},
     "kivi4": {"values_scale", "values_minimum"},
 }
+PAGES = {"paged": [16], "paged_int8": [16], "chat": [32]}
 SCORED = ("h2o", "h2o_int8", "sinks_h2o_fp8", "tova", "snapkv", "long_context")
 PACKAGE = "tensorrt_rtx_bindings"
 
@@ -66,6 +67,7 @@ def check_layout(layout: str, folder: Path) -> None:
         assert (folder / graph.file).stat().st_size > 100_000
         in_place = {alias.input.split("_", 2)[2] for alias in graph.aliases if alias.in_place}
         assert in_place == IN_PLACE.get(layout, set())
+    assert [pages.page_size for pages in manifest.pages] == PAGES.get(layout, [])
     _build_again(folder, manifest, "SM89")
     check_bindings(folder, source)
 

@@ -28,6 +28,7 @@ from kvcompile.errors import (
 )
 from kvcompile.runtime.load import load
 from kvcompile.targets import folder
+from kvcompile.targets.check import checked
 from kvcompile.targets.manifest import Manifest
 from kvcompile.targets.onnx.session import Session
 from kvcompile.targets.onnx.weights import WeightFile
@@ -36,6 +37,9 @@ from tests.passes.capture.test_opaque import routed
 from tests.support.exports import small, tiny
 from tests.support.marks import cases
 from tests.support.models import TinyConfig, TinyLlama, make
+
+# The same plan as that of the artifact which tests read, and other files: they name their recipe.
+RENAMED = small("int8", name="renamed")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,7 @@ class TestManifest:
         manifest = Manifest.read(made)
         assert manifest == Manifest.model_validate_json(manifest.to_json())
         assert manifest.target == "onnx" and manifest.model.dtype == "float32"
-        assert manifest.recipe.name == "int8" and manifest.limits.max_tokens == 256
+        assert manifest.recipe.name == "int8" and manifest.limits.max_tokens == 96
         assert {g.phase for g in manifest.graphs} == {"prefill", "decode"}
         assert set(manifest.files) == {"prefill.onnx", "decode.onnx", "weights.bin"}
         assert {"kvcompile", "torch", "onnx"} <= manifest.versions.keys()
@@ -76,6 +80,7 @@ class TestManifest:
             assert given.keys() == caches.keys()
             assert all((t.shape, t.dtype) == (caches[n].shape, caches[n].dtype) for n, t in given.items())
             assert [a.input for a in graph.aliases] == list(given)
+            assert all(a.in_place for a in graph.aliases)  # slots in order
 
     def test_was_run_before_it_had_its_name(self, made: Path) -> None:
         (check,) = Manifest.read(made).checks
@@ -97,10 +102,9 @@ class TestManifest:
 
 class TestWriting:
     def test_an_optimized_module_brings_its_recipe(self, model: nn.Module, tmp_path: Path) -> None:
-        fast = kvcompile.optimize(model, small("paged"), compile={"mode": "none"})
-        manifest = kvcompile.export(fast, tmp_path / "a", "onnx", max_tokens=64)
-        assert manifest.recipe.name == "paged" and manifest.limits.max_tokens == 64
-        assert manifest.pages[0].page_size == 16
+        fast = kvcompile.optimize(model, small("int8", max_tokens=64))  # compiled where it is called
+        manifest = kvcompile.export(fast, tmp_path / "a", "onnx", max_tokens=96)
+        assert manifest.recipe.name == "int8" and manifest.limits.max_tokens == 96
 
     @pytest.mark.parametrize("target", ("engine", "", None))
     def test_unknown_target(self, model: nn.Module, tmp_path: Path, target: Any) -> None:
@@ -153,7 +157,7 @@ class TestWriting:
             patched.setattr(place, full)
             out = copy.parent / "new" if where == "weights" else copy
             with pytest.raises(ExportError, match="No space left on device"):
-                kvcompile.export(model, out, "onnx", recipe=small("baseline"))
+                kvcompile.export(model, out, "onnx", recipe=RENAMED)
         assert listed(copy.parent) == before
         folder.check(copy, Manifest.read(copy))
 
@@ -173,6 +177,16 @@ class TestWriting:
         with pytest.raises(ExportError, match="what was written does not run"):
             kvcompile.export(model, tmp_path / "a", "onnx", recipe=small("int8", verify="quick"))
         assert listed(tmp_path) == []
+
+    def test_what_cannot_run_in_a_dtype_is_left_for_others(self, model: nn.Module, copy: Path) -> None:
+        """ONNX Runtime has no products of bfloat16 on CPUs."""
+        source = source_for(Manifest.read(copy), model)
+        source = replace(source, recipe=small("int8", verify="quick"))
+        (copy / "decode.onnx").write_bytes(b"")
+        with pytest.raises(ExportError, match="what was written does not run"):
+            checked(source, copy, lambda *_: None)
+        of_bfloat16 = replace(source, plan=replace(source.plan, dtype="bfloat16"))
+        assert checked(of_bfloat16, copy, lambda *_: None) == ()
 
     def test_files_beside_an_artifact_are_left_alone(self, model: nn.Module, copy: Path) -> None:
         (copy / "notes").mkdir()
@@ -205,8 +219,11 @@ class TestWriting:
         assert (left.parent == copy) == (fails == 1)
 
     def test_an_artifact_is_replaced(self, model: nn.Module, copy: Path) -> None:
-        kvcompile.export(model, copy, "onnx", recipe=small("baseline"))
-        assert Manifest.read(copy).recipe.name == "baseline"
+        before = Manifest.read(copy).files
+        kvcompile.export(model, copy, "onnx", recipe=RENAMED)
+        assert Manifest.read(copy).recipe.name == "renamed"
+        assert Manifest.read(copy).files["decode.onnx"] != before["decode.onnx"]
+        folder.check(copy, Manifest.read(copy))
         assert [p.name for p in copy.parent.iterdir()] == ["copy"]
 
     def test_modules_that_run_as_python(self, tmp_path: Path) -> None:
@@ -323,7 +340,7 @@ class TestDamage:
 class TestVerify:
     def test_the_model_that_it_was_made_of(self, made: Path, model: nn.Module) -> None:
         (outcome,) = verify_artifact(made, model)
-        assert outcome.check is not None and outcome.check.tokens == 256  # the artifact's limit
+        assert outcome.check is not None and outcome.check.tokens == 96  # the artifact's limit
 
     def test_another_model(self, made: Path) -> None:
         with pytest.raises(ArtifactError, match="of another model"):
@@ -353,7 +370,7 @@ class TestVerify:
 
         monkeypatch.setattr(sys.modules["kvcompile.targets.source"], "plan_for", reworded)
         assert source_for(Manifest.read(made), model).plan.notes == ("noted",)
-        (outcome,) = verify_artifact(made, model)
+        (outcome,) = verify_artifact(made, model, chunks=(9, 1))
         assert outcome.check is not None
 
     def test_other_weights(self, made: Path) -> None:

@@ -3,6 +3,8 @@ take no more instructions than those of kernels for a batch."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -32,21 +34,23 @@ def launches(layout: str, shape: str, arch: int) -> tuple[Launch, ...]:
     return packed_launches(site, own.heads, own.dims, dtype, DEVICES[arch], MANY)
 
 
-def wrong(layout: str, shape: str, arch: int) -> list[str]:
-    """What is wrong with the kernels of a site."""
-    found = launches(layout, shape, arch)
-    made = assemble([asked(launch, arch) for launch in found])
-    (plain,) = (
-        one
-        for one in assemble(
-            [
-                asked(launch, arch)
-                for launch in SHAPES[shape].kernels(LAYOUTS[layout], DEVICES[arch], MANY)
-                if launch.spec.role == "prefill"
-            ]
+def wrong(*cases: tuple[str, str, int]) -> list[str]:
+    """What is wrong with the kernels of sites; all are assembled in one process."""
+    wanted = []
+    for layout, shape, arch in cases:
+        (plain,) = (
+            launch
+            for launch in SHAPES[shape].kernels(LAYOUTS[layout], DEVICES[arch], MANY)
+            if launch.spec.role == "prefill"
         )
-    )
-    return [f"{layout} {shape} sm_{arch} {problem}" for one in made for problem in _problems(one, plain)]
+        wanted.append([asked(launch, arch) for launch in (*launches(layout, shape, arch), plain)])
+    made = iter(assemble(itertools.chain(*wanted)))
+    found = []
+    for case, own in zip(cases, wanted, strict=True):
+        *packed, plain_one = itertools.islice(made, len(own))
+        problems = [problem for one in packed for problem in _problems(one, plain_one)]
+        found += [f"{case}: {problem}" for problem in problems]
+    return found
 
 
 def _problems(made: Assembled, plain: Assembled) -> list[str]:
@@ -62,9 +66,8 @@ def _problems(made: Assembled, plain: Assembled) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("layout", "shape", "arch"), QUICK)
-def test_kernels_assemble(layout: str, shape: str, arch: int) -> None:
-    problems = wrong(layout, shape, arch)
+def test_kernels_assemble() -> None:
+    problems = wrong(*QUICK)
     assert not problems, "\n".join(problems)
 
 
@@ -74,7 +77,7 @@ def test_kernels_assemble(layout: str, shape: str, arch: int) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_kernels_of_every_site_assemble(layout: str, shape: str, arch: int) -> None:
-    problems = wrong(layout, shape, arch)
+    problems = wrong((layout, shape, arch))
     assert not problems, "\n".join(problems)
 
 

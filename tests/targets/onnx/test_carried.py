@@ -52,15 +52,21 @@ DECODERS = {
         layer(f"({HEADS}) & ({SIGNED}) | ((d >> (h + 1)) == 1) | ({WIDE})"),
     ),
     # The seed is of a text with documents that end in its prompt and in later chunks, in both rows.
-    "tokens": decoder(
+    "tokens": decoder(layer(f"({DOCUMENTS}) & ({HIDDEN})", select=Part("indexer", (8, "scatter"))), seed=142),
+    "tokens, a layer each": decoder(
         layer(f"({DOCUMENTS}) & ({HIDDEN})"), layer(select=Part("indexer", (8, "scatter"))), seed=142
     ),
 }
-KINDS = {"positions": [{"table"}, {"table"}], "tokens": [{"query", "key"}, {"pair"}]}
+KINDS = {
+    "positions": [{"table"}, {"table"}],
+    "tokens": [{"query", "key", "pair"}],
+    "tokens, a layer each": [{"query", "key"}, {"pair"}],
+}
 
 
-def test_the_text_has_documents() -> None:
-    spec = DECODERS["tokens"]
+@pytest.mark.parametrize("name", ["tokens", "tokens, a layer each"])
+def test_the_text_has_documents(name: str) -> None:
+    spec = DECODERS[name]
     ends = text(spec) == spec.special.sep
     assert ends[:, : LONG[0]].any(1).all() and ends[:, LONG[0] :].any(1).all()
 

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from kvcompile.kernels.shared.dialect import ONNX
 from kvcompile.passes.capture.traced_once import NotOnce
+from kvcompile.recipe import Recipe
+from kvcompile.targets.functional import example, functional
 from kvcompile.targets.onnx import graph
 from kvcompile.targets.onnx.session import Session
 from kvcompile.targets.region_calls import RegionCalls
+from kvcompile.targets.source import source_of
 from kvcompile.targets.verify import check_session
 from tests.support.exports import small, tiny, written
 from tests.support.marks import cases
 
+onnxruntime = pytest.importorskip("onnxruntime")
 PHASES = ("prefill", "decode")
 
 
@@ -37,9 +43,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def operators(folder: Path) -> list[Counter[str]]:
-    """How many there are of each operator in each graph."""
-    return [Counter(n.op_type for n in ir.load(folder / f"{phase}.onnx").graph) for phase in PHASES]
+def operators(model: ir.Model) -> Counter[str]:
+    """How many there are of each operator."""
+    return Counter(n.op_type for n in model.graph)
 
 
 # kind, changes, recipe, and how many regions are copied: of n layers, two less (of two kinds in turns, four).
@@ -74,18 +80,45 @@ def narrower(mlp: nn.Module) -> nn.Module:
     return made
 
 
-@pytest.mark.parametrize("case", cases(CASES, ("baseline",)))
-def test_the_graphs_are_the_same(
-    case: str, copies: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kind, changes, recipe, count = CASES[case]
+def ran(model: ir.Model, given: Sequence[Tensor]) -> list[Tensor]:
+    """What a graph gives in ONNX Runtime."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    text = ir.serde.serialize_model(model).SerializeToString()
+    session = onnxruntime.InferenceSession(text, options)
+    known = {i.name: x.numpy() for i, x in zip(session.get_inputs(), given, strict=True)}
+    return [torch.from_numpy(x) for x in session.run(None, known)]
+
+
+def of(case: str) -> tuple[nn.Module, Recipe]:
+    kind, changes, recipe, _ = CASES[case]
     model = tiny.__wrapped__(kind=kind, **changes)
     if case == "widths":
         for layer in model.model.layers[1::2]:
             layer.mlp = narrower(layer.mlp)
-    source = written(model, tmp_path / "once", "onnx", small(recipe))
-    assert copies == [count, count]
+    return model, small(recipe)
+
+
+@pytest.mark.slow  # quick is that copies give what translating every region gives
+@pytest.mark.parametrize("case", CASES)
+def test_copies_give_what_the_oracle_gives(case: str, tmp_path: Path) -> None:
+    model, recipe = of(case)
+    source = written(model, tmp_path / "once", "onnx", recipe)
     check_session(Session(tmp_path / "once", threads=1), source)
+
+
+# Of a step, and of a prompt.
+ONCE = [(case, one) for one in (True, False) for case in CASES]
+
+
+@pytest.mark.parametrize(("case", "one"), cases(ONCE, [("baseline", True)]))
+def test_the_graphs_are_the_same(
+    case: str, one: bool, copies: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, recipe = of(case)
+    source = source_of(model, recipe, lambda *_: None, {}, "onnx")
+    first = graph._model(functional(source.front, source.plan, ONNX), one, graph.OPSET)
+    assert copies == [CASES[case][-1]]
 
     def every(self: RegionCalls, *args: Any) -> None:
         original(self, *args)
@@ -93,11 +126,20 @@ def test_the_graphs_are_the_same(
 
     original = RegionCalls.__init__
     monkeypatch.setattr(RegionCalls, "__init__", every)
-    written(model, tmp_path / "every", "onnx", small(recipe))
-    assert copies[2:] == [0, 0]
-    for once, each in zip(operators(tmp_path / "once"), operators(tmp_path / "every"), strict=True):
-        assert once <= each  # and some that are equal are one
-        assert sum(each.values()) - sum(once.values()) <= 16
+    function = functional(source.front, source.plan, ONNX)
+    second = graph._model(function, one, graph.OPSET)
+    assert copies[1:] == [0]
+    once, each = operators(first), operators(second)
+    assert once <= each  # and some that are equal are one
+    assert sum(each.values()) - sum(once.values()) <= 16
+    generator = torch.Generator().manual_seed(0)
+    given = [
+        torch.randn(x.shape, generator=generator) if x.is_floating_point() else x
+        for x in example(function, one)
+    ]
+    given[0] = torch.arange(3, 3 + given[0].numel()).view_as(given[0])
+    for ours, theirs in zip(ran(first, given), ran(second, given), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.slow

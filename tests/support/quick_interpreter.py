@@ -1,0 +1,68 @@
+"""Triton's interpreter without what it does again and again: the same results, and the same errors.
+
+At each launch, and at each call of a function within a kernel, it looks through all of `triton.language` for what it
+replaces by functions of its own; here it is found once, set when a launch begins and taken back when it ends. It looks
+for overflows of integers, and says nothing of what it finds where kernels are not debugged; here it does not look. And
+it makes a table of dtypes for each question; here there is one. Together they are half of what tests of kernels take.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from triton import language
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+
+_replaced = interpreter._patch_lang
+_numpy_dtype = interpreter._get_np_dtype
+
+
+class _Language:
+    """What the interpreter replaces in the modules that kernels see, and what stands there otherwise."""
+
+    def __init__(self) -> None:
+        scope = _replaced(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
+        self.own: dict[tuple[Any, str], Any] = {}
+        for place, name, before in scope._changes:
+            self.own.setdefault((place, name), before)  # of what was replaced twice, the first
+        self.interpreted = {(place, name): vars(place)[name] for place, name in self.own}
+        scope.restore()
+        self.launched = False
+
+    def begin(self, kernel: Any) -> _Language:
+        """Of a launch; or of a call within one, whose end nobody asks for."""
+        if not self.launched:
+            self.launched = True
+            for (place, name), value in self.interpreted.items():
+                setattr(place, name, value)
+        return self
+
+    def restore(self) -> None:
+        """At the end of a launch."""
+        self.launched = False
+        for (place, name), value in self.own.items():
+            if value is interpreter._MISSING:
+                delattr(place, name)
+            else:
+                setattr(place, name, value)
+
+
+def _dtype_in_numpy(dtype: Any, known: dict[str, Any]) -> Any:
+    of = dtype.element_ty if isinstance(dtype, language.block_type) else dtype
+    if isinstance(of, language.pointer_type):
+        return _numpy_dtype(of)
+    found = known.get(of.name)
+    if found is None:
+        found = known[of.name] = _numpy_dtype(of)
+    return found
+
+
+def install() -> None:
+    """In a process whose kernels are interpreted, before the first launch."""
+    known: dict[str, Any] = {}
+    interpreter._patch_lang = _Language().begin
+    interpreter._get_np_dtype = lambda dtype: _dtype_in_numpy(dtype, known)
+    if not interpreter.interpreter_builder.options.debug:
+        TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
