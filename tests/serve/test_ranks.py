@@ -24,6 +24,7 @@ from tests.support.models import tiny_hf
 from tests.support.processes import ended, started
 
 RANKS = 2
+START = 60.0  # seconds that ranks wait for each other before they serve
 PAGED = {"cache": {"placement": {"kind": "paged", "page_size": 8}}}
 SHARED = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
 PROMPTS = [[*SHARED, 7, 7], [*SHARED, 1], [5] * 30, [*SHARED[:9], 2], [8, 6, 4], [*SHARED, 7, 7, 9]]
@@ -38,7 +39,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def module(recipe: dict[str, Any], ranks: int = 1, timeout: float = 10.0) -> Any:
-    parallel = {"tensor": ranks, "timeout": timeout, "start": 60.0} if ranks > 1 else None
+    parallel = {"tensor": ranks, "timeout": timeout, "start": START} if ranks > 1 else None
     options: dict[str, Any] = {"verify": "off", "compile": {"mode": "none"}, "max_tokens": 64, "max_batch": 4}
     return kvcompile.optimize(tiny_hf(), recipe, parallel=parallel, **options)
 
@@ -138,10 +139,12 @@ JOBS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 def all_jobs(rank: int) -> dict[str, Any]:
     found = {}
     for name, (job, given) in JOBS.items():
+        began = time.monotonic()
         try:
             found[name] = job(rank, *given)
         except KVCompileError as error:
             found[name] = f"{type(error).__name__}: {error}"
+        found[f"{name} took"] = time.monotonic() - began
     return found
 
 
@@ -195,6 +198,7 @@ def test_what_cannot_be_is_refused_on_all_ranks(
 ) -> None:
     for text, rank in zip(told, answers, strict=True):
         assert text in rank[name]
+        assert rank[f"{name} took"] < START, "one has waited for the other, who was gone"
 
 
 def test_a_store_is_refused_before_anybody_is_told(answers: list[dict[str, Any]]) -> None:
