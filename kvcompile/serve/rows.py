@@ -52,7 +52,9 @@ class Rows:
             for name, of in shape.buffers.items():
                 if of.spec.paged:
                     whole = (sizes[name] + SPARE_PAGES, *of.spec.shape)
-                    self.buffers[name] = self._zeros(name, whole, of.spec.dtype, grows=self._device_of(name).type == "cpu")
+                    self.buffers[name] = self._zeros(
+                        name, whole, of.spec.dtype, grows=self._device_of(name).type == "cpu"
+                    )
                 else:
                     whole = (rows, *of.spec.shape)
                     self.buffers[name] = of.spec.written(self._zeros(name, whole, of.spec.dtype, of.in_order))
