@@ -24,6 +24,8 @@ from kvcompile.pipeline import Front, understand
 from kvcompile.recipe import Recipe
 from kvcompile.runtime.module import CachedModel
 from kvcompile.serve import Sampling
+from kvcompile.serve.moves import Copy
+from kvcompile.serve.rows import Rows
 from tests.support import second_device
 from tests.support.models import TinyLlama, make, tiny_hf
 from tests.support.serving import Stepped
@@ -179,7 +181,7 @@ def served(pair: Pair) -> dict[str, Any]:
     """An engine whose texts give up their pages for each other: by prefixes, a host tier and swapping."""
     prompts = [[first, *range(3, 20)] for first in (4, 5, 6, 7)]
     sampling = Sampling(max_tokens=8, ignore_eos=True)
-    found = {}
+    found: dict[str, Any] = {"paged, swapped": swapped(pair)}
     for name in ("paged", "h2o"):
         recipe, results, stats = RECIPES[name], [], []
         if name == "h2o":  # what scores keep cannot be computed again: such a text goes to the host
@@ -195,6 +197,24 @@ def served(pair: Pair) -> dict[str, Any]:
         counts = [{of: getattr(own, of) for of in kept} for own in stats]
         found[name] = {"same": results[0] == results[1], "devices": devices, "counts": counts}
     return found
+
+
+def swapped(pair: Pair) -> dict[str, Any]:
+    """A text's pages that went to the host and came back on others."""
+    fast = pair.built("paged")[1]
+    rows = Rows(fast.cache.shape, fast.device, 2, [6])
+    for buffer in rows.buffers.values():
+        buffer.copy_(torch.arange(buffer.numel()).view(buffer.shape))
+    rows.place(7)
+    state = rows.state(7, [[1, 2]])
+    rows.restore(7, 20, [[4, 3]], state)
+    again = rows.state(7, [[4, 3]])
+    rows.copy_pages([Copy(0, 4, 5)])
+    copied = rows.state(7, [[5, 3]])
+    same = all(
+        torch.equal(state[name], again[name]) and torch.equal(state[name], copied[name]) for name in state
+    )
+    return {"same": same, "devices": sorted({str(buffer.device) for buffer in rows.buffers.values()})}
 
 
 def others(_: Pair) -> dict[str, Any]:
