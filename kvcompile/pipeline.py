@@ -68,6 +68,11 @@ class Front:
         """Whether the sequences of a batch may start at different places: all positions come from the caller."""
         return self.captured.inputs.position_ids and not self.takes_past_length
 
+    @property
+    def spread(self) -> bool:
+        """Whether its layers are on other devices than that which token ids come to."""
+        return bool(places_of(self.sites, self.device))
+
 
 @dataclass(frozen=True)
 class Analysis:
@@ -223,8 +228,14 @@ def divided(front: Front, plan: Plan, ranks: int, stages: int) -> Front:
     """`front` over ranks, and their graphs over stages; one of either: as it is.
 
     Raises:
-        PlanError: heads do not divide, a layout needs all heads of a layer, or no value alone crosses between layers.
+        PlanError: heads do not divide, a layout needs all heads of a layer, no value alone crosses between layers, or
+            the model is over several devices by itself.
     """
+    if ranks * stages > 1 and plan.devices:
+        raise PlanError(
+            f"parallel: the model's layers are on {', '.join(plan.devices)} in this process already: leave parallel= "
+            "out, and it runs there; or load it on one device in each process"
+        )
     if ranks > 1:
         front = sharded(front, plan, ranks)
     if stages == 1:

@@ -186,14 +186,30 @@ class Plan:
 
     def bytes(self, batch: int, max_tokens: int | None = None) -> int:
         """Bytes of the cache for `batch` sequences of at most `max_tokens` (default: the plan's limit)."""
-        tokens = self.limits.max_tokens if max_tokens is None else max_tokens
-        values = {
-            sy.B: batch,
-            sy.T: sympy.oo if tokens is None else tokens,
-        }  # without a limit, every budget is full
-        itemsize = self.torch_dtype.itemsize
-        kept = sum(int(d.subs(d.bytes, itemsize).subs(values)) for d in self.decisions if d.owns)
+        values = self._sizes(batch, max_tokens)
+        kept = sum(self._bytes_of(decision, values) for decision in self.decisions)
         return kept + int(self.table_bytes.subs(values)) + batch * self.state_bytes
+
+    def bytes_by_device(self, batch: int, max_tokens: int | None = None) -> dict[str, int]:
+        """`bytes` on each device of a model over several, without page tables; empty where it is on one."""
+        values, found = self._sizes(batch, max_tokens), dict.fromkeys(self.devices, 0)
+        for decision in self.decisions:
+            if decision.device is not None:
+                found[decision.device] += self._bytes_of(decision, values)
+        for state in self.states:
+            if state.device is not None:
+                found[state.device] += batch * state.nbytes
+        return found
+
+    def _sizes(self, batch: int, max_tokens: int | None) -> dict[sympy.Symbol, Any]:
+        tokens = self.limits.max_tokens if max_tokens is None else max_tokens
+        # Without a limit, every budget is full.
+        return {sy.B: batch, sy.T: sympy.oo if tokens is None else tokens}
+
+    def _bytes_of(self, decision: Decision, values: dict[sympy.Symbol, Any]) -> int:
+        if not decision.owns:
+            return 0
+        return int(decision.subs(decision.bytes, self.torch_dtype.itemsize).subs(values))
 
     @property
     def page_groups(self) -> tuple[PageGroup, ...]:
@@ -239,7 +255,8 @@ class Plan:
     @property
     def devices(self) -> tuple[str, ...]:
         """The devices of a model over several, in the order of its layers; none where it is on one."""
-        return tuple(dict.fromkeys(each.device for each in (*self.decisions, *self.states) if each.device))
+        places = [*(d.device for d in self.decisions), *(state.device for state in self.states)]
+        return tuple(dict.fromkeys(device for device in places if device is not None))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -48,14 +48,6 @@ def check_model(model: Any) -> None:
         )
 
 
-def devices_of(model: nn.Module) -> dict[str, str]:
-    """The devices that a model's parameters are on, each with the first one there."""
-    found: dict[str, str] = {}
-    for name, tensor in model.named_parameters():
-        found.setdefault(str(tensor.device), name)
-    return found
-
-
 def offloaded(model: nn.Module) -> list[str]:
     """Parameters that hooks of accelerate bring from the disk, or from another device, while their layer runs."""
     found = []

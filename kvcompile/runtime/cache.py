@@ -97,11 +97,11 @@ class KVCache:
         return self.shape.span
 
     def report(self) -> dict[str, Any]:
-        """JSON-ready: bytes of the buffers, in all and by device, and what they can come to as they are, sequences,
-        columns, and of each pool its layers and pages (without those that belong to nobody)."""
-        return {
+        """JSON-ready: bytes of the buffers and what they can come to as they are, sequences, columns, and of each pool
+        its layers and pages (without those that belong to nobody). Of a model over several devices, bytes by device."""
+        spread = any(of.device is not None for of in self.shape.buffers.values())
+        return ({"devices": self.nbytes_by_device} if spread else {}) | {
             "bytes": self.nbytes,
-            "devices": self.nbytes_by_device,
             "reserved": self.reserved,
             "sequences": self.batch if self.columns else 0,
             "columns": self.columns,

@@ -76,8 +76,9 @@ def evaluate(
 def _beside(node: Node, given: Any) -> Any:
     """What is given for a node, on the device that the graph has it on."""
     val = node.meta.get("val")
-    both = isinstance(val, Tensor) and isinstance(given, Tensor)
-    return given.to(val.device) if both else given
+    if isinstance(val, Tensor) and isinstance(given, Tensor):
+        return given.to(val.device)
+    return given
 
 
 def depends_on(node: Node, names: Sequence[str]) -> bool:

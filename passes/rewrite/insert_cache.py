@@ -78,7 +78,7 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
         return last
 
     positions, seq_lens, span = (placeholder(name) for name in STEP_INPUTS)
-    on_devices = OnDevices(graph, _ids(canonical).meta["val"].device)
+    on_devices = OnDevices(graph, _first_device(canonical))
     on = on_devices.on
     ropes: dict[tuple[str, torch.device], RopeTable] = {}
     rope_nodes: dict[tuple[str, torch.device], list[Node]] = {}
@@ -165,8 +165,11 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
     return Rewritten(module, tuple(caches), tuple(states), tuple(ropes.values()))
 
 
-def _ids(canonical: GraphModule) -> Node:
-    return next(node for node in canonical.graph.nodes if node.target == "input_ids")
+def _first_device(canonical: GraphModule) -> torch.device:
+    """Where token ids come to."""
+    ids = next(node for node in canonical.graph.nodes if node.target == "input_ids")
+    device: torch.device = ids.meta["val"].device
+    return device
 
 
 def _table(group: PageGroup, placeholder: Callable[[str], Node]) -> list[tuple[int, Node]]:

@@ -55,7 +55,7 @@ SERVING = (
     broken(
         "a text comes back from the host without its pages",
         "kvcompile/serve/rows.py",
-        "                indexable(self.buffers[name])[pages] = state[name].to(self.device)",
+        "                indexable(self.buffers[name])[pages.to(device)] = state[name].to(device)",
         "                pass",
         NUMERICS,
     ),
