@@ -23,8 +23,9 @@ _USE = re.compile(r"%[\w$.]+")
 _NAMED = re.compile(r"^\s*(%[\w$.]+)(?::\d+)? = ")
 _VIEW = re.compile(r"= ttg\.memdesc_\w+ (%[\w$.]+)")
 # A product that goes on while the program does, and what waits for all of them.
-_STARTED = re.compile(r"= ttng\.warp_group_dot .*isAsync = true|\bttng\.tc_gen5_mma\b")
+_STARTED = re.compile(r"= ttng\.warp_group_dot .*isAsync = true")
 _ENDED = re.compile(r"= ttng\.warp_group_dot_wait .*pendings = 0\b")
+_BY_BARRIER = re.compile(r"\bttng\.tc_gen5_mma\b")
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,9 @@ def overtaken(ttgir: str) -> tuple[str, ...]:
 
     Of a loop before which `ahead` copies were made, a turn reads the buffer of that turn, and fills the one `ahead`
     turns later. Where it fills before it has read, one more buffer must be there. (Triton 3.5 counted without that one
-    for reads in a branch, which are scheduled last: triton PR 8139.)
+    for reads in a branch, which are scheduled last: triton PR 8139.) Turns that stand before the loop, as those for
+    tensor memory do, have read their copies. Nothing is said of arrays that products into tensor memory read by
+    themselves: these reads end at barriers of another turn, which are not followed here.
     """
     lines = ttgir.splitlines()
     arrays = {found[1]: int(found[2]) for line in lines if (found := _ALLOC.search(line))}
@@ -77,10 +80,12 @@ def overtaken(ttgir: str) -> tuple[str, ...]:
         inside = before | _views(body, arrays)
         for name, buffers in arrays.items():
             fills = [at for at, line in enumerate(body) if _filled(line, inside) == name]
-            if not fills:
+            readers = [at for at, line in enumerate(body) if _reads(line, inside, name)]
+            if not fills or any(_BY_BARRIER.search(body[at]) for at in readers):
                 continue
-            ahead = sum(_filled(line, before) == name for line in lines[:begin])
-            reads = [_read_until(body, at) for at, line in enumerate(body) if _reads(line, inside, name)]
+            reads = [_read_until(body, at) for at in readers]
+            turns = sum(_reads(line, before, name) for line in lines[:begin]) // max(1, len(reads))
+            ahead = sum(_filled(line, before) == name for line in lines[:begin]) - turns
             if buffers < ahead + (fills[0] < max(reads, default=0)):
                 wrong.append(name)
     return tuple(wrong)

@@ -145,6 +145,11 @@ def test_a_buffer_that_is_filled_before_it_is_read_is_found() -> None:
         "      %next", "      %w = ttng.warp_group_dot_wait %x {pendings = 0 : i32}\n      %next"
     )
     assert overtaken(early) == ()
+    peeled = """    %early = ttg.local_load %own token %first : !ttg.memdesc<1xi32, #shared> -> tensor<1xi32, #b>
+    %second = ttg.async_copy_global_to_local %ptr, %own mask %m : tensor<1x!tt.ptr<i32>, #b> -> <1xi32, #s>"""
+    loop = next(at for at, line in enumerate(lines) if "scf.for" in line)
+    assert overtaken("\n".join([*later[:loop], *peeled.splitlines(), *later[loop:]])) == ()
+    assert overtaken("\n".join([*later[:loop], peeled.splitlines()[1], *later[loop:]])) == ("%place",)
     carried = "\n".join(later).replace("scf.yield %i", "scf.yield %mine")
     assert overtaken(carried) == ("%place",)
 
