@@ -86,9 +86,8 @@ def _logits(model: nn.Module, front: Front, ids: Tensor, more: dict[str, Any]) -
     with eval_mode(model), attributes_restored(model), torch.no_grad():
         out = model(ids, **options, **more)
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-    return leaves[front.captured.logits_index].to(
-        ids.device
-    )  # of a model over several devices, they may be elsewhere
+    # Of a model over several devices, they may be elsewhere.
+    return leaves[front.captured.logits_index].to(ids.device)
 
 
 def chosen(logits: Tensor, ids: Tensor, keep: Tensor | None) -> Tensor:
