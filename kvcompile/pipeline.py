@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from kvcompile.decide import make_plan
 from kvcompile.decide.known import KnownModel, known_sites
 from kvcompile.errors import PlanError
 from kvcompile.kernels.ops.opaque import OpaqueModule, mixer, opaque
+from kvcompile.kernels.ops.running_sum import running_sum
 from kvcompile.original.adapters import base_of
 from kvcompile.original.checks import check_model
 from kvcompile.original.inference_tensors import as_normal
@@ -30,6 +31,7 @@ from kvcompile.passes.records import AttentionSite, NoMatch, RopeSpec
 from kvcompile.passes.rewrite.absorb import absorb
 from kvcompile.passes.rewrite.canonicalize import canonicalize
 from kvcompile.passes.rewrite.insert_cache import Rewritten, insert_cache
+from kvcompile.passes.rewrite.places import places_of
 from kvcompile.passes.rewrite.positions import offset_positions
 from kvcompile.passes.shard.shard import Shard, Sharding, localized, shard
 from kvcompile.passes.stages.stage import Stage, Staging, staged
@@ -65,6 +67,11 @@ class Front:
     def ragged(self) -> bool:
         """Whether the sequences of a batch may start at different places: all positions come from the caller."""
         return self.captured.inputs.position_ids and not self.takes_past_length
+
+    @property
+    def spread(self) -> bool:
+        """Whether its layers are on other devices than that which token ids come to."""
+        return bool(places_of(self.sites, self.device))
 
 
 @dataclass(frozen=True)
@@ -156,16 +163,27 @@ def known(front: Front) -> KnownModel:
     if table is not None:
         limits.append((table, "its graph was traced for no more"))
     opaques = front.captured.opaques
+    places = places_of(front.sites, front.device)
+    states = (*states_of(opaques), *front.sums)
     return KnownModel(
-        sites=known_sites(front.sites),
+        sites=known_sites(front.sites, places),
         dtype=front.sites[0].dtype,
         max_tokens=front.max_tokens,
         position_limit=min(limits, default=None),
-        states=(*states_of(opaques), *front.sums),
+        states=_placed(front, states) if places else states,
         identity=front.model,
         device=front.device,
         python=tuple(sorted({record.path for record in opaques})),
     )
+
+
+def _placed(front: Front, states: Sequence[RecurrentState]) -> tuple[RecurrentState, ...]:
+    """States of a model over several devices, each with the one that it stands on."""
+    found = {record.path: device_of(record.module) for record in front.captured.opaques}
+    for node in front.canonical.graph.nodes:
+        if node.target is running_sum:
+            found[str(node.args[1])] = node.meta["val"].device
+    return tuple(replace(state, device=str(found[state.module_path])) for state in states)
 
 
 def analysis_of(front: Front, plan: Plan, recipe: Recipe) -> Analysis:
@@ -210,8 +228,14 @@ def divided(front: Front, plan: Plan, ranks: int, stages: int) -> Front:
     """`front` over ranks, and their graphs over stages; one of either: as it is.
 
     Raises:
-        PlanError: heads do not divide, a layout needs all heads of a layer, or no value alone crosses between layers.
+        PlanError: heads do not divide, a layout needs all heads of a layer, no value alone crosses between layers, or
+            the model is over several devices by itself.
     """
+    if ranks * stages > 1 and plan.devices:
+        raise PlanError(
+            f"parallel: the model's layers are on {', '.join(plan.devices)} in this process already: leave parallel= "
+            "out, and it runs there; or load it on one device in each process"
+        )
     if ranks > 1:
         front = sharded(front, plan, ranks)
     if stages == 1:
@@ -289,7 +313,7 @@ def rewrite(front: Front, plan: Plan) -> tuple[Rewritten, dict[str, Tensor]]:
         for name, value in zip(
             (table.cos_name, table.sin_name), _tabulate(front, table.rope, count), strict=True
         ):
-            constants[name] = value.float().contiguous()
+            constants[name] = value.float().contiguous().to(table.device)
     return rewritten, constants
 
 

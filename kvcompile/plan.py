@@ -23,7 +23,7 @@ from kvcompile.layouts import (
 )
 from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.pages import TABLE_BYTES, Released
-from kvcompile.specs import PROSE, RecurrentState, RotaryForm, SiteFacts, StateSlot
+from kvcompile.specs import PLACE, PROSE, RecurrentState, RotaryForm, SiteFacts, StateSlot
 
 INDUCTOR = "inductor"  # the backend that is always there
 
@@ -58,6 +58,8 @@ class Decision(SiteFacts):
     kernels: Kernels = "reference"  # what runs it
     kernels_because: str = field(default="", metadata=PROSE)
     rope_on_append: bool = False  # the op turns new queries and keys, not the graph before it
+    # Where it runs and has its cache, of a model over several devices; None: on the model's only one.
+    device: str | None = field(default=None, metadata=PLACE)
 
     @property
     def owns(self) -> bool:
@@ -184,14 +186,30 @@ class Plan:
 
     def bytes(self, batch: int, max_tokens: int | None = None) -> int:
         """Bytes of the cache for `batch` sequences of at most `max_tokens` (default: the plan's limit)."""
-        tokens = self.limits.max_tokens if max_tokens is None else max_tokens
-        values = {
-            sy.B: batch,
-            sy.T: sympy.oo if tokens is None else tokens,
-        }  # without a limit, every budget is full
-        itemsize = self.torch_dtype.itemsize
-        kept = sum(int(d.subs(d.bytes, itemsize).subs(values)) for d in self.decisions if d.owns)
+        values = self._sizes(batch, max_tokens)
+        kept = sum(self._bytes_of(decision, values) for decision in self.decisions)
         return kept + int(self.table_bytes.subs(values)) + batch * self.state_bytes
+
+    def bytes_by_device(self, batch: int, max_tokens: int | None = None) -> dict[str, int]:
+        """`bytes` on each device of a model over several, without page tables; empty where it is on one."""
+        values, found = self._sizes(batch, max_tokens), dict.fromkeys(self.devices, 0)
+        for decision in self.decisions:
+            if decision.device is not None:
+                found[decision.device] += self._bytes_of(decision, values)
+        for state in self.states:
+            if state.device is not None:
+                found[state.device] += batch * state.nbytes
+        return found
+
+    def _sizes(self, batch: int, max_tokens: int | None) -> dict[sympy.Symbol, Any]:
+        tokens = self.limits.max_tokens if max_tokens is None else max_tokens
+        # Without a limit, every budget is full.
+        return {sy.B: batch, sy.T: sympy.oo if tokens is None else tokens}
+
+    def _bytes_of(self, decision: Decision, values: dict[sympy.Symbol, Any]) -> int:
+        if not decision.owns:
+            return 0
+        return int(decision.subs(decision.bytes, self.torch_dtype.itemsize).subs(values))
 
     @property
     def page_groups(self) -> tuple[PageGroup, ...]:
@@ -233,6 +251,12 @@ class Plan:
     def state_bytes(self) -> int:
         """Bytes of recurrent state per sequence, of any length."""
         return sum(state.nbytes for state in self.states)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices of a model over several, in the order of its layers; none where it is on one."""
+        places = [*(d.device for d in self.decisions), *(state.device for state in self.states)]
+        return tuple(dict.fromkeys(device for device in places if device is not None))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -14,6 +14,8 @@ MaskKind = Literal["causal", "sliding", "chunked", "explicit"]
 BiasKind = Literal["alibi", "relative", "columns", "table"]
 # Metadata of fields that people read: a reworded reason, or a model whose source moved by a line, is the same plan.
 PROSE = {"prose": True}
+# Nor is where a layer's tensors stand a part of a plan's digest: it is the same plan on another device.
+PLACE = PROSE
 
 
 @dataclass(frozen=True)
@@ -163,12 +165,14 @@ class StateSlot:
 class RecurrentState:
     """What one module besides attention carries from token to token; its size does not depend on their number.
 
-    feed: how tokens that come after the first are given to it, see `Feed`
+    feed:   how tokens that come after the first are given to it, see `Feed`
+    device: where it stands, of a model over several devices; None: on the model's only one
     """
 
     module_path: str
     slots: tuple[StateSlot, ...]
     feed: Feed
+    device: str | None = field(default=None, metadata=PLACE)
 
     @property
     def nbytes(self) -> int:

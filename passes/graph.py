@@ -18,6 +18,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 # Frames of libraries and of transformers' plumbing; the model's own line is the innermost of the others.
 _PLUMBING = (
     "<eval_with_key",
+    "/passes/graph_module.py",  # which calls the code of branches
     TORCH,
     "/transformers/integrations/",
     "/transformers/utils/",

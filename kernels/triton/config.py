@@ -68,6 +68,7 @@ class Case:
     affine: whether codes of keys take their scales in float16 (`TileLoader.affine`); of scales per channel, a tile may
         have several groups then
     codebook: whether codes of keys are chosen from a list of numbers
+    reused: whether new tokens take the slots of others: a prompt's are read beside the slots, by a loop of their own
     """
 
     role: Role
@@ -81,6 +82,7 @@ class Case:
     lookups: int = 0
     affine: bool = False
     codebook: bool = False
+    reused: bool = False
 
     def buffers(self, stages: int) -> int:
         """Tiles that stand in shared memory: each lookup takes as many stages as what it finds."""
@@ -144,6 +146,7 @@ def case_of(
         isinstance(placement, Paged) + site.layout.selection.selects if role == "decode" else 0,
         _affine(role, site, head_dim, dtype),
         not site.layout.in_keys and site.layout.keys.of_slots.element.kind == "codebook",
+        not site.layout.in_order,
     )
 
 

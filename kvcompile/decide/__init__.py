@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvcompile.decide.auto import choose, free_memory
+from kvcompile.decide.auto import choose, free_for_caches
 from kvcompile.decide.backend import with_backend
 from kvcompile.decide.decode_step import with_step
 from kvcompile.decide.kernels import same_kernels, with_kernels
@@ -48,7 +48,7 @@ def make_plan(model: KnownModel, recipe: Recipe) -> Plan:
             `auto` may choose fits.
     """
     if recipe.auto is not None:
-        free = None if model.device is None else free_memory(model.device)
+        free = free_for_caches(model)
         return choose(recipe, lambda chosen: make_plan(model, chosen), model.max_tokens, free)
     plan = rope_on_append(_with_layouts(model, recipe))
     plan = with_step(plan, recipe.compile.mode, model.device, model.python)
@@ -68,7 +68,7 @@ def _with_layouts(model: KnownModel, recipe: Recipe) -> Plan:
     for site in sites:
         try:
             decided = decide_site(site, sites, recipe, scales, model.max_tokens)
-            decisions.append(with_kernels(decided, recipe, model.dtype, model.device))
+            decisions.append(with_kernels(decided, recipe, model.dtype, site.device or model.device))
         except ValueError as error:
             refused.setdefault(str(error), []).append(site)
     decisions = same_kernels(decisions)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
 import psutil
 import torch
 
+from kvcompile.decide.known import KnownModel
 from kvcompile.errors import PlanError
 from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe, load_recipe
@@ -25,6 +27,19 @@ def free_memory(device: torch.device) -> int | None:
             return int(psutil.virtual_memory().available)
         case _:
             return None
+
+
+def free_for_caches(model: KnownModel) -> int | None:
+    """Bytes that the caches of all layers may take of what is free on their devices; None where nobody says.
+
+    Of a model over several devices, equally much is counted for each layer: the fullest device decides.
+    """
+    if model.device is None:
+        return None
+    layers = Counter(site.device or model.device for site in model.sites)
+    free = {device: free_memory(device) for device in layers}
+    known = [size * len(model.sites) // layers[device] for device, size in free.items() if size is not None]
+    return min(known) if len(known) == len(free) else None
 
 
 def choose(

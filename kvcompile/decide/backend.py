@@ -79,6 +79,8 @@ def with_backend(plan: Plan, backend: str, device: torch.device | None) -> Plan:
         return replace(plan, backend=backend)
     loaded = load(backend)
     problem = loaded.unavailable(device)
+    if plan.devices:
+        problem = f"it compiles for one device, and the model is on {', '.join(plan.devices)}; use {INDUCTOR}"
     if problem is not None:
         raise PlanError(
             f"recipe {plan.recipe!r} does not fit this model:\n  - compile.backend: {backend}: {problem}"

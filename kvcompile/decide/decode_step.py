@@ -32,7 +32,9 @@ def with_step(plan: Plan, mode: str, device: torch.device | None, python: Sequen
     if mode not in ("cudagraphs", "max-autotune") or device is None:
         return plan
     problem = None
-    if device.type != "cuda":
+    if plan.devices:
+        problem = f"a CUDA graph is one device's, and the model is on {', '.join(plan.devices)}"
+    elif device.type != "cuda":
         problem = f"a CUDA graph needs an NVIDIA GPU, and the model is on {device}"
     elif python:
         others = "" if len(python) == 1 else f" and {len(python) - 1} more"

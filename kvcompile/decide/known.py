@@ -6,7 +6,7 @@ tells is decided by the function that `optimize` calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -25,6 +25,7 @@ class KnownSite(SiteFacts):
     rerun:        a part of its mask is run again over the cache
     mask_rows:    what its mask keeps of every token, besides what an earlier site keeps
     latent:       the same attention over one latent row per token, where it has that form
+    device:       where it runs, of a model over several devices; None: the model's only one
     """
 
     dtype: torch.dtype
@@ -33,6 +34,7 @@ class KnownSite(SiteFacts):
     rerun: bool = False
     mask_rows: tuple[StateSlot, ...] = ()
     latent: KnownSite | None = None
+    device: torch.device | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class KnownModel:
     position_limit: how many positions it has, where they end, and what happens beyond
     states:         what recurrent modules carry; kept as it is under every recipe
     identity:       which model calibrated scales must be of; None: unknown, only their sizes are compared
-    device:         the model's; None: not known, and what a device decides is left open
+    device:         the model's, where token ids come to; None: not known, and what a device decides is left open
     python:         paths of the modules that run as Python
     """
 
@@ -64,12 +66,16 @@ def facts_of(site: SiteFacts) -> dict[str, object]:
     return {of.name: getattr(site, of.name) for of in fields(SiteFacts)}
 
 
-def known_sites(sites: Sequence[AttentionSite]) -> tuple[KnownSite, ...]:
-    """What is known of the sites of a graph."""
-    return tuple(_known(site, sites) for site in sites)
+def known_sites(
+    sites: Sequence[AttentionSite], places: Mapping[int, torch.device] | None = None
+) -> tuple[KnownSite, ...]:
+    """What is known of the sites of a graph; places: of a model over several devices, each layer's."""
+    return tuple(_known(site, sites, places or {}) for site in sites)
 
 
-def _known(site: AttentionSite, sites: Sequence[AttentionSite]) -> KnownSite:
+def _known(
+    site: AttentionSite, sites: Sequence[AttentionSite], places: Mapping[int, torch.device]
+) -> KnownSite:
     return KnownSite(
         **facts_of(site),  # type: ignore[arg-type]
         dtype=site.dtype,
@@ -77,7 +83,8 @@ def _known(site: AttentionSite, sites: Sequence[AttentionSite]) -> KnownSite:
         positionless=site.positionless,
         rerun=bool(site.rerun),
         mask_rows=_mask_rows(site, sites),
-        latent=None if site.latent is None else _known(site.latent.site, sites),
+        latent=None if site.latent is None else _known(site.latent.site, sites, places),
+        device=places.get(site.layer),
     )
 
 

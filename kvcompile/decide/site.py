@@ -79,6 +79,7 @@ def decide_site(
         rerun=site.rerun,
         mask_rows=site.mask_rows,
         scales=own,
+        device=None if site.device is None else str(site.device),
     )
 
 

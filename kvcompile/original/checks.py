@@ -41,27 +41,11 @@ def check_model(model: Any) -> None:
             f"{name} has no weights yet: {empty[0]} and {len(empty) - 1} others are on the meta device; load or "
             "initialise them first (from_pretrained does, and model.to_empty() gives them memory)"
         )
-    places = devices_of(model)
-    if len(places) > 1:
-        found = ", ".join(f"{first} on {device}" for device, first in places.items())
-        raise ModelError(
-            f"{name} has weights on {len(places)} devices ({found}): one process keeps the caches of all layers on one "
-            f'device. Load it on one, or give each device a process: parallel={{"stages": {len(places)}}} or '
-            f'{{"tensor": {len(places)}}}, started by torchrun, each with the model on its own'
-        )
     if type(model).__module__.startswith("transformers.") and name.endswith(_HEADS):
         raise ModelError(
             f"{name} gives no logits of a next token; expected a causal language model, such as "
             "AutoModelForCausalLM makes"
         )
-
-
-def devices_of(model: nn.Module) -> dict[str, str]:
-    """The devices that a model's parameters are on, each with the first one there."""
-    found: dict[str, str] = {}
-    for name, tensor in model.named_parameters():
-        found.setdefault(str(tensor.device), name)
-    return found
 
 
 def offloaded(model: nn.Module) -> list[str]:

@@ -141,6 +141,8 @@ class Explanation:
         if plan.step_because:
             how = "one CUDA graph" if plan.step == "cudagraph" else "region by region"
             made.add_row("a decode step", f"{how}: {escape(plan.step_because)}")
+        if plan.devices:
+            made.add_row("devices", escape("\n".join(_devices(plan))))
         if plan.states:
             count = f"{len(plan.states)} module{'s' if len(plan.states) > 1 else ''}"
             made.add_row(
@@ -237,6 +239,16 @@ def _kernels(plan: Plan) -> list[str]:
         + (f"; {_shared_out()}" if kernels == "triton" else "")
         for (kernels, because), layers in found.items()
     ]
+
+
+def _devices(plan: Plan) -> Iterator[str]:
+    """The layers of each device of a model over several, and their bytes for a sequence."""
+    bounded = plan.bounded or plan.limits.max_tokens is not None
+    sizes = plan.bytes_by_device(1) if bounded else {}
+    for device in plan.devices:
+        layers = tuple(d.layer for d in plan.decisions if d.device == device)
+        size = f", {format_bytes(sizes[device])} a sequence" if sizes else ""
+        yield f"{device}: {'layers ' + format_layers(layers) if layers else 'recurrent state'}{size}"
 
 
 def _shared_out() -> str:

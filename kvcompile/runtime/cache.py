@@ -29,6 +29,9 @@ class KVCache:
     grow: see `runtime/pages.py` for which sequence has which.
 
     A batch is a rectangle of columns, padded on the left; each row (sequence) has its own length.
+
+    Of a model over several devices, each layer's buffers stand on that layer's; text, lengths and page tables stand
+    where token ids come to.
     """
 
     def __init__(self, shape: CacheShape, device: torch.device, grows: bool = True):
@@ -64,6 +67,15 @@ class KVCache:
         """Bytes that the buffers have addresses for: what they can come to without being allocated anew."""
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
+    @property
+    def nbytes_by_device(self) -> dict[str, int]:
+        """`nbytes` of each device that has some."""
+        found: dict[str, int] = {}
+        for name, buffer in self.buffers.items():
+            device = str(buffer.device)
+            found[device] = found.get(device, 0) + self._held(name, buffer)
+        return found
+
     def _held(self, name: str, buffer: Tensor) -> int:
         if name not in self._growing:
             return buffer.nbytes
@@ -86,8 +98,9 @@ class KVCache:
 
     def report(self) -> dict[str, Any]:
         """JSON-ready: bytes of the buffers and what they can come to as they are, sequences, columns, and of each pool
-        its layers and pages (without those that belong to nobody)."""
-        return {
+        its layers and pages (without those that belong to nobody). Of a model over several devices, bytes by device."""
+        spread = any(of.device is not None for of in self.shape.buffers.values())
+        return ({"devices": self.nbytes_by_device} if spread else {}) | {
             "bytes": self.nbytes,
             "reserved": self.reserved,
             "sequences": self.batch if self.columns else 0,
@@ -108,8 +121,9 @@ class KVCache:
         """The buffers as the graph takes them."""
         return self.shape.as_kernels_take(self.buffers)
 
-    def shapes(self) -> dict[str, tuple[tuple[int | str, ...], torch.dtype]]:
-        """Shape and dtype of each of `inputs`: the first size is "batch", or the name of a pool's number of pages."""
+    def shapes(self) -> dict[str, tuple[tuple[int | str, ...], torch.dtype, torch.device]]:
+        """Shape, dtype and device of each of `inputs`: the first size is "batch", or the name of a pool's number of
+        pages."""
         shapes: dict[str, tuple[tuple[int | str, ...], torch.dtype]] = {
             name: (("batch", *shape), dtype) for name, (shape, dtype) in self._rows_of().items()
         }
@@ -118,7 +132,7 @@ class KVCache:
                 shapes[name] = ((f"pages_{number}", *self._paged[name].shape), self._paged[name].dtype)
         of = self.shape.buffers
         return {
-            name: (shape, torch.uint8 if name in of and of[name].as_bytes else dtype)
+            name: (shape, torch.uint8 if name in of and of[name].as_bytes else dtype, self._device_of(name))
             for name, (shape, dtype) in shapes.items()
         }
 
@@ -241,7 +255,7 @@ class KVCache:
             for name in names:
                 spec, old = self._paged[name], self.buffers.get(name)
                 # Zeros: what nobody wrote is read, and then weighed with zero.
-                new = torch.zeros((size, *spec.shape), dtype=spec.dtype, device=self.device)
+                new = torch.zeros((size, *spec.shape), dtype=spec.dtype, device=self._device_of(name))
                 if old is not None:
                     new[: len(old)] = old
                 self.buffers[name] = new
@@ -296,14 +310,18 @@ class KVCache:
         self._seen = [0] * batch
         self.seq_lens = torch.zeros(batch, dtype=torch.int64, device=self.device)
 
+    def _device_of(self, name: str) -> torch.device:
+        return self.shape.device_of(name, self.device)
+
     def _zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        device = self._device_of(name)
         of = self.shape.buffers.get(name)  # none: a table of pages
         if self.grows and of is not None and of.in_order and of.spec.fill is None:
-            made = make_growing(shape, dtype, self.device)
+            made = make_growing(shape, dtype, device)
             if made is not None:
                 buffer, self._growing[name] = made
                 return buffer
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     def hold(self, slots: int, pads: Tensor | None = None) -> None:
         """Let the first `slots` of the contiguous layers have memory: nothing may read or write beyond them, but
@@ -404,8 +422,8 @@ class KVCache:
                 continue
             found[name] = self._used(name, buffer)
         for pool, names in zip(self.pools, self._in_pool, strict=True):
-            pages = torch.tensor([page for row in pool.rows for page in row], device=self.device)
-            found |= {name: self.buffers[name][pages.long()] for name in names}
+            pages = torch.tensor([page for row in pool.rows for page in row], dtype=torch.int64)
+            found |= {name: self.buffers[name][pages.to(self._device_of(name))] for name in names}
         return found
 
     def restore(self, ids: Tensor, lengths: Tensor, seen: list[int], state: dict[str, Tensor]) -> None:
@@ -435,8 +453,9 @@ class KVCache:
         paged = {name: pool for pool, names in zip(made.pools, made._in_pool, strict=True) for name in names}
         for name, given in state.items():
             if name in paged:
-                pages = torch.tensor([page for row in paged[name].rows for page in row], device=self.device)
-                made.buffers[name][pages.long()] = given.to(self.device)
+                buffer = made.buffers[name]
+                pages = torch.tensor([page for row in paged[name].rows for page in row], dtype=torch.int64)
+                buffer[pages.to(buffer.device)] = given.to(buffer.device)
             else:
                 wanted[name].copy_(given)
         made.seq_lens, made._seen = lengths.to(self.device), list(seen)
@@ -485,7 +504,7 @@ class KVCache:
             if name in self._paged or name in tables:
                 continue
             used = self._used(name, buffer)
-            used.copy_(used.index_select(0, index))
+            used.copy_(used.index_select(0, index.to(used.device)))
         self.seq_lens = self.seq_lens.index_select(0, index)
         self.text.reorder(index)
         if self.shape.state or self.pools:
@@ -501,10 +520,10 @@ class KVCache:
             moves = pool.moves(index)
             changed = [row for row in range(self.batch) if moves.rows[row] != tuple(pool.rows[row])]
             if moves.copies:
-                sources, targets = torch.tensor(moves.copies, device=self.device).unbind(1)
+                copies = torch.tensor(moves.copies)
                 copy = page_copy("triton" if shape.triton else "reference")
                 for name in shape.buffers:
-                    copy(self.buffers[name], sources, targets)
+                    copy(self.buffers[name], *copies.to(self._device_of(name)).unbind(1))
             pool.move(moves)
             for row in changed:
                 self.buffers[pool.group.name][row] = 0

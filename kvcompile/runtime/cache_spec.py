@@ -12,7 +12,8 @@ from kvcompile.kernels.triton.available import fp8_form
 from kvcompile.layouts import BufferSpec, PageGroup
 from kvcompile.layouts.stepping import StepsBack, steps_back
 from kvcompile.layouts.storage import is_fp8
-from kvcompile.plan import Limits, Plan
+from kvcompile.plan import Decision, Limits, Plan
+from kvcompile.specs import RecurrentState
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,13 @@ class Buffer:
 
     in_order: whether a row stands at its token's column, so that those beyond the columns hold nothing
     as_bytes: whether kernels take it as bytes, which its dtype has
+    device:   where it stands, of a model over several devices; None: where token ids come to
     """
 
     spec: BufferSpec
     in_order: bool = False
     as_bytes: bool = False
+    device: torch.device | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,11 @@ class CacheShape:
         """Rows of a head that so many slots take, in a contiguous buffer of `own` rows: tokens of a group share one."""
         return -(-slots * own // self.span)
 
+    def device_of(self, name: str, first: torch.device) -> torch.device:
+        """The device of a buffer or a page table, of a cache whose token ids come to `first`."""
+        of = self.buffers.get(name)  # none: a table, which graphs copy to the devices that need it
+        return first if of is None or of.device is None else of.device
+
     def as_kernels_take(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         """The buffers as the graph takes them: some as bytes."""
         as_bytes = {name for name, of in self.buffers.items() if of.as_bytes}
@@ -79,7 +87,7 @@ class CacheShape:
         """
         # What kernels read as bytes comes to them as bytes: taken as such within a compiled region, it would be copied
         # there, all of it, and back.
-        bits = any(d.kernels == "triton" for d in plan.decisions) and fp8_form(device) == "bits"
+        forms = {d.device: fp8_form(_of(d) or device) for d in plan.decisions if d.kernels == "triton"}
         buffers: dict[str, Buffer] = {}
         for decision, layer in zip(plan.decisions, names, strict=True):
             specs = decision.buffers(plan.torch_dtype, plan.limits.max_tokens)
@@ -87,12 +95,14 @@ class CacheShape:
                 # Rows of a ring (the newest tokens in full) do not stand at their token's column, and the first tokens
                 # in full move them further.
                 in_order = not decision.layout.bounded and not spec.fixed
-                as_bytes = bits and decision.kernels == "triton" and is_fp8(spec.dtype)
-                buffers[name] = Buffer(spec, in_order, as_bytes)
+                as_bytes = forms.get(decision.device) == "bits" and is_fp8(spec.dtype)
+                as_bytes = as_bytes and decision.kernels == "triton"
+                buffers[name] = Buffer(spec, in_order, as_bytes, _of(decision))
         kept = []
         for state, of_state in zip(plan.states, states, strict=True):
             for name, slot in zip(of_state, state.slots, strict=True):
-                buffers[name] = Buffer(BufferSpec(name, slot.shape, slot.torch_dtype))
+                spec = BufferSpec(name, slot.shape, slot.torch_dtype)
+                buffers[name] = Buffer(spec, device=_of(state))
                 kept.append(name)
         of_layer = {d.layer: layer for d, layer in zip(plan.decisions, names, strict=True)}
         pools = []
@@ -105,3 +115,7 @@ class CacheShape:
         all_of = whole or plan
         back = steps_back((d.layout for d in all_of.decisions), bool(all_of.states))
         return CacheShape(buffers, tuple(pools), plan.limits, span, tuple(kept), back)
+
+
+def _of(placed: Decision | RecurrentState) -> torch.device | None:
+    return None if placed.device is None else torch.device(placed.device)

@@ -356,8 +356,8 @@ class CachedModel(nn.Module):
         }
         if program.stage is not None and program.stage.takes is not None:
             examples[STAGE_IN] = Symbolic(program.stage.takes.dims, program.stage.takes.dtype, device)
-        for name, (shape, dtype) in self.cache.shapes().items():
-            examples[name] = Symbolic(shape, dtype, device)
+        for name, (shape, dtype, place) in self.cache.shapes().items():
+            examples[name] = Symbolic(shape, dtype, place)
         with told(progress) as tell, TRACING:
             self.executor.prepare(shapes, examples, tell)
         self._prepared.add(shapes)
@@ -480,7 +480,7 @@ class PlainCachedModel(CachedModel):
         tokens, new, mask = input_ids, input_ids[:, self.cache.columns :], attention_mask
         ended = torch.zeros(input_ids.shape[0], dtype=torch.bool, device=self.device)
         for _ in range(max_new_tokens):
-            logits = self._call(new, mask, keep=1)[self.program.logits][:, -1].float()
+            logits = self._call(new, mask, keep=1)[self.program.logits][:, -1].to(self.device).float()
             mask = None
             new = pick(logits, *picked)
             if eos_token_id is not None:

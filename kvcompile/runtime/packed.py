@@ -30,6 +30,8 @@ def refusal(plan: Plan, program: Program) -> str | None:
     """Why tokens of several sequences cannot take a pass in one row, or None."""
     if plan.backend != INDUCTOR:
         return f"{plan.backend} compiles this program, and knows no packed steps"
+    if plan.devices:
+        return "the model's layers are on several devices"
     if program.stage is not None:
         return "each stage has a part of the layers alone"
     if program.takes_past_length:
@@ -137,8 +139,8 @@ class PackedProgram:
             "span": Number("span"),
             **program.constants,
         }
-        for name, (shape, dtype) in module.cache.shapes().items():
+        for name, (shape, dtype, place) in module.cache.shapes().items():
             own = tuple("sequences" if size == "batch" else size for size in shape)
-            examples[name] = Symbolic(own, dtype, device)
+            examples[name] = Symbolic(own, dtype, place)
         with TRACING:
             self.executor.prepare(self._shapes, examples)

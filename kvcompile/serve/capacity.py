@@ -65,7 +65,7 @@ def capacity(
     row += sum(TABLE_BYTES * pool.group.pages_per_sequence for pool in shape.pools)
     pages = tuple(sum(_nbytes(shape.buffers[name].spec) for name in pool.buffers) for pool in shape.pools)
     given = memory is not None
-    left = _free(device) if memory is None else memory
+    left = _free_for(shape, device) if memory is None else memory
     rows = min(rows, left // max(row, 1))
     kinds = [_Kind(pool.group, _released(plan, pool.group), chunk) for pool in shape.pools]
     counts = _counts(kinds, pages, rows, left - rows * row)
@@ -151,6 +151,15 @@ def _group(plan: Plan, kind: _Kind, pages: int) -> Group:
 
 def _nbytes(spec: BufferSpec) -> int:
     return math.prod(spec.shape) * spec.dtype.itemsize
+
+
+def _free_for(shape: CacheShape, device: torch.device) -> int:
+    """A share of what is free; of a model over several devices, the one whose layers take most of it decides."""
+    sizes: dict[torch.device, int] = {}
+    for name, of in shape.buffers.items():
+        own = shape.device_of(name, device)
+        sizes[own] = sizes.get(own, 0) + _nbytes(of.spec)
+    return min(_free(own) * sum(sizes.values()) // size for own, size in sizes.items())
 
 
 def _free(device: torch.device) -> int:

@@ -78,7 +78,7 @@ class Channel:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """What rank 0 does between two agreements: where it fails, the others must not wait for the next one."""
+        """What a rank does between two agreements: where it fails, the others must not wait for the next one."""
         try:
             yield
         except KVCompileError as error:
@@ -185,7 +185,8 @@ def follow(module: CachedModel) -> None:
     what, (config, chunk) = channel.hear()
     assert what == "settings", what
     room = room_of(module, config, chunk, channel)
-    tiers = _tiers(module, room, config)
+    with channel.starting():
+        tiers = _tiers(module, room, config)
     made: list[Passes] = []
     channel.agreed("allocating the cache", lambda: made.append(Passes(module, room, tiers)))
     (passes,) = made

@@ -52,7 +52,9 @@ class Rows:
             for name, of in shape.buffers.items():
                 if of.spec.paged:
                     whole = (sizes[name] + SPARE_PAGES, *of.spec.shape)
-                    self.buffers[name] = self._zeros(name, whole, of.spec.dtype, grows=device.type == "cpu")
+                    self.buffers[name] = self._zeros(
+                        name, whole, of.spec.dtype, grows=self._device_of(name).type == "cpu"
+                    )
                 else:
                     whole = (rows, *of.spec.shape)
                     self.buffers[name] = of.spec.written(self._zeros(name, whole, of.spec.dtype, of.in_order))
@@ -78,14 +80,17 @@ class Rows:
         self._written: list[list[list[int]]] = [[[] for _ in shape.pools] for _ in range(rows)]
         self._inputs = shape.as_kernels_take(self.buffers)
 
+    def _device_of(self, name: str) -> torch.device:
+        return self.shape.device_of(name, self.device)
+
     def _zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, grows: bool) -> Tensor:
         if grows and self.shape.buffers[name].spec.fill is None:
-            made = make_growing(shape, dtype, self.device)
+            made = make_growing(shape, dtype, self._device_of(name))
             if made is not None:
                 if not self.shape.buffers[name].spec.paged:  # a CPU's pool takes memory as it is written
                     self._growing[name] = made[1]
                 return made[0]
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+        return torch.zeros(shape, dtype=dtype, device=self._device_of(name))
 
     # ---- texts and their rows
 
@@ -176,10 +181,10 @@ class Rows:
         for copy in copies:
             pool = self.shape.pools[copy.group]
             run = page_copy("triton" if pool.triton else "reference")
-            source = torch.tensor([copy.source], device=self.device)
-            target = torch.tensor([copy.target], device=self.device)
             for name in pool.buffers:
-                run(self.buffers[name], source, target)
+                device = self._device_of(name)
+                pages = (torch.tensor([page], device=device) for page in (copy.source, copy.target))
+                run(self.buffers[name], *pages)
 
     def fork(self, source: int, target: int) -> None:
         """A text gets a row that holds what another's holds; its tables are written before it runs."""
@@ -210,9 +215,12 @@ class Rows:
 
         Only for layouts that write nothing but pages (`layouts/packing.py`).
         """
-        rows = torch.tensor([self.place(text) for text in texts], device=self.device)
+        rows = torch.tensor([self.place(text) for text in texts])
         whole = self._in_pools
-        return {name: buffer if name in whole else buffer[rows] for name, buffer in self._inputs.items()}
+        return {
+            name: buffer if name in whole else buffer[rows.to(buffer.device)]
+            for name, buffer in self._inputs.items()
+        }
 
     # ---- what goes to the host and comes back
 
@@ -222,9 +230,9 @@ class Rows:
         tokens = self._tokens[row]
         found = {name: _on_host(self._used(name, self.buffers[name][row], tokens)) for name in self._own}
         for names, table in zip(self._pooled, tables, strict=True):
-            pages = torch.tensor(table, dtype=torch.int64, device=self.device)
+            pages = torch.tensor(table, dtype=torch.int64)
             for name in names:
-                found[name] = indexable(self.buffers[name])[pages].cpu()
+                found[name] = indexable(self.buffers[name])[pages.to(self._device_of(name))].cpu()
         return found
 
     def restore(self, text: int, tokens: int, tables: Tables, state: dict[str, Tensor]) -> None:
@@ -234,9 +242,10 @@ class Rows:
         for name in self._own:
             self._used(name, self.buffers[name][row], tokens).copy_(state[name])
         for names, table in zip(self._pooled, tables, strict=True):
-            pages = torch.tensor(table, dtype=torch.int64, device=self.device)
+            pages = torch.tensor(table, dtype=torch.int64)
             for name in names:
-                indexable(self.buffers[name])[pages] = state[name].to(self.device)
+                device = self._device_of(name)
+                indexable(self.buffers[name])[pages.to(device)] = state[name].to(device)
 
     # ---- pages and snapshots that are kept
 

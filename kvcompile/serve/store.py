@@ -11,7 +11,7 @@ another thing. So nothing is lost where an item is forgotten, and two stores nev
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -110,13 +110,18 @@ class Host:
 
 
 def pack(parts: Iterable[Tensor], device: torch.device) -> Item:
-    """Tensors of a device as bytes on the host. On a GPU nothing waits: what comes after on its stream comes after."""
+    """Tensors as bytes on the host. On a GPU nothing waits: what comes after on its stream comes after; of several
+    devices, each copy waits.
+
+    device: where bytes stand of which no part says it
+    """
     given = list(parts)
+    device = _one_of(given, device)
     flat = torch.zeros(sum(_padded(part) for part in given), dtype=torch.uint8, device=device)
     for place, part in zip(_places(flat, given), given, strict=True):
         place.copy_(part)
-    if device.type == "cpu":
-        return Item(flat)
+    if device.type != "cuda":
+        return Item(flat.cpu())
     pinned = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True).copy_(flat, non_blocking=True)
     done = torch.cuda.Event()
     done.record(torch.cuda.current_stream(device))
@@ -133,9 +138,15 @@ def unpack(item: Item, parts: Iterable[Tensor], device: torch.device) -> None:
     size = sum(_padded(part) for part in given)
     if item.data.shape != (size,):
         raise ValueError(f"expected {size:,} bytes, got {tuple(item.data.shape)}")
-    flat = item.data.to(device, non_blocking=True)
+    flat = item.data.to(_one_of(given, device), non_blocking=True)
     for place, part in zip(_places(flat, given), given, strict=True):
         part.copy_(place)
+
+
+def _one_of(parts: Sequence[Tensor], device: torch.device) -> torch.device:
+    """The device of all parts; the host where they stand on several; `device` where there are none."""
+    found = {part.device for part in parts} or {device}
+    return found.pop() if len(found) == 1 else torch.device("cpu")
 
 
 def _padded(part: Tensor) -> int:

@@ -153,6 +153,11 @@ def source_of(
     # What verifies an artifact plans as who made it, and that took a compiler.
     with nullcontext() if verified else compiled():
         plan = plan_for(front, checked)
+    if plan.devices:
+        raise ExportError(
+            f"the model's layers are on {', '.join(plan.devices)}, and an artifact runs on one: load the model on "
+            "one device to export it"
+        )
     front = absorbed(front, plan)
     tell("capture and detect", 1, 1)
     if verified:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ _LOOPS = (4, 64)  # of a sample, at least and at most
 _RUNS = 3
 _PRODUCTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes that PyTorch multiplies
 _PAYS = 0.9  # of the time: what more threads must save
+_FRESH = 10.0  # seconds for which a measurement is believed: understanding and proof of a model share one
 _most: ContextVar[int | None] = ContextVar("most threads", default=None)  # of whoever is outside of all
 
 
@@ -34,7 +36,8 @@ _most: ContextVar[int | None] = ContextVar("most threads", default=None)  # of w
 def threads_that_pay(model: nn.Module, tokens: int = SHORT) -> Iterator[None]:
     """Let a model on a CPU run over texts of `tokens` in as many threads as make it faster just now.
 
-    What is inside of another is measured for itself, with the threads of whoever is outside of all.
+    What is inside of another is measured for itself, with the threads of whoever is outside of all. A sample that was
+    taken a few seconds ago is not taken again.
     """
     before = torch.get_num_threads()
     most = _most.get() or before
@@ -44,7 +47,7 @@ def threads_that_pay(model: nn.Module, tokens: int = SHORT) -> Iterator[None]:
         return
     outside = _most.set(most)
     try:
-        fewer = _measured(sample, most)
+        fewer = _lately(sample, most)
         torch.set_num_threads(fewer)
         if fewer < most:
             log.info(
@@ -84,6 +87,21 @@ class Sample:
             if time.perf_counter() - started > most:
                 return math.inf
         return time.perf_counter() - started
+
+
+_measurements: dict[
+    tuple[Any, ...], tuple[float, int]
+] = {}  # by sample and most threads: when, and what was found
+
+
+def _lately(sample: Sample, most: int) -> int:
+    """What `_measured` gives, or gave a moment ago for such a sample."""
+    key = (sample.x.shape, sample.x.dtype, sample.weight.shape, most)
+    when, found = _measurements.get(key, (-math.inf, 1))
+    if time.monotonic() - when > _FRESH:
+        found = _measured(sample, most)
+        _measurements[key] = (time.monotonic(), found)
+    return found
 
 
 def _measured(sample: Sample, most: int) -> int:

@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from kvcompile.errors import VerificationError
 from kvcompile.kernels.ops import cached_attention as ops
 from kvcompile.layouts import PageGroup
+from kvcompile.passes.probe.steps import Steps
 from kvcompile.passes.rewrite.insert_cache import Rewritten
 from kvcompile.passes.stages.stage import STAGE_IN
 from kvcompile.pipeline import Front, example_inputs, parts_of, rewrite_part
@@ -28,7 +29,6 @@ from kvcompile.plan import Plan
 from kvcompile.verify.oracle import Enough
 from kvcompile.verify.ranks import InStep, whole_of
 from kvcompile.verify.runs import REPORT, Run, chosen, of_every_token
-from kvcompile.verify.steps import Steps
 
 
 class Kept:
@@ -207,7 +207,7 @@ def cached_run(
                 given: list[Any] = []
                 for stage in stages:
                     given = stage.run(inputs, given)
-                out = _same([each[front.captured.logits_index] for each in given])
+                out = _same([each[front.captured.logits_index] for each in given]).to(ids.device)
             if fewer and wanted is not None:
                 logits.append(of_every_token(out, part[:, : len(wanted)]))
             else:
@@ -239,7 +239,7 @@ def _caches(
                 (int(pages[d.kv_source].max()) + 2 if spec.paged else batch, *spec.shape),
                 3,
                 dtype=spec.dtype,
-                device=device,
+                device=d.device or device,
             )
         )
         for names, d in zip(rewritten.caches, plan.decisions, strict=True)
@@ -250,7 +250,7 @@ def _caches(
         )
     }
     return caches | {
-        name: torch.full((batch, *slot.shape), 3, dtype=slot.torch_dtype, device=device)
+        name: torch.full((batch, *slot.shape), 3, dtype=slot.torch_dtype, device=state.device or device)
         for names, state in zip(rewritten.states, plan.states, strict=True)
         for name, slot in zip(names, state.slots, strict=True)
     }

@@ -130,7 +130,8 @@ def relative(x: Tensor, reference: Tensor, where: Tensor) -> float:
     size = reference.double()
     difference = x.double() - size
     if not bool(where.all()):
-        hidden = ~where[..., None]
+        # Of a model over several devices, each layer's results are on its own.
+        hidden = ~where[..., None].to(x.device)
         difference, size = difference.masked_fill(hidden, 0), size.masked_fill(hidden, 0)
     return float(difference.norm() / size.norm().clamp(min=1e-30))
 

@@ -105,8 +105,9 @@ def _ordered(constants: Sequence[Constant]) -> list[Constant]:
 
 
 def _twice(constants: Sequence[Constant]) -> list[Constant]:
-    """Twice of what repeats: the second page, group or block begins there."""
-    return [replace(c, value=2 * c.value) for c in constants if c.value > 1]
+    """Twice of what repeats: the second page, group or block begins there. Numbers that no position enters count no
+    tokens, and channels in halves most often."""
+    return [replace(c, value=2 * c.value) for c in constants if c.value > 1 and c.rank < 2]
 
 
 def _bounds(total: int, number: int) -> set[int]:

@@ -46,7 +46,7 @@ Effort = Literal["quick", "thorough"]
 # model, and should cost less than capturing it does; `thorough` by those who ask for it, and wait for a compiler next.
 SECONDS: dict[Effort, float] = {"quick": 3.0, "thorough": 60.0}
 _BUDGETS: dict[Effort, Budget] = {
-    "quick": Budget(FARTHEST + BEYOND, passes=9, runs=2),
+    "quick": Budget(FARTHEST + BEYOND, passes=12, runs=2),
     "thorough": Budget(FARTHEST + BEYOND, passes=40, runs=4),
 }
 _SMALL_MODEL = 50_000_000  # weights of a model that runs two rows on a CPU as well

@@ -23,13 +23,13 @@ from kvcompile.kernels.oracle.choice import Choice
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import InKeys, Storage, model_dtype
 from kvcompile.passes.capture.opaque import is_mixer
+from kvcompile.passes.probe.steps import Steps
 from kvcompile.passes.records import AttentionSite
 from kvcompile.passes.rewrite.insert_cache import Rewritten
 from kvcompile.pipeline import Front, example_inputs
 from kvcompile.plan import Decision, Plan
 from kvcompile.verify.compare import Check
 from kvcompile.verify.runs import REPORT, Run, chosen, of_every_token
-from kvcompile.verify.steps import Steps
 
 # Disturbance of the oracle, in units of the dtype's epsilon. Sums of float32 products round in float32, a little
 # at every step; those of half precision are kept in float32 and rounded once.
@@ -146,7 +146,8 @@ class Oracle(Steps):
             site.out: (site, decision) for site, decision in zip(front.sites, plan.decisions, strict=True)
         }
         self.outputs: list[Tensor] = []
-        self.generator = torch.Generator(device=front.device).manual_seed(seed or 0)
+        # On the host: results stand on the devices of their layers.
+        self.generator = torch.Generator().manual_seed(seed or 0)
 
     def run_on(self, ids: Tensor, keep: Tensor | None = None) -> Run:
         inputs = example_inputs(self.front, *ids.shape) | {"input_ids": ids}
@@ -161,7 +162,7 @@ class Oracle(Steps):
                 out = self.run(*[inputs[name] for name in names])
         except Enough:
             return Run(ids.new_zeros(*ids.shape, 0), tuple(self.outputs), choices=self.choices)
-        logits = out[self.front.captured.logits_index]
+        logits = out[self.front.captured.logits_index].to(ids.device)
         logits = (
             of_every_token(logits, ids[:, : len(keep)])
             if fewer and keep is not None
@@ -190,11 +191,12 @@ class Oracle(Steps):
         leaves = [self.env[leaf] for leaf in read if isinstance(leaf, Node)]
         known = {name: torch.tensor(values, device=q_in.device) for name, values in decision.scales}
         scales = (known.get("keys.scale"), known.get("values.scale"))
-        rope = self.tables.get(site.layer, [])
-        held = self.kept.get(site.layer)
+        rope = [table.to(q_in.device) for table in self.tables.get(site.layer, [])]
+        held = [note.to(q_in.device) for note in self.kept.get(site.layer, ())] or None
+        pads = self.pads.to(q_in.device)
         with self._told(site, decision):
             out, choices = attention(
-                q_in, k_in, v_in, spec, rope, self.pads, sinks, bias, leaves, scales, self.chunks, held
+                q_in, k_in, v_in, spec, rope, pads, sinks, bias, leaves, scales, self.chunks, held
             )
         if decision.layout.followed is not None:
             self.choices[site.layer] = choices
@@ -233,5 +235,5 @@ class Oracle(Steps):
             # A value on the edge between two steps falls to either side. That is rare, and then far larger than a
             # rounding: without enough of it in the disturbed run, one such value would look like a defect.
             amount = max(amount, QUANTIZED)
-        unit = torch.rand(x.shape, generator=self.generator, device=x.device, dtype=torch.float32) * 2 - 1
+        unit = (torch.rand(x.shape, generator=self.generator, dtype=torch.float32) * 2 - 1).to(x.device)
         return (x.float() * (1 + amount * unit)).to(x.dtype)

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.fx import Node, map_arg
 
 from kvcompile.errors import VerificationError
+from kvcompile.passes.probe.steps import Steps
 from kvcompile.passes.shard import collectives
 from kvcompile.passes.shard.cuts import Cut
-from kvcompile.verify.steps import Steps
 
 
 class InStep:

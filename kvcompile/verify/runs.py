@@ -65,7 +65,8 @@ def original_logits(
 def _original(model: nn.Module, front: Front, ids: Tensor, keep: Tensor | None) -> Tensor:
     if front.captured.last is not None:
         return _of_last_tokens(model, front, ids, range(ids.shape[1]) if keep is None else keep.tolist())
-    fewer = keep is not None and front.captured.inputs.logits_to_keep
+    # A model over several devices refuses an index on another device than that of its last layer.
+    fewer = keep is not None and front.captured.inputs.logits_to_keep and not front.spread
     logits = _logits(model, front, ids, {"logits_to_keep": keep} if fewer else {})
     if not fewer:
         return chosen(logits, ids, keep)
@@ -85,7 +86,8 @@ def _logits(model: nn.Module, front: Front, ids: Tensor, more: dict[str, Any]) -
     with eval_mode(model), attributes_restored(model), torch.no_grad():
         out = model(ids, **options, **more)
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-    return leaves[front.captured.logits_index]
+    # Of a model over several devices, they may be elsewhere.
+    return leaves[front.captured.logits_index].to(ids.device)
 
 
 def chosen(logits: Tensor, ids: Tensor, keep: Tensor | None) -> Tensor:

@@ -49,6 +49,8 @@ from kvcompile.passes.capture.step_proof import Example
 from kvcompile.passes.capture.trace import BATCH, SEQ, WAYS, Traced, Way, trace
 from kvcompile.passes.capture.traced_once import Once
 from kvcompile.passes.graph import expr
+from kvcompile.passes.graph_module import unwritten
+from kvcompile.passes.probe.steps import Steps
 from kvcompile.passes.recurrent.replay import prove
 from kvcompile.passes.recurrent.state import StateRefused, attributes_restored, find_states
 from kvcompile.passes.table import disabled, graph_pass
@@ -215,7 +217,8 @@ class _Route:
             calls.known = dict(zip(_CHECKED, known, strict=True))
             self.checked = True
         others = _OTHERS if way != "export" else ()
-        traced, opaques, found = self._plain(inputs, name, way)
+        with unwritten() if way == "export" else nullcontext():
+            traced, opaques, found = self._plain(inputs, name, way)
         limit = _max_seq_len(traced.program, found.graph_module)
         both = None if opaques or found.last else self._both_sides(traced, found, inputs, way)
         if both is not None:
@@ -431,7 +434,7 @@ def _differs(captured: Captured, inputs: tuple[Tensor, ...], output: Any) -> str
         inputs = (*inputs, torch.tensor([inputs[0].shape[1] - 1], device=inputs[0].device))
     try:
         with torch.no_grad():
-            found = captured.graph_module.forward(*inputs)[captured.logits_index]
+            found = Steps(captured.graph_module).run(*inputs)[captured.logits_index]
     except Exception as error:  # whatever an operator raises for a shape that it cannot take
         return first_line(error)
     if captured.last is not None and captured.last.flat:

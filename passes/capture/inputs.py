@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 WRAPPED = "kvcompile_wrapped"  # the wrapper's attribute; stripped from every name afterwards
 
@@ -32,6 +34,7 @@ class Wrapper(nn.Module):
         setattr(self, WRAPPED, model)
         self.first, self.fixed = first, fixed
         self.sizes: list[tuple[Any, Any]] = []  # shapes [B, S] of the last call's inputs
+        self.spread = len({weight.device for weight in model.parameters()}) > 1
 
     def call(self, input_ids: Tensor, **extra: Tensor) -> Any:
         if not torch.compiler.is_dynamo_compiling():  # which has no opaque modules
@@ -39,7 +42,24 @@ class Wrapper(nn.Module):
                 (value.shape[0], value.shape[1]) for value in (input_ids, *extra.values()) if value.dim() == 2
             ]
         model = getattr(self, WRAPPED)
-        return model(**{self.first: input_ids}, **extra, **self.fixed)
+        chooses = self.spread and "logits_to_keep" in extra and not torch.compiler.is_dynamo_compiling()
+        with _IndicesBeside() if chooses else nullcontext():
+            return model(**{self.first: input_ids}, **extra, **self.fixed)
+
+
+class _IndicesBeside(TorchFunctionMode):
+    """Copies indices to the device of what they index.
+
+    A model over several devices is given `logits_to_keep` where its token ids come to, and indexes its last values by
+    it, which stand elsewhere: PyTorch refuses that, and the copy is what a graph needs there.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__ and isinstance(args[1], tuple):
+            source, index = args
+            beside = (each.to(source.device) if isinstance(each, Tensor) else each for each in index)
+            args = (source, tuple(beside))
+        return func(*args, **(kwargs or {}))
 
 
 class _Plain(Wrapper):

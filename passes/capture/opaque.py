@@ -61,7 +61,7 @@ class Observed:
     calls: list[list[Call]] = field(default_factory=list)
 
 
-_NONE = (str, bytes, int, float, type, type(None), nn.Module)  # these hold no tensors that are looked for
+NONE = (str, bytes, int, float, type, type(None), nn.Module)  # these hold no tensors that are looked for
 
 
 def tensors_of(root: object) -> Iterator[tuple[Steps, Tensor]]:
@@ -73,17 +73,17 @@ def tensors_of(root: object) -> Iterator[tuple[Steps, Tensor]]:
         if isinstance(value, Tensor):
             yield steps, value
             continue
-        if id(value) in seen or isinstance(value, _NONE):
+        if id(value) in seen or isinstance(value, NONE):
             continue
         seen.add(id(value))
         inside: list[tuple[tuple[str, Any], Any]] = []
         if isinstance(value, dict):
-            inside = [(("item", key), item) for key, item in value.items() if not isinstance(item, _NONE)]
+            inside = [(("item", key), item) for key, item in value.items() if not isinstance(item, NONE)]
         elif isinstance(value, (list, tuple)):
-            inside = [(("item", key), item) for key, item in enumerate(value) if not isinstance(item, _NONE)]
+            inside = [(("item", key), item) for key, item in enumerate(value) if not isinstance(item, NONE)]
         if hasattr(value, "__dict__") and not callable(value):
             inside += [
-                (("attr", name), item) for name, item in vars(value).items() if not isinstance(item, _NONE)
+                (("attr", name), item) for name, item in vars(value).items() if not isinstance(item, NONE)
             ]
         stack.extend(((*steps, step), item) for step, item in reversed(inside))
 

@@ -182,7 +182,7 @@ def _site(block: Block, layer: int, prober: Prober) -> AttentionSite | NoMatch:
             block.mod,
         ),
         sinks=block.sinks,
-        bias=None if block.slopes is None else prober.constant("slopes", block.slopes.float()),
+        bias=None if block.slopes is None else prober.constant("slopes", block.slopes.float(), block.out),
         leaves=block.leaves,
     )
 

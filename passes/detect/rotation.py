@@ -281,7 +281,7 @@ class Rotations:
                     table = table.index_select(dim, positions.to(table.device))
                 elif expr(size) == self.batch:
                     table = table.expand(*table.shape[:dim], batch, *table.shape[dim + 1 :])
-            chosen.append(_double(table))
+            chosen.append(_double(table.to(self.device)))
         return chosen
 
     def roots(self, rotation: Rotation, batch: int, seq: int, seed: int = 0) -> list[Tensor]:
@@ -308,7 +308,7 @@ class Rotations:
         batch: int,
         seq: int,
     ) -> list[Tensor]:
-        """Values of `outputs` in float64 for given values of tables and roots. Raises NotRotary."""
+        """Values of `outputs` in float64 for given values of tables and roots, all on one device. Raises NotRotary."""
         values: dict[Node, Any] = dict(zip(rotation.tables, tables, strict=True))
         values |= dict(zip(rotation.roots, roots, strict=True))
         sizes = {self.batch: batch, self.seq: seq}
@@ -321,7 +321,7 @@ class Rotations:
                 return int(expr(val).subs(sizes))
             if node.op == "get_attr":
                 found = fetch_attr(self.graph_module, str(node.target))
-                return _double(found) if isinstance(found, Tensor) else found
+                return _double(found.to(self.device)) if isinstance(found, Tensor) else found
             raise NotRotary(f"{node.name} is needed and is neither a table nor a projection")
 
         try:
@@ -334,6 +334,8 @@ class Rotations:
                     dtype = kwargs.get("dtype")
                     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
                         kwargs["dtype"] = torch.float64
+                    if "device" in kwargs:
+                        kwargs["device"] = self.device
                     assert callable(node.target)
                     values[node] = node.target(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:

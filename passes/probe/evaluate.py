@@ -51,7 +51,7 @@ def evaluate(
     with torch.no_grad():
         for node in order:
             if node in overrides:
-                values[node] = overrides[node]
+                values[node] = _beside(node, overrides[node])
                 continue
             if node.op == "placeholder":
                 values[node] = inputs[str(node.target)]
@@ -71,6 +71,14 @@ def evaluate(
                 if not uses[used]:
                     del values[used]  # long probes hold one or two masks at a time, not all of them
     return [values[node] for node in outputs]
+
+
+def _beside(node: Node, given: Any) -> Any:
+    """What is given for a node, on the device that the graph has it on."""
+    val = node.meta.get("val")
+    if isinstance(val, Tensor) and isinstance(given, Tensor):
+        return given.to(val.device)
+    return given
 
 
 def depends_on(node: Node, names: Sequence[str]) -> bool:

@@ -77,9 +77,11 @@ class Prober:
         seed: int = 0,
         constant: Callable[[int], int] | None = None,
     ) -> list[Any]:
-        """Values of `outputs` at concrete sizes; raises Refused where an operator declines them."""
+        """Values of `outputs` at concrete sizes, on the device of the token ids, wherever the graph has them; raises
+        Refused where an operator declines them."""
         try:
-            return evaluate(self.graph_module, outputs, self.inputs(batch, seq, seed), overrides, constant)
+            found = evaluate(self.graph_module, outputs, self.inputs(batch, seq, seed), overrides, constant)
+            return [value.to(self.device) if isinstance(value, Tensor) else value for value in found]
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise NotEvaluated(f"the graph cannot be evaluated at length {seq}: {reason[:200]}") from error
@@ -87,15 +89,19 @@ class Prober:
     def evaluate(
         self, outputs: list[Node], inputs: dict[str, Tensor], overrides: dict[Node, Any]
     ) -> list[Tensor]:
-        return evaluate(self.graph_module, outputs, inputs, overrides)
+        found = evaluate(self.graph_module, outputs, inputs, overrides)
+        return [value.to(self.device) for value in found]
 
-    def constant(self, name: str, tensor: Tensor) -> Node:
-        """A node of the graph with this value, a new buffer of the module; equal tensors get one node."""
-        key = ("constant", name, tuple(tensor.shape), tensor.dtype, tensor.cpu().numpy().tobytes())
+    def constant(self, name: str, tensor: Tensor, beside: Node) -> Node:
+        """A node of the graph with this value, a new buffer of the module on the device of `beside`; equal tensors of
+        one device get one node."""
+        device = beside.meta["val"].device
+        bits = tensor.cpu().numpy().tobytes()
+        key = ("constant", name, tuple(tensor.shape), tensor.dtype, bits, device)
         if key not in self.memo:
             number = sum(1 for other in self.memo if isinstance(other, tuple) and other[:2] == key[:2])
             path = f"kvcompile_{name}_{number}"
-            self.graph_module.register_buffer(path, tensor.contiguous().to(self.device), persistent=False)
+            self.graph_module.register_buffer(path, tensor.contiguous().to(device), persistent=False)
             graph = self.graph_module.graph
             with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
                 node = graph.get_attr(path)

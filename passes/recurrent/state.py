@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcompile.kernels.ops.opaque import Slot, State, template
-from kvcompile.passes.capture.opaque import Run, Steps, tensors_of
+from kvcompile.passes.capture.opaque import NONE, Run, Steps, tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -289,7 +289,9 @@ def attributes_restored(model: nn.Module) -> Iterator[Callable[[], dict[nn.Modul
     saved = {
         module: (_own(module), dict(module._buffers), dict(module._modules)) for module in model.modules()
     }
-    marks = {module: _Marks([_Attributes(plain | buffers)]) for module, (plain, buffers, _) in saved.items()}
+    held = {module: _may_hold(plain | buffers) for module, (plain, buffers, _) in saved.items()}
+    marks = {module: _Marks([_Attributes(values)]) for module, values in held.items() if values}
+    nothing = _Marks([])
     copies = [
         (tensor, version, tensor.detach().clone())
         for mark in marks.values()
@@ -299,10 +301,11 @@ def attributes_restored(model: nn.Module) -> Iterator[Callable[[], dict[nn.Modul
     inside = _contents([plain for plain, _, _ in saved.values()])
 
     def changes() -> dict[nn.Module, Changed]:
-        found = {
-            module: mark.changed([_Attributes(_own(module) | module._buffers)])
-            for module, mark in marks.items()
-        }
+        found = {}
+        for module in saved:
+            values = _may_hold(_own(module) | module._buffers)
+            if values or module in marks:
+                found[module] = marks.get(module, nothing).changed([_Attributes(values)])
         return {module: changed for module, changed in found.items() if changed}
 
     try:
@@ -372,6 +375,11 @@ def _put_back(container: Any, content: Any) -> None:
 def _own(module: nn.Module) -> dict[str, Any]:
     """Attributes that are not torch's own bookkeeping."""
     return {name: value for name, value in vars(module).items() if name not in _INTERNAL}
+
+
+def _may_hold(values: dict[str, Any]) -> dict[str, Any]:
+    """Those of a module's attributes in which tensors may lie: most modules have numbers and names alone."""
+    return {name: value for name, value in values.items() if not isinstance(value, NONE)}
 
 
 class _Attributes:

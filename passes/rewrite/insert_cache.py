@@ -7,8 +7,8 @@ The result is a pure function of its placeholders but for the cache tensors, whi
     seq_lens [B]       tokens each sequence has seen
     span               slots of contiguous layers to read
     rows [2, B]        on the CPU: padded tokens of each row, tokens it has seen; only with recurrent state
-    rope_{i}_cos/sin   tables [P, R], one pair per embedding that the op turns vectors by: of layouts that keep keys
-                       before it, and of sites that turn them on append
+    rope_{i}_cos/sin   tables [P, R], one pair per embedding that the op turns vectors by, and per device: of layouts
+                       that keep keys before it, and of sites that turn them on append
     page_table_{i}     int32 [B, pages], one per group of paged layers that have the same pages (`Plan.page_groups`)
     cache_{layer}_{keys|values}_{part}; cache_{layer}_mask_{i}: what a mask computed from activations keeps
     state_{module}_{slot}  recurrent state [B, ...]; each `kvcompile::opaque` of such a module becomes a `mixer`
@@ -33,6 +33,7 @@ from kvcompile.passes.detect import dynamic_mask
 from kvcompile.passes.graph_module import module_of
 from kvcompile.passes.records import AttentionSite, RopeSpec
 from kvcompile.passes.rewrite.clean import drop_dead
+from kvcompile.passes.rewrite.places import OnDevices, device_of_site
 from kvcompile.passes.table import graph_pass
 from kvcompile.plan import Decision, Plan
 
@@ -42,11 +43,12 @@ ROWS = "rows"
 
 @dataclass(frozen=True)
 class RopeTable:
-    """A pair of table placeholders, and the rotation of the canonical graph that they tabulate."""
+    """A pair of table placeholders, the rotation of the canonical graph that they tabulate, and their device."""
 
     cos_name: str
     sin_name: str
     rope: RopeSpec
+    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -76,21 +78,23 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
         return last
 
     positions, seq_lens, span = (placeholder(name) for name in STEP_INPUTS)
-    ropes: dict[str, RopeTable] = {}
-    rope_nodes: dict[str, list[Node]] = {}
+    on_devices = OnDevices(graph, _first_device(canonical))
+    on = on_devices.on
+    ropes: dict[tuple[str, torch.device], RopeTable] = {}
+    rope_nodes: dict[tuple[str, torch.device], list[Node]] = {}
     caches: list[tuple[str, ...]] = []
     owned: dict[int, list[Node]] = {}
     page_tables = {layer: table for group in plan.page_groups for layer, table in _table(group, placeholder)}
-    masks = dynamic_mask.Builder(graph, positions, span, copied)
+    masks: dict[torch.device, dynamic_mask.Builder] = {}
     for site, decision in zip(sites, plan.decisions, strict=True):
         rope: list[Node] = []
-        q, k = site.q, site.k
+        q, k, device = site.q, site.k, device_of_site(site)
         if decision.rotary_in_op is not None:
             assert site.rope is not None, "the plan rotates only what detection found a rotation in"
-            table = site.rope.table
+            table = (site.rope.table, device)
             if table not in ropes:
                 pair = (f"rope_{len(ropes)}_cos", f"rope_{len(ropes)}_sin")
-                ropes[table] = RopeTable(*pair, site.rope)
+                ropes[table] = RopeTable(*pair, site.rope, device)
                 rope_nodes[table] = [placeholder(name) for name in pair]
             rope, q, k = rope_nodes[table], site.rope.q_input, site.rope.k_input
         named = _buffer_names(decision, plan)
@@ -107,9 +111,11 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
                 name: copied[node] for name, node in (("sinks", site.sinks), ("bias", site.bias)) if node
             }
             if site.leaves:
-                extra["leaves"] = masks.leaves(site.leaves, mask_buffers)
+                if device not in masks:
+                    masks[device] = dynamic_mask.Builder(graph, on(positions, device), span, copied)
+                extra["leaves"] = masks[device].leaves(site.leaves, mask_buffers)
             if decision.kv_source in page_tables:
-                extra["page_table"] = page_tables[decision.kv_source]
+                extra["page_table"] = on(page_tables[decision.kv_source], device)
             v = copied[site.v]
             if decision.rotary_in_op is not None and decision.layout.in_keys:
                 # Its values are channels of the keys that it keeps; these, after RoPE, would keep RoPE in the graph.
@@ -121,8 +127,8 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
                     copied[k],
                     v,
                     buffers,
-                    positions,
-                    seq_lens,
+                    on(positions, device),
+                    on(seq_lens, device),
                     rope,
                     span,
                     spec.to_json(),
@@ -147,7 +153,9 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
         for old in [node for node in graph.nodes if node.target is running_sum]:
             (total,) = (placeholder(name) for name in states[numbers[str(old.args[1])]])
             with graph.inserting_before(old):
-                new = graph.call_function(cached_running_sum, (old.args[0], total, seq_lens, positions))
+                device = old.meta["val"].device
+                steps = (on(seq_lens, device), on(positions, device))
+                new = graph.call_function(cached_running_sum, (old.args[0], total, *steps))
             new.meta = dict(old.meta)
             old.replace_all_uses_with(new)
             graph.erase_node(old)
@@ -155,6 +163,13 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
     module = module_of(canonical, graph, "CachedDecoder")
     module.graph.lint()
     return Rewritten(module, tuple(caches), tuple(states), tuple(ropes.values()))
+
+
+def _first_device(canonical: GraphModule) -> torch.device:
+    """Where token ids come to."""
+    ids = next(node for node in canonical.graph.nodes if node.target == "input_ids")
+    device: torch.device = ids.meta["val"].device
+    return device
 
 
 def _table(group: PageGroup, placeholder: Callable[[str], Node]) -> list[tuple[int, Node]]:

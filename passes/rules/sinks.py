@@ -35,4 +35,4 @@ def sink_node(logits: Tensor, out: Node, stop: set[Node], prober: Prober) -> Nod
                 return node
             with node.graph.inserting_after(node):
                 return call(node.graph, aten.reshape.default, (node, [-1]), node)
-    return prober.constant("sinks", logits.float())
+    return prober.constant("sinks", logits.float(), out)

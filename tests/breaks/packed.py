@@ -70,8 +70,8 @@ PACKED = (
     broken(
         "texts of a packed step have the tables of the first rows",
         "kvcompile/serve/rows.py",
-        "buffer if name in whole else buffer[rows]",
-        "buffer if name in whole else buffer[: len(texts)]",
+        "name: buffer if name in whole else buffer[rows.to(buffer.device)]",
+        "name: buffer if name in whole else buffer[: len(texts)]",
         ENGINE,
     ),
     broken(

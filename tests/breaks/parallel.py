@@ -7,6 +7,7 @@ from tests.breaks.broken import broken
 FORMS = "tests/passes/shard/test_forms.py"
 RANKS = "tests/runtime/parallel/test_ranks.py::test_ranks_that_do_not_have_the_same_do_not_begin"
 STAGES = "tests/passes/stages/test_stages.py"
+DEVICES = "tests/runtime/test_over_devices.py"
 SHARD = "tests/passes/shard/test_shard.py"
 
 PARALLEL = (
@@ -137,11 +138,53 @@ PARALLEL = (
         "tests/runtime/parallel/test_stages.py::test_stages_give_what_one_process_gives",
     ),
     broken(
-        "weights on several devices are not refused",
-        "kvcompile/original/checks.py",
-        "if len(places) > 1:",
-        "if len(places) > 9:",
-        "tests/original/test_device_map.py",
+        "a pool grows where token ids come to, not on its layer's device",
+        "kvcompile/runtime/cache.py",
+        "new = torch.zeros((size, *spec.shape), dtype=spec.dtype, device=self._device_of(name))",
+        "new = torch.zeros((size, *spec.shape), dtype=spec.dtype, device=self.device)",
+        DEVICES,
+    ),
+    broken(
+        "a cache stands where token ids come to",
+        "kvcompile/runtime/cache_spec.py",
+        "return first if of is None or of.device is None else of.device",
+        "return first",
+        DEVICES,
+    ),
+    broken(
+        "what a layer on another device reads is not copied there",
+        "passes/rewrite/places.py",
+        "if device == self.first:",
+        "if True:",
+        DEVICES,
+    ),
+    broken(
+        "each layer of a device has a copy of its own of what all read",
+        "passes/rewrite/places.py",
+        "if (node, device) not in self._done:",
+        "if True:",
+        DEVICES,
+    ),
+    broken(
+        "layers on one device of several have rope tables of the first",
+        "passes/rewrite/insert_cache.py",
+        "table = (site.rope.table, device)",
+        "table = (site.rope.table, on_devices.first)",
+        DEVICES,
+    ),
+    broken(
+        "a model that is over devices already is divided over ranks",
+        "kvcompile/pipeline.py",
+        "if ranks * stages > 1 and plan.devices:",
+        "if False:",
+        DEVICES,
+    ),
+    broken(
+        "what is free on the devices is added up",
+        "kvcompile/decide/auto.py",
+        "return min(known) if",
+        "return sum(known) if",
+        DEVICES,
     ),
     broken(
         "a rank keeps views of the checkpoint",

@@ -56,17 +56,17 @@ PRODUCT = (
     ),
     broken(
         "values stay until a run ends",
-        "kvcompile/verify/steps.py",
+        "passes/probe/steps.py",
         "for used in done:",
         "for used in ():",
-        "tests/verify/test_steps.py",
+        "tests/passes/probe/test_steps.py",
     ),
     broken(
         "a value goes before its oracle reads it",
-        "kvcompile/verify/steps.py",
+        "passes/probe/steps.py",
         "dict.fromkeys((*user.all_input_nodes, *also.get(user, ()))):",
         "dict.fromkeys(user.all_input_nodes):",
-        "tests/verify/test_steps.py",
+        "tests/passes/probe/test_steps.py",
     ),
     broken(
         "any choice by scores is right",

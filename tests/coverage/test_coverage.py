@@ -47,9 +47,9 @@ def test_the_goal_is_met(known: dict[str, Row]) -> None:
 
 
 # Kinds of positions, masks, scores, heads and states that no other quick test has as a type of transformers, and an
-# encoder. Bloom, DeepSeek, Gemma 2, GPT-2, gpt-oss and Mamba are in tests/passes/detect/test_detect.py,
+# encoder. Bamba, Bloom, DeepSeek, Gemma 2, GPT-2, gpt-oss and Mamba are in tests/passes/detect/test_detect.py,
 # tests/passes/recurrent/test_state.py and tests/serve/test_numerics.py.
-QUICK = ("bamba", "bert", "diffllama", "gptj", "llama4_text", "phi3", "qwen3_next")
+QUICK = ("bert", "gptj", "llama4_text", "qwen3_next")
 PARTS = [QUICK, pytest.param(tuple(name for name in FAST if name not in QUICK), marks=pytest.mark.slow)]
 
 

@@ -408,7 +408,7 @@ def test_fp8_comes_as_bytes_to_kernels_that_take_it_apart(monkeypatch: pytest.Mo
         cache.reserve(2)
         assert (
             {x.dtype for x in cache.inputs().values()}
-            == {dtype for _, dtype in cache.shapes().values()}
+            == {dtype for _, dtype, _ in cache.shapes().values()}
             == kinds
         )
         for name, x in cache.inputs().items():

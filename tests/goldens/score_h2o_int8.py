@@ -5,9 +5,9 @@
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
 # rotary    half, channels 0 to 127
-# tile      16 x 1024, fp8 native
-# key       7d5d778bf7203032
-# spec      {"block": [16, 1024], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "score", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}, "placement": {"kind": "slots"}, "retention": {"granularity": "kv_head", "heavy": 508, "kind": "scored", "method": "h2o", "pooling": "mean", "positions": "original", "prefill": "full", "recent": 512, "rows": 0, "score": "sum", "sinks": 4, "smooth": 1}, "values": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
+# tile      64 x 1024, fp8 native
+# key       18fcc7bc15f5dc27
+# spec      {"block": [64, 1024], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "score", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}, "placement": {"kind": "slots"}, "retention": {"granularity": "kv_head", "heavy": 508, "kind": "scored", "method": "h2o", "pooling": "mean", "positions": "original", "prefill": "full", "recent": 512, "rows": 0, "score": "sum", "sinks": 4, "smooth": 1}, "values": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl
@@ -16,6 +16,7 @@ import triton.language as tl
 @triton.jit
 def score(
     logits_ptr, logits_s0, logits_s1, logits_s2,
+    levels_ptr, levels_s0, levels_s1, levels_s2,
     lse_ptr, lse_s0,
     positions_ptr, positions_s0,
     score_ptr, score_s0, score_s1,
@@ -35,9 +36,11 @@ def score(
     head = own
     lse = tl.load(lse_ptr + batch * lse_s0 + head * 4 + member)
     row = logits_ptr + batch * logits_s0 + head * logits_s1 + member[:, None].to(tl.int64) * logits_s2
-    logit = tl.load(row + slot[None, :], mask=there[None, :], other=-float("inf"))
+    logit = tl.load(row + slot[None, :], mask=there[None, :], other=-float("inf")).to(tl.float32)
+    row = levels_ptr + batch * levels_s0 + head * levels_s1 + member[:, None].to(tl.int64) * levels_s2
+    level = tl.load(row + (slot // 64)[None, :], mask=there[None, :], other=0.0)
     # What no query sees has no share, even where none sees anything.
-    p = tl.where(logit == -float("inf"), 0.0, tl.exp2(logit - lse[:, None]))
+    p = tl.where(logit == -float("inf"), 0.0, tl.exp2(logit + (level - lse[:, None])))
     share = tl.sum(p, axis=0)
     share = share / 4.0
     at = score_ptr + batch * score_s0 + own * score_s1 + slot

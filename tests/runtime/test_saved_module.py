@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from kvcompile.runtime.saved_module.graphs import Unwritable, graph_of_json, gra
 from kvcompile.runtime.saved_module.tensors import packed
 from kvcompile.targets import folder
 from tests.passes.capture.test_opaque import routed
-from tests.support.marks import cases
 from tests.support.models import NanoGPT, TinyConfig, TinyLlama, make, tiny_hf
 
 EAGER: dict[str, Any] = {"compile": {"mode": "none"}, "verify": "off", "max_tokens": 64, "max_batch": 2}
@@ -136,55 +136,83 @@ assert "tests" not in sys.modules and "tests.support.models" not in sys.modules
 """
 
 
-@pytest.mark.parametrize("model", cases(("llama", "plain"), ("llama",)))
-def test_another_process_has_the_compiled_code(model: str, tmp_path: Path) -> None:
-    fast = kvcompile.optimize(MODELS[model](), "int8", **{**EAGER, "compile": {}})
-    parts = [ids(), ids(1), ids(5), ids(1)]
-    wanted = []
+@dataclass(frozen=True)
+class Compiled:
+    """A module that was saved with its compiled code, and the logits that it gave for some chunks in order."""
+
+    folder: Path
+    parts: list[Tensor]
+    logits: list[Tensor]
+
+    def copy(self, to: Path) -> Path:
+        shutil.copytree(self.folder, to)
+        return to
+
+
+def compiled_of(model: nn.Module, folder: Path) -> Compiled:
+    fast = kvcompile.optimize(model, "int8", **{**EAGER, "compile": {}})
+    parts, wanted = [ids(), ids(1), ids(5), ids(1)], []
     for part in parts:
         out = fast(part)
         wanted.append(out if isinstance(out, Tensor) else out.logits)
-    fast.save(tmp_path / "m")
-    torch.save({"parts": parts, "logits": wanted}, tmp_path / "given.pt")
+    fast.save(folder)
+    return Compiled(folder, parts, wanted)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    return compiled_of(tiny_hf("llama", layers=1), tmp_path_factory.mktemp("compiled") / "m")
+
+
+def another_process_has_it(compiled: Compiled, tmp_path: Path) -> None:
+    torch.save({"parts": compiled.parts, "logits": compiled.logits}, tmp_path / "given.pt")
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": ""}
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "m"), str(tmp_path / "given.pt")]
+    command = [sys.executable, "-c", SCRIPT, str(compiled.folder), str(tmp_path / "given.pt")]
     command.append(str(torch.get_num_threads()))
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert "compiled code is not used" not in done.stderr
-    libraries = {path.name for path in (tmp_path / "m/code/libraries").rglob("*.so")}
+    libraries = {path.name for path in (compiled.folder / "code/libraries").rglob("*.so")}
     assert (
         libraries and {path.name for path in (tmp_path / "cache").rglob("*.so")} == libraries
     )  # and none were made
 
 
-def test_threads_of_compiled_code(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fast = kvcompile.optimize(make(NanoGPT), **{**EAGER, "compile": {}})
-    fast(ids(1))
-    fast.save(tmp_path / "m")
-    kvcompile.load(tmp_path / "m")
+def test_another_process_has_the_compiled_code(compiled: Compiled, tmp_path: Path) -> None:
+    another_process_has_it(compiled, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "plain"])
+def test_another_process_has_the_code_of_any_model(model: str, tmp_path: Path) -> None:
+    another_process_has_it(compiled_of(MODELS[model](), tmp_path / "m"), tmp_path)
+
+
+def test_threads_of_compiled_code(
+    compiled: Compiled, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = compiled.copy(tmp_path / "m")
+    kvcompile.load(folder)
     assert "threads" not in caplog.text
-    edited(tmp_path / "m", lambda record: record.update(threads=64))
-    back = kvcompile.load(tmp_path / "m")
+    edited(folder, lambda record: record.update(threads=64))
+    back = kvcompile.load(folder)
     assert "compiled for 64 threads" in caplog.text and back.executor.programs
     back.save(tmp_path / "again")
     assert json.loads((tmp_path / "again/manifest.json").read_text())["threads"] == 64
 
 
-def test_code_of_another_machine_is_made_anew(tmp_path: Path) -> None:
-    fast = kvcompile.optimize(make(NanoGPT), **{**EAGER, "compile": {}})
-    wanted = logits(fast, ids(), ids(1))
-    fast.save(tmp_path / "m")
-    edited(tmp_path / "m", lambda record: record["versions"].update(torch="1.0"))
+def test_code_of_another_machine_is_made_anew(compiled: Compiled, tmp_path: Path) -> None:
+    folder = compiled.copy(tmp_path / "m")
+    edited(folder, lambda record: record["versions"].update(torch="1.0"))
     with pytest.warns(UserWarning, match=r"compiled code is not used, .*compiled by torch 1\.0, and this is"):
-        back = kvcompile.load(tmp_path / "m")
+        back = kvcompile.load(folder)
     assert not back.executor.programs
-    torch.testing.assert_close(logits(back, ids(), ids(1)), wanted)
+    torch.testing.assert_close(logits(back, *compiled.parts), torch.cat(compiled.logits, 1))
     assert back.executor.compile_seconds  # of the graph that was saved
-    edited(tmp_path / "m", lambda record: record["versions"].update(torch=torch.__version__))
-    edited(tmp_path / "m", lambda record: record["machine"].update(cpu=["avx9000"]))
+    edited(folder, lambda record: record["versions"].update(torch=torch.__version__))
+    edited(folder, lambda record: record["machine"].update(cpu=["avx9000"]))
     with pytest.warns(UserWarning, match="avx9000"):
-        kvcompile.load(tmp_path / "m")
+        kvcompile.load(folder)
 
 
 def edited(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -330,11 +358,15 @@ def test_a_module_that_runs_python_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "m").exists()
 
 
-def test_load_opens_artifacts_and_says_what_is_none(tmp_path: Path) -> None:
+@pytest.mark.slow  # docs/artifacts.md is run, too
+def test_load_opens_artifacts(tmp_path: Path) -> None:
     model = make(NanoGPT, TinyConfig(num_layers=1))
     kvcompile.export(model, tmp_path / "a", "onnx", max_tokens=64, verify="off")
     session = kvcompile.load(tmp_path / "a")
     assert session.generate(ids(5), max_new_tokens=3).shape == (1, 8)
+
+
+def test_load_says_what_is_no_artifact(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="expected the folder of an artifact"):
         kvcompile.load(tmp_path)
 

@@ -1,6 +1,6 @@
 """An engine over two ranks says what one rank says: prefixes, preemption, swaps, snapshots; and a rank that goes.
 
-Each test starts processes, which takes some seconds; what is compared is computed in the test's own process.
+What is compared is computed in the test's own process.
 """
 
 from __future__ import annotations
@@ -8,20 +8,23 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 import kvcompile
 from kvcompile.errors import KVCompileError, ServeError
+from kvcompile.pipeline import understand
 from kvcompile.serve import Engine, Sampling, follow
 from tests.support.models import tiny_hf
+from tests.support.processes import ended, started
 
 RANKS = 2
+START = 60.0  # seconds that ranks wait for each other before they serve
 PAGED = {"cache": {"placement": {"kind": "paged", "page_size": 8}}}
 SHARED = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
 PROMPTS = [[*SHARED, 7, 7], [*SHARED, 1], [5] * 30, [*SHARED[:9], 2], [8, 6, 4], [*SHARED, 7, 7, 9]]
@@ -35,16 +38,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def tests_are_found() -> Iterator[None]:
-    """By the processes that are started, too: they get this one's `sys.path`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).resolve().parents[2]))
-        yield
-
-
 def module(recipe: dict[str, Any], ranks: int = 1, timeout: float = 10.0) -> Any:
-    parallel = {"tensor": ranks, "timeout": timeout, "start": 60.0} if ranks > 1 else None
+    parallel = {"tensor": ranks, "timeout": timeout, "start": START} if ranks > 1 else None
     options: dict[str, Any] = {"verify": "off", "compile": {"mode": "none"}, "max_tokens": 64, "max_batch": 4}
     return kvcompile.optimize(tiny_hf(), recipe, parallel=parallel, **options)
 
@@ -72,8 +67,7 @@ def ranked(rank: int, run: Callable[..., Any], folder: str, given: tuple[Any, ..
 
 def over_ranks(run: Callable[..., Any], folder: Path, *given: Any, killed: int | None = None) -> list[Any]:
     """What `run(rank, ...)` gives on each rank; killed: one that is killed once it has made a file `begun`."""
-    context = mp.spawn(ranked, (run, str(folder), given), nprocs=RANKS, join=False)
-    assert context is not None
+    context = started(RANKS, ranked, run, str(folder), given)
     if killed is not None:
         deadline = time.monotonic() + 60
         while not (folder / "begun").exists() and time.monotonic() < deadline:
@@ -83,8 +77,7 @@ def over_ranks(run: Callable[..., Any], folder: Path, *given: Any, killed: int |
             process.join(60)
         assert not any(process.is_alive() for process in context.processes)
     else:
-        while not context.join():
-            pass
+        ended(context)
     return [
         torch.load(folder / str(rank), weights_only=False) if (folder / str(rank)).exists() else None
         for rank in range(RANKS)
@@ -103,11 +96,11 @@ def serve(rank: int, name: str) -> Any:
 
 def idle(rank: int) -> Any:
     """Nothing to do for more than twice the time limit of a rank."""
-    fast = module(PAGED, RANKS, timeout=3.0)
+    fast = module(PAGED, RANKS, timeout=2.0)
     if rank:
         return follow(fast)
     with Engine(fast) as engine:
-        time.sleep(7)
+        time.sleep(4.5)
         return engine.generate([[5, 6, 7]], Sampling(max_tokens=3))[0].tokens
 
 
@@ -146,17 +139,30 @@ JOBS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 def all_jobs(rank: int) -> dict[str, Any]:
     found = {}
     for name, (job, given) in JOBS.items():
+        began = time.monotonic()
         try:
             found[name] = job(rank, *given)
         except KVCompileError as error:
             found[name] = f"{type(error).__name__}: {error}"
+        found[f"{name} took"] = time.monotonic() - began
     return found
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@lru_cache
+def answered(folder: Path) -> list[dict[str, Any]]:
+    understand(tiny_hf())  # for all ranks and jobs
+    return over_ranks(all_jobs, folder)
+
+
+@pytest.fixture
+def answers(folder: Path) -> list[dict[str, Any]]:
     """What each rank's jobs gave: processes are started once for all of them."""
-    return over_ranks(all_jobs, tmp_path_factory.mktemp("ranks"))
+    return answered(folder)
 
 
 @pytest.mark.timeout(600)
@@ -192,6 +198,7 @@ def test_what_cannot_be_is_refused_on_all_ranks(
 ) -> None:
     for text, rank in zip(told, answers, strict=True):
         assert text in rank[name]
+        assert rank[f"{name} took"] < START, "one has waited for the other, who was gone"
 
 
 def test_a_store_is_refused_before_anybody_is_told(answers: list[dict[str, Any]]) -> None:
@@ -217,6 +224,7 @@ def dying(rank: int, folder: str) -> Any:
 
 
 def test_a_rank_that_dies_ends_the_engine(tmp_path: Path) -> None:
+    understand(tiny_hf())
     found, gone = over_ranks(dying, tmp_path, str(tmp_path), killed=1)
     error, seconds = found
     assert gone is None and seconds < 25

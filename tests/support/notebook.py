@@ -1,6 +1,6 @@
 """Runs the code cells of a notebook in one namespace, without Jupyter: plain Python; what is printed is the output.
 
-KVCOMPILE_ACCEPT=1 pytest tests/examples/test_notebook.py writes what they print into the notebook.
+KVCOMPILE_ACCEPT=1 pytest -m slow tests/examples/test_notebook.py writes what they print into the notebook.
 """
 
 from __future__ import annotations

@@ -1,15 +1,31 @@
-"""Ranks as processes of their own, over gloo."""
+"""Ranks as processes of their own, over gloo.
+
+They are forked: what this process has imported, and what it has understood of models
+(`tests/support/understood_once.py`), they have from it.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessContext
+
+
+def started(ranks: int, body: Any, *given: Any) -> ProcessContext:
+    """So many processes that begin with `body(rank, *given)`."""
+    context = mp.start_processes(body, given, ranks, join=False, start_method="fork")  # type: ignore[no-untyped-call]
+    assert isinstance(context, ProcessContext)
+    return context
+
+
+def ended(context: ProcessContext) -> None:
+    """Wait for all of them; what fails in one, fails here."""
+    while not context.join():  # type: ignore[no-untyped-call]
+        pass
 
 
 def _child(rank: int, ranks: int, port: int, body: Any, given: tuple[Any, ...]) -> None:
@@ -26,7 +42,4 @@ def spawn(ranks: int, body: Any, *given: Any) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    root = str(Path(__file__).parents[2])
-    with pytest.MonkeyPatch.context() as patch:  # children import this file by its name
-        patch.syspath_prepend(root)
-        mp.spawn(_child, (ranks, port, body, given), nprocs=ranks)  # type: ignore[no-untyped-call]
+    ended(started(ranks, _child, ranks, port, body, given))

@@ -19,8 +19,9 @@ MODEL = nn.Linear(64, 64)
 
 
 @pytest.fixture(autouse=True)
-def eight() -> Iterator[None]:
+def eight(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
+    monkeypatch.setattr(threads, "_measurements", {})
     torch.set_num_threads(8)
     yield
     torch.set_num_threads(before)
@@ -52,6 +53,26 @@ def test_as_many_as_save_time(monkeypatch: pytest.MonkeyPatch, taken: dict[int, 
     with threads_that_pay(MODEL):
         assert torch.get_num_threads() == chosen
     assert torch.get_num_threads() == 8
+
+
+def test_a_measurement_is_believed_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only for the same sample and the same number of threads."""
+    now = 100.0
+    monkeypatch.setattr(threads.time, "monotonic", lambda: now)
+    asked = sample(monkeypatch, {1: 8.0, 2: 4.0, 4: 2.0, 8: 1.0})
+
+    def chosen(tokens: int = 32) -> int:
+        asked.clear()
+        with threads_that_pay(MODEL, tokens):
+            return torch.get_num_threads()
+
+    assert chosen() == 8 and asked
+    assert chosen() == 8 and not asked
+    assert chosen(400) == 8 and asked
+    torch.set_num_threads(4)
+    assert chosen() == 4 and asked
+    now += threads._FRESH + 1
+    assert chosen() == 4 and asked
 
 
 def test_a_caller_has_his_threads_again_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

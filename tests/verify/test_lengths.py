@@ -88,6 +88,8 @@ class TestSchedule:
     def test_what_repeats_is_crossed_twice(self) -> None:
         (run,) = schedule(at(64), None, None, Budget(passes=12)).runs
         assert {63, 64, 127, 128} <= alone(run)
+        (run,) = schedule(at(64, rank=2), None, None, Budget(passes=12)).runs
+        assert {63, 64} <= alone(run) and not {127, 128} & alone(run)  # channels repeat nothing
 
     def test_pieces_are_no_larger_than_a_prefill_chunk(self) -> None:
         (run,) = schedule((), None, 32, Budget()).runs

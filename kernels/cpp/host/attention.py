@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -33,7 +34,7 @@ def cached_attention_one(x: AttendInputs, chosen: Tensor | None = None) -> Tenso
     # What is noted of pages is the selection's, which has noted it.
     buffers = x.buffers[: len(x.buffers) - layout.selection.num_notes]
     heads, dims = (x.q.shape[1], x.k.shape[1]), (x.q.shape[3], v_dim)
-    spec = spec_of(replace(site, kernels="cpp"), heads, dims, str(x.q.dtype), chosen is not None)
+    text = _text(site, heads, dims, str(x.q.dtype), chosen is not None)
     q, k, v = (_dense(vectors).to(x.q.dtype) for vectors in (x.q, x.k, x.v))
     out: Tensor = ops.cpp_attend(
         q,
@@ -48,9 +49,15 @@ def cached_attention_one(x: AttendInputs, chosen: Tensor | None = None) -> Tenso
         chosen,
         leaves_of(x.spec, x.leaves),
         v_dim,
-        spec.to_json(),
+        text,
     )
     return out
+
+
+@lru_cache(maxsize=1024)
+def _text(site: SiteSpec, heads: tuple[int, int], dims: tuple[int, int], dtype: str, chosen: bool) -> str:
+    """The text of the kernel's spec: it takes longer to write than a short text's attention does."""
+    return spec_of(replace(site, kernels="cpp"), heads, dims, dtype, chosen).to_json()
 
 
 def spec_of(

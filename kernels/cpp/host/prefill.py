@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def attend_many(
         allowed,
         near,
         leaves_of(x.spec, x.leaves),
-        _spec(x.spec, q, k, v).to_json(),
+        _spec(x.spec, q, k, v)[1],
     )
     return out
 
@@ -79,7 +80,7 @@ def attend_columns(
     ops.ready()
     assert tuple(forms) == forms_of(site.layout), (forms, site.layout)
     q, k, v = (_dense(own.to(q.dtype)) for own in (q, k, v))
-    spec = _spec(site, q, k, v, (COLUMNS,))
+    spec, text = _spec(site, q, k, v, (COLUMNS,))
     columns = torch.empty(k.shape[0], spec.units, k.shape[2], device=q.device)
     by_places = places_matter(site)
     out: Tensor = ops.cpp_attend_columns(
@@ -94,14 +95,25 @@ def attend_columns(
         key_places if by_places else None,
         columns,
         leaves_of(site, leaves),
-        spec.to_json(),
+        text,
     )
     return out, columns
 
 
-def _spec(site: SiteSpec, q: Tensor, k: Tensor, v: Tensor, options: tuple[str, ...] = ()) -> CppSpec:
-    dtype = str(q.dtype).removeprefix("torch.")
-    return CppSpec("prefill", site_of(site), q.shape[1], k.shape[1], q.shape[3], v.shape[3], dtype, options)
+def _spec(
+    site: SiteSpec, q: Tensor, k: Tensor, v: Tensor, options: tuple[str, ...] = ()
+) -> tuple[CppSpec, str]:
+    """The kernel's spec and its text."""
+    sizes = (q.shape[1], k.shape[1], q.shape[3], v.shape[3])
+    return _with_text(site, sizes, str(q.dtype).removeprefix("torch."), options)
+
+
+@lru_cache(maxsize=1024)
+def _with_text(
+    site: SiteSpec, sizes: tuple[int, int, int, int], dtype: str, options: tuple[str, ...]
+) -> tuple[CppSpec, str]:
+    spec = CppSpec("prefill", site_of(site), *sizes, dtype, options)
+    return spec, spec.to_json()
 
 
 def _dense(x: Tensor) -> Tensor:

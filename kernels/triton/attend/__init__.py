@@ -15,7 +15,8 @@ split over programs (flash decoding, Dao et al. 2023): each writes acc, top and 
 | `keys.py`, `qk.py`, `softmax_pv.py` | of a tile: its keys, their scores, what these weigh |
 
 Options of the two roles
-    logits        decode: scores in base 2 are stored, [B, Hkv, group, slots] float32, for `score`
+    logits        decode: scores in base 2 are stored for `score` (`retention/score.py`): [B, Hkv, group, slots], less
+                  the level of their tile, which is stored as well, float32 [B, Hkv, group, tiles]
     listed        decode: a program takes its share of the tiles of all sequences (`work_list.py`), else of one
     joined        decode over a list: the last program of a head joins its parts, and no `combine` is launched
     lse           prefill: the log-sum-exp in base 2 of each query is stored, [B, Hq, tokens] float32, for `columns`
@@ -42,10 +43,11 @@ from kvcompile.kernels.triton.attend.combine import turns, weighed
 from kvcompile.kernels.triton.attend.context import Attend
 from kvcompile.kernels.triton.attend.qk import products
 from kvcompile.kernels.triton.attend.queries import constants, fixed_scale, queries
-from kvcompile.kernels.triton.attend.softmax_pv import accumulators, finish, softmax, stores, weigh
+from kvcompile.kernels.triton.attend.softmax_pv import accumulators, finish, relative, softmax, stores, weigh
 from kvcompile.kernels.triton.dead_lines import tidy
 from kvcompile.kernels.triton.params import KernelSource
 from kvcompile.kernels.triton.render import rendered
+from kvcompile.kernels.triton.retention.score import logits_dtype
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tile import cache_positions, scores
 from kvcompile.kernels.triton.tile.addressing import SlotArray
@@ -153,10 +155,24 @@ def tile(attend: Attend, source: SlotArray, masked: bool) -> list[str]:
     lines += scores.after(spec, attend.names, masked)
     if masked:
         lines.append(f's = tl.where({keys.visible(attend, source)}, s, float("-inf"))')
-    if "logits" in spec.options:
-        row = f"((batch * {spec.num_kv_heads} + head) * {spec.group} + m[:, None]) * {source.slots}"
-        guard = f"real[:, None] & (start + n < {source.slots})[None, :]"
-        lines.append(f"tl.store(logits_ptr + {row} + (start + n)[None, :], s, mask={guard})")
     if attend.values.reader is not None:
         lines += keys.loaded(attend, source, "values", masked)
-    return [*lines, *softmax(attend, masked), *weigh(attend, masked)]
+    lines += softmax(attend, masked)
+    if "logits" in spec.options:
+        lines += _logits(attend, source, masked)
+    return [*lines, *weigh(attend, masked)]
+
+
+def _logits(attend: Attend, source: SlotArray, masked: bool) -> list[str]:
+    """Lines that store the scores of a tile, less its level, and the level."""
+    spec = attend.spec
+    row = f"((batch * {spec.num_kv_heads} + head) * {spec.group} + m)"
+    inside = f"real[:, None] & (start + n < {source.slots})[None, :]"
+    at = f"logits_ptr + {row}[:, None] * {source.slots} + (start + n)[None, :]"
+    own, of_tile = relative(attend, masked)
+    dtype = str(logits_dtype(spec)).removeprefix("torch.")
+    tiles = -(-spec.layout.slots(None) // spec.block_n)
+    return [
+        f"tl.store({at}, ({own}).to(tl.{dtype}), mask={inside})",
+        f"tl.store(levels_ptr + {row} * {tiles} + start // {spec.block_n}, {of_tile}, mask=real)",
+    ]

@@ -10,6 +10,7 @@ from kvcompile.kernels.triton import packed
 from kvcompile.kernels.triton.attend import work_list
 from kvcompile.kernels.triton.attend.combine import weighed
 from kvcompile.kernels.triton.params import Param, ScalarParam, TensorParam
+from kvcompile.kernels.triton.retention.score import logits_dtype
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tile import cache_positions, scores
 from kvcompile.kernels.triton.tile.addressing import SlotArray
@@ -183,7 +184,8 @@ class Attend:
             found += [TensorParam("lse", torch.float32)] if "lse" in options else []
         else:
             found += self._parts()
-            found += [TensorParam("logits", torch.float32)] if "logits" in options else []
+            if "logits" in options:
+                found += [TensorParam("logits", logits_dtype(spec)), TensorParam("levels", torch.float32)]
         found += self.of_slots
         if self.two_queries:
             found.append(TensorParam("q_sinks", self.q_dtype, 4))

@@ -70,6 +70,15 @@ def softmax(attend: Attend, masked: bool) -> list[str]:
     return lines
 
 
+def relative(attend: Attend, masked: bool) -> tuple[str, str]:
+    """Expressions: the scores of a tile less its level, after `softmax`; the level of each head."""
+    level = f"top + {HEADROOM}.0" if attend.values.dot == "float16" else "top"
+    # The exponent of a value's scale is in these scores, and is no part of what a query sees.
+    less = f" - v_exponent{_wide(attend, masked)}" if attend.values.normalized else ""
+    spread = f"({level})[:, None]" if " " in level else f"{level}[:, None]"
+    return f"s - {spread}{less}", level
+
+
 def _summed(attend: Attend, name: str, term: str) -> str:
     """The line that adds `term` [BLOCK_M, BLOCK_N] to a sum over all tiles."""
     if summed_late(attend):
@@ -82,25 +91,30 @@ def _in_full(attend: Attend, masked: bool) -> InFull | None:
     return attend.full("values" if attend.values.reader else "keys") if masked else None
 
 
+def _wide(attend: Attend, masked: bool) -> str:
+    """What makes `v_exponent` as wide as scores: nothing, where it has a number for each head."""
+    return "" if attend.values.scales[0].groups > 1 or _in_full(attend, masked) else "[None, :]"
+
+
 def _bounded(attend: Attend, masked: bool) -> list[str]:
     """Lines that add the exponent of a token's scale to its score; `v_unit` takes it away again."""
     values, rows, spec = attend.values, _in_full(attend, masked), attend.spec
     first = values.scales[0]
-    bound, wide = str(first.scale), "[None, :]"
+    bound, wide = str(first.scale), _wide(attend, masked)
     lines = []
     if first.groups > 1:
         # The largest of the sets of rows: a maximum over the blocks as they were loaded would load them once more.
         lines.append(f"v_scales = {_of_rows(attend, first.scale, first.groups)}")
         sets = f"tl.reshape(v_scales, [{attend.stack}, {spec.block_m}, {spec.block_n}])"
-        bound, wide = f"tl.max({sets}, 0)", ""
+        bound = f"tl.max({sets}, 0)"
     for group in values.scales[1:]:
         bound = f"tl.maximum({bound}, {group.scale})"
     smallest = _SMALLEST.get(values.of.storage.scale.dtype, _SMALLEST_WIDE)
     log2 = "log2_of" if values.of.assembly else "tl.log2"
     lines.append(f"v_exponent = {log2}(tl.maximum({bound}, {smallest!r}))")
     if rows:
-        lines.append(f"v_exponent = tl.where({rows.flag_of_scores}, 0.0, v_exponent{wide})")
-        wide = ""
+        spread = "" if first.groups > 1 else "[None, :]"
+        lines.append(f"v_exponent = tl.where({rows.flag_of_scores}, 0.0, v_exponent{spread})")
     return [*lines, f"s = s + v_exponent{wide}", f"v_unit = tl.exp2(-v_exponent){wide}"]
 
 

@@ -134,7 +134,7 @@ def decode(
     place: Tensor | None = None,
     pages: Tensor | None = None,
 ) -> list[Tensor]:
-    """The output of one query a sequence, [B, Hq, 1, Dv], and with option logits, the log-sum-exp and the logits.
+    """The output of one query a sequence, [B, Hq, 1, Dv], and with option logits, the log-sum-exp, logits and levels.
 
     new: the query, and what programs count themselves by, where they do
     slots: of one sequence, at most

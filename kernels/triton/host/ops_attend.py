@@ -25,6 +25,7 @@ from kvcompile.kernels.triton.attend.combine import pieces, weighed
 from kvcompile.kernels.triton.host.launch import launch
 from kvcompile.kernels.triton.host.source import Kernel, kernel_of
 from kvcompile.kernels.triton.retention import score_sums as columns_role
+from kvcompile.kernels.triton.retention.score import logits_dtype
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tile import expression
 
@@ -63,9 +64,10 @@ def decode(
 
     Returns:
         partial float32 [B, Hkv, splits, G, Dv] (anything where the total is 0), sums float32 [B, Hkv, splits, G, 2]
-        (top and total), and with option logits, float32 [B, Hkv, G, slots]. With option listed, partial [parts, M, Dv]
+        (top and total), and with option logits, logits [B, Hkv, G, slots] and levels float32 [B, Hkv, G, tiles]
+        (`retention/score.py`). With option listed, partial [parts, M, Dv]
         and sums [parts, M, 2] of M heads, then spans int32 [B, R, 2] (`attend/work_list.py`; anything of padding). With
-        option joined what `combine` returns, and then logits.
+        option joined what `combine` returns, and then logits and levels.
     """
     kernel = kernel_of(spec)
     own = kernel.spec
@@ -91,7 +93,9 @@ def decode(
     if "logits" in own.options:
         # Of slots that hold nothing yet nothing is written, and nobody asks.
         slots = own.layout.slots(None)
-        outs["logits"] = q.new_empty((batch, heads, group, slots), dtype=torch.float32)
+        outs["logits"] = q.new_empty((batch, heads, group, slots), dtype=logits_dtype(own))
+        tiles = -(-slots // own.block_n)
+        outs["levels"] = q.new_empty((batch, heads, group, tiles), dtype=torch.float32)
     given = {"q": q, "positions": positions, "bias": bias, "page_table": page_table, **parts, **outs}
     given |= {"slots_token": token, "slots_place": place, "pages_read": pages}
     given |= {"sinks": sinks, "arrivals": arrivals}

@@ -150,18 +150,18 @@ def evict(token: Tensor, score: Tensor, positions: Tensor, spec: str) -> Tensor:
 
 
 @torch.library.triton_op("kvcompile::triton_score", mutates_args={"score"})
-def score(score: Tensor, logits: Tensor, lse: Tensor, positions: Tensor, spec: str) -> None:
+def score(score: Tensor, logits: Tensor, levels: Tensor, lse: Tensor, positions: Tensor, spec: str) -> None:
     """What one query a sequence adds to the scores of its slots; see `retention/score.py`.
 
     Args:
         score: float32 [B, Hkv or 1, slots].
-        logits: float32 [B, Hkv, G, slots], final, in base 2; -inf: not seen.
+        logits, levels: [B, Hkv, G, slots] and float32 [B, Hkv, G, tiles], as decode leaves them; -inf: not seen.
         lse: float32 [B, Hq], the log-sum-exp of a head's logits (and sink), in base 2.
         positions: int64 [B, 1].
     """
     kernel = kernel_of(spec)
     own = kernel.spec
-    tensors = {"score": score, "logits": logits, "lse": lse, "positions": positions}
+    tensors = {"score": score, "logits": logits, "levels": levels, "lse": lse, "positions": positions}
     grid = score_role.grid(own, positions.shape[0])
     launch(kernel, grid, tensors, num_warps=warps(own.block_n * power_of_two(own.group)))
 

@@ -77,6 +77,7 @@ class Assembled:
     barriers:     in one turn of the main loop
     byte_loads:   of single bytes from shared memory, in one turn of the main loop
     handovers:    what is wrong with each atomic, by its PTX (`ptx.handovers`); "": nothing
+    overtaken:    buffers that a copy may fill before they are read, by its TTGIR (`ttgir.overtaken`)
     pipeline:     of the main loop, by its TTGIR (`ttgir.Pipeline`); None: it has no product
     opcodes:      with their modifiers, of the main loop (or, where there is none, of all of it) -> how many
     outside:      instructions that are in no loop
@@ -100,6 +101,7 @@ class Assembled:
     opcodes: dict[str, int] = field(default_factory=dict)
     outside: int = 0
     handovers: tuple[str, ...] = ()
+    overtaken: tuple[str, ...] = ()
     main_loop: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -115,6 +117,7 @@ class Assembled:
                 "loads": loads,
                 "main_loop": tuple(data["main_loop"]),
                 "handovers": tuple(data["handovers"]),
+                "overtaken": tuple(data["overtaken"]),
                 "pipeline": pipeline,
             }
         )
@@ -230,6 +233,7 @@ def _assembled(request: Request, listing: bool) -> Assembled:
         opcodes=sass.full_opcodes(code if loop is None else loop.body),
         outside=sass.outside(code, loops),
         handovers=ptx.handovers(compiled.asm["ptx"]),
+        overtaken=ttgir.overtaken(compiled.asm["ttgir"]),
         main_loop=tuple(i.text for i in loop.body) if listing and loop is not None else (),
     )
 

@@ -28,7 +28,7 @@ NAMESPACE = "kvcompile"
 # What a role makes new; of the rest it writes, append writes the parts of the cache, and the others nothing.
 _NEW = {
     "append": ("q_out", "k_out", "v_out"),
-    "decode": ("partial", "sums", "spans", "logits"),
+    "decode": ("partial", "sums", "spans", "logits", "levels"),
     "combine": ("out", "lse"),
     "prefill": ("out", "lse"),
 }

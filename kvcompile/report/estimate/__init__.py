@@ -108,4 +108,5 @@ def estimate(
         state_bytes=plan.state_bytes,
         fit=None if limit is None else sizes.fit(plan, total, limit, batch, tokens),
         notes=tuple(notes),
+        devices=tuple(plan.bytes_by_device(batch, tokens).items()),
     )

@@ -42,7 +42,8 @@ def plan_for(
         made, shape = None, shape_of(source)
     loaded = _told(Recipe.load("baseline" if recipe is None else recipe, **overrides), asked)
     chosen: torch.dtype = getattr(torch, dtype_name(dtype or shape.dtype or "bfloat16"))
-    return make_plan(known_model(shape, chosen, made, _device(source)), loaded), shape
+    places = _places(source, shape) if made is None else _places_of_plan(made)
+    return make_plan(known_model(shape, chosen, made, _device(source), places), loaded), shape
 
 
 def plan_of_shape(shape: ModelShape, dtype: str, recipe: Recipe, asked: Mapping[str, int | None]) -> Plan:
@@ -64,15 +65,26 @@ def _told(recipe: Recipe, asked: Mapping[str, int | None]) -> Recipe:
 
 
 def known_model(
-    shape: ModelShape, dtype: torch.dtype, made: Plan | None, device: torch.device | None
+    shape: ModelShape,
+    dtype: torch.dtype,
+    made: Plan | None,
+    device: torch.device | None,
+    places: Mapping[int, torch.device] | None = None,
 ) -> KnownModel:
-    """What a config tells of the model that deciding asks for; made: a plan of it, whose states are known."""
+    """What a config tells of the model that deciding asks for.
+
+    made:   a plan of it, whose states are known
+    places: of a model over several devices, that of each layer
+    """
     from kvcompile.decide.known import KnownModel
 
     numbers = {layer.layer: number for number, layer in enumerate(shape.layers)}
+    placed = places or {}
     return KnownModel(
         sites=tuple(
-            _known_site(number, layer, numbers[layer.kv_source], dtype)
+            replace(
+                _known_site(number, layer, numbers[layer.kv_source], dtype), device=placed.get(layer.layer)
+            )
             for number, layer in enumerate(shape.layers)
         ),
         dtype=dtype,
@@ -115,6 +127,30 @@ def _device(source: object) -> torch.device | None:
     if not isinstance(source, torch.nn.Module):
         return None
     return next((tensor.device for tensor in (*source.parameters(), *source.buffers())), None)
+
+
+def _places(source: object, shape: ModelShape) -> dict[int, torch.device]:
+    """The device of each layer of a model over several: where the weights stand whose path has the layer's number;
+    empty where the model is on one, or where that is not told."""
+    import torch
+
+    if not isinstance(source, torch.nn.Module):
+        return {}
+    found: dict[int, set[torch.device]] = {}
+    for name, weight in source.named_parameters():
+        number = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        if number is not None:
+            found.setdefault(number, set()).add(weight.device)
+    own = [found.get(layer.layer, set()) for layer in shape.layers]
+    if any(len(devices) != 1 for devices in own) or set().union(*own) == {_device(source)}:
+        return {}
+    return {layer.layer: next(iter(devices)) for layer, devices in zip(shape.layers, own, strict=True)}
+
+
+def _places_of_plan(plan: Plan) -> dict[int, torch.device]:
+    import torch
+
+    return {d.layer: torch.device(d.device) for d in plan.decisions if d.device is not None}
 
 
 def shape_of(source: object) -> ModelShape:

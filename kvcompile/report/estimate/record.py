@@ -73,6 +73,9 @@ class Estimate:
     state_bytes: int  # recurrent state per sequence, of any length; in `bytes` and `full_bytes`
     fit: Fit | None
     notes: tuple[str, ...]
+    devices: tuple[
+        tuple[str, int], ...
+    ] = ()  # `bytes` on each device of a model over several, without page tables
 
     @property
     def ratio(self) -> float:
@@ -121,6 +124,8 @@ class Estimate:
         if self.state_bytes:
             facts.add_row("recurrent state", f"{format_bytes(self.state_bytes)} a sequence of any length")
         facts.add_row(what, f"[bold]{format_bytes(self.bytes)}[/bold]")
+        for device, size in self.devices:
+            facts.add_row(f"  of it on {device}", format_bytes(size))
         if self.limit is not None and self.limit > self.tokens:
             paged = any(cost.layout.placement.kind == "paged" for cost in self.layers)
             when = "in the end" if paged else "in the end; on a GPU from the first token on"

@@ -77,6 +77,15 @@ def load(folder: str | Path, *, weights: Any = None, check: bool = True) -> Cach
     return module
 
 
+def _is_here(device: torch.device) -> bool:
+    """Whether tensors can be on `device`."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):  # no such GPU; or torch was built without
+        return False
+    return True
+
+
 def _weights(path: Path, record: Record, weights: Any) -> dict[str, Tensor]:
     if record.inside and weights is None:
         try:
@@ -96,10 +105,12 @@ def _module(path: Path, record: Record, bases: dict[str, Tensor], foreign: bool)
     graph = json.loads((path / GRAPH).read_text(encoding="utf-8"))
     program: dict[str, Any] = {name: of_json(record.program[name]) for name in PLAIN}
     device: torch.device = program["device"]
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ArtifactError(
-            f"{path} was saved from {device}, and there is no GPU here; optimize the model again"
-        )
+    places = {str(name): torch.device(place) for name, place in graph.get("places", {}).items()}
+    for other in (device, *places.values()):
+        if not _is_here(other):
+            raise ArtifactError(
+                f"{path} was saved from {other}, and there is none here; optimize the model again"
+            )
 
     def tensors(views: dict[str, Any]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -110,7 +121,8 @@ def _module(path: Path, record: Record, bases: dict[str, Tensor], foreign: bool)
                     f"{path}: its weights have {view.base}, and those that were given do not: they are of another "
                     "model, or go by other names"
                 )
-            base = bases[view.base] = bases[view.base].detach().to(device).contiguous()
+            place = places.get(view.base, device)
+            base = bases[view.base] = bases[view.base].detach().to(place).contiguous()
             found[name] = view.of(base)
         return found
 

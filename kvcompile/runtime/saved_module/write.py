@@ -66,6 +66,8 @@ def save(module: CachedModel, folder: str | Path, *, weights: bool = True) -> No
         "constants": {name: to_json(views[f"constant:{name}"]) for name in program.constants},
         "parameters": {name: to_json(views[name]) for name, _ in standing.named_parameters()},
         "buffers": {name: to_json(views[name]) for name, _ in standing.named_buffers()},
+        # Of a model over several devices: where what is not on the first one stands.
+        "places": {name: str(base.device) for name, base in bases.items() if base.device != program.device},
     }
     record = Record(
         versions=versions(),

@@ -14,12 +14,12 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from kvcompile.passes.probe.steps import Steps
 from kvcompile.passes.shard.build import Builder
 from kvcompile.passes.shard.cuts import Placement, blocks, cut_of, is_whole, whole
 from kvcompile.passes.shard.forms import RULES, form_of
 from kvcompile.passes.shard.wishes import Wishes
 from kvcompile.verify.ranks import InStep
-from kvcompile.verify.steps import Steps
 
 aten = torch.ops.aten
 Sizes = tuple[tuple[int, ...], ...]

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from torch import nn
 
 import kvcompile
 from kvcompile.errors import InputError, PlanError, RankError
+from kvcompile.pipeline import understand
 from kvcompile.runtime.parallel.options import Parallel
 from tests.support.budget import rms
 from tests.support.models import NanoGPT, TinyConfig, TinyLlama, make, tiny_hf
@@ -104,6 +106,7 @@ def _refusals(fast: Any) -> None:
     ],
 )
 def test_ranks_give_what_one_gives(name: str, ranks: int, recipe: str, share: float) -> None:
+    understand(MODELS[name]())  # for all ranks
     spawn(ranks, _same_text, name, recipe, share)
 
 
@@ -183,22 +186,23 @@ def test_a_rank_that_dies_is_an_error() -> None:
     spawn(2, _dies)
 
 
-def _hangs(rank: int, ranks: int) -> None:
-    fast = part(llama(), ranks, timeout=4)
+def _hangs(rank: int, ranks: int, seen: Any) -> None:
+    fast = part(llama(), ranks, timeout=3)
     fast(IDS)
     if rank == 1:  # its process lives, and nothing comes of it
-        time.sleep(25)
+        seen.wait(60)
         os._exit(0)
     started = time.monotonic()
-    with pytest.raises(RankError, match="did not answer within 4 s"):
+    with pytest.raises(RankError, match="did not answer within 3 s"):
         fast.group.agree = lambda ids, mask: None  # the graph's own collectives are waited for
         fast(IDS[:, :1])
     assert time.monotonic() - started < 20
+    seen.set()
     os._exit(0)
 
 
 def test_a_rank_that_hangs_is_an_error_within_the_time_limit() -> None:
-    spawn(2, _hangs)
+    spawn(2, _hangs, mp.get_context("fork").Event())
 
 
 def test_without_processes_it_is_said_how_to_start_them(monkeypatch: pytest.MonkeyPatch) -> None:

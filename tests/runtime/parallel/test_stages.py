@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from torch import nn
 
 import kvcompile
 from kvcompile.errors import InputError, PlanError, RankError
 from kvcompile.models import load_model
+from kvcompile.pipeline import understand
 from kvcompile.serve import Engine
 from tests.support.budget import rms
 from tests.support.models import NanoGPT, TinyConfig, TinyLlama, make, tiny_hf
@@ -103,6 +105,7 @@ def _same_text(rank: int, ranks: int, name: str, recipe: str, tensor: int) -> No
     ],
 )
 def test_stages_give_what_one_process_gives(name: str, ranks: int, recipe: str, tensor: int) -> None:
+    understand(MODELS[name]())  # for all ranks
     spawn(ranks, _same_text, name, recipe, tensor)
 
 
@@ -149,32 +152,33 @@ def test_stages_are_compiled() -> None:
     spawn(2, _compiled)
 
 
-def _several(rank: int, ranks: int) -> None:
+def _several(rank: int, ranks: int, seen: Any) -> None:
     """What differs is told on all ranks before anything runs; then one that dies is an error on the other."""
     model = MODELS["llama"]()
     with torch.no_grad():
         next(model.parameters())[rank] += rank
     with pytest.raises(RankError, match=r"weights: .* on rank 0, .* on rank 1. Start all ranks"):
         part(model)
-    fast = part(MODELS["llama"](), timeout=6)
+    fast = part(MODELS["llama"](), timeout=3)
     with pytest.raises(InputError, match="called with different tokens: rank 1 not as rank 0"):
         fast(IDS + rank)
     fast(IDS)  # that refusal has moved nothing
     if rank == 1:  # its process lives, and nothing comes of it
-        time.sleep(20)
+        seen.wait(60)
         os._exit(0)
     started = time.monotonic()
     fast.group.agree = lambda ids, mask: None  # the stages' own messages are waited for
-    with pytest.raises(RankError, match="another rank has died, or did not answer within 6 s"):
+    with pytest.raises(RankError, match="another rank has died, or did not answer within 3 s"):
         fast(IDS[:, :1])
     with pytest.raises(RankError, match="is out of use"):
         fast(IDS)
     assert time.monotonic() - started < 18
+    seen.set()
     os._exit(0)
 
 
 def test_stages_begin_alike_and_wait_no_longer_than_they_are_told() -> None:
-    spawn(2, _several)
+    spawn(2, _several, mp.get_context("fork").Event())
 
 
 def _dies(rank: int, ranks: int) -> None:

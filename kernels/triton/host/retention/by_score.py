@@ -49,8 +49,9 @@ class ByScore(Hooks):
 
     def note(self, call: Call, found: Sequence[Tensor]) -> None:
         if found:
-            lse, logits = found
-            ops_write.score(call.notes[1], logits, lse, call.positions, _spec(call, "score").to_json())
+            lse, logits, levels = found
+            spec = replace(_spec(call, "score"), block_m=call.kernels.spec("decode").block_n)
+            ops_write.score(call.notes[1], logits, levels, lse, call.positions, spec.to_json())
 
     def keep(self, call: Call, new: New, standing: Standing, found: Sequence[Tensor]) -> Tensor:
         made, (token, score), (lse,) = call.kernels, call.notes, found

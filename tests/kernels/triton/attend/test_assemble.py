@@ -37,6 +37,8 @@ PIPELINES = Path(__file__).parents[3] / "pipelines.json"
 TOLERANCE = 1.05  # what another minor version of the compiler may add
 # Outside of the main loop: so many the assembler trades for one more program on a multiprocessor.
 SPILLS = 48
+# Two loops, over a ring and over new tokens, with few registers: a program spills once, before and after them.
+OUTSIDE = {"prefill baseline:sliding llama sm_120": 64, "prefill paged:sliding llama sm_120": 80}
 # In the main loop: what sharing out by a list takes of registers there is worth one of a thousand instructions.
 SPILLED = {"decode kivi4:causal llama sm_100": 1}
 LAYOUTS = dict(of_recipes())
@@ -107,7 +109,7 @@ def check(
     accepts = budgeted and bool(os.environ.get("KVCOMPILE_ACCEPT"))
     for name, made in zip(cases, assemble(cases.values()) if found is None else found, strict=True):
         wrong = []
-        if made.loop_spills > SPILLED.get(name, 0) or made.spills > SPILLS:
+        if made.loop_spills > SPILLED.get(name, 0) or made.spills > OUTSIDE.get(name, SPILLS):
             wrong.append(f"spills: {made.spills} instructions, {made.loop_spills} of them in the main loop")
         if made.shared > DEVICES[made.arch].shared:
             wrong.append(
@@ -132,6 +134,8 @@ def check(
         expected = ("",) if work_list.JOINED in cases[name].spec.options else ()
         if made.handovers != expected:
             wrong.append(f"programs hand over by {made.handovers}, expected {expected}")
+        if made.overtaken:
+            wrong.append(f"buffers are filled before they are read: {made.overtaken}")
         if (one := pipeline_of(made)) is not None and (accepts or name in pipelines):
             if accepts:
                 pipelines[name] = one

@@ -248,7 +248,8 @@ def test_logits_are_those_of_the_slots() -> None:
     )
     _, same, call = at_the_end(case, (0, 3))
     call = replace(call, buffers=call.buffers[:-2])
-    logits = decoded(call, 2, 16, "logits")[2]
+    _, _, logits, levels = decoded(call, 2, 16, "logits")
+    logits = logits + levels.repeat_interleave(16, -1)[..., : logits.shape[-1]]
     held = same.held[-1]
     assert (logits[:, :, :, :].isfinite() == (held >= 0)[:, :, None]).all()
     q, k, _ = case.qkv()

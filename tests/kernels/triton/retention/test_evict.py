@@ -93,9 +93,11 @@ def test_shares_are_those_of_the_reference(score: str, pooling: str, granularity
     ours = torch.rand(3, heads, budget, generator=g)
     share = score_sums.pooled(p, retention)
     wanted = torch.where(there[:, None], share if score == "last" else ours + share, ours)
-    spec = replace(Site(layout).spec("score", block_n=8), num_qo_heads=queries)
+    spec = replace(Site(layout).spec("score", block_n=8), num_qo_heads=queries, block_m=4)
     log2e = 1 / math.log(2)
-    ops.triton_score(ours, logits * log2e, lse.flatten(1) * log2e, positions, spec.to_json())
+    levels = 5 * torch.randn(3, HKV, queries // HKV, -(-budget // 4), generator=g)
+    stored = logits * log2e - levels.repeat_interleave(4, -1)[..., :budget]
+    ops.triton_score(ours, stored, levels, lse.flatten(1) * log2e, positions, spec.to_json())
     torch.testing.assert_close(ours, wanted, rtol=2e-6, atol=1e-7)
     assert torch.equal(
         ours[~there[:, None].expand(-1, heads, -1)], wanted[~there[:, None].expand(-1, heads, -1)]

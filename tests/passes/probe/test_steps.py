@@ -13,8 +13,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.passes.capture.capture import capture
 from kvcompile.passes.graph_module import module_of
+from kvcompile.passes.probe.steps import Steps
 from kvcompile.pipeline import understand
-from kvcompile.verify.steps import Steps
 from tests.support.models import NanoGPT, make
 
 
