@@ -260,7 +260,7 @@ BROKEN: dict[str, tuple[Break, Case]] = {
         TURNED,
     ),
     "logits of another slot": (
-        Break(("decode",), "+ (start + n)[None, :], s", "+ (start + (n - (n > 0)))[None, :], s"),
+        Break(("decode",), "+ (start + n)[None, :], (s", "+ (start + (n - (n > 0)))[None, :], (s"),
         HEAVY,
     ),
     "shares of all heads to one": (Break(("columns",), "pooled = pooled + p", "pooled = p"), HEAVY),
