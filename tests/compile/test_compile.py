@@ -112,7 +112,7 @@ CHUNKS = [21, 1, 1, 7, 1, 14]
 def of_policy(fast: Any, front: Front) -> Check:
     """The program over prompt, chunks and steps, ragged, against the oracle of its policy."""
     fast.reset()
-    return check_program(lambda ids, mask: fast(ids, mask).logits, front, fast.plan)
+    return check_program(lambda ids, mask: fast(ids, mask).logits, front, fast.plan, CHUNKS)
 
 
 @pytest.mark.parametrize("recipe", cases(RECIPES, QUICK))

@@ -186,6 +186,8 @@ def _options(entry: Entry, mode: str, level: str) -> dict[str, Any]:
         "aot_inductor.package_constants_on_disk_format": "pickle_weights",
         "aot_inductor.check_lowerbound": False,
         "aot_inductor.model_name_for_generated_files": entry.name,
+        # What is linked in is among the flags, so no other graph has the same: headers would be compiled for this one.
+        "aot_inductor.precompile_headers": False,
     }
     if (target := LEVELS[level]) is not None:
         options |= {"cpp.march": target[0], "cpp.simdlen": target[1]}

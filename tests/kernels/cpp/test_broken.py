@@ -150,7 +150,7 @@ def _anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "what",
-    [pytest.param(what, marks=() if n % 6 == 0 else pytest.mark.slow) for n, what in enumerate(BREAKS)],
+    [pytest.param(what, marks=() if n % 12 == 6 else pytest.mark.slow) for n, what in enumerate(BREAKS)],
 )
 def test_broken_on_purpose(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, text, broken = BREAKS[what]

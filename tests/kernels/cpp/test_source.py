@@ -132,7 +132,8 @@ def test_saved_code_may_be_the_first_to_call() -> None:
         [sys.executable, "-W", "ignore", "-c", program],
         capture_output=True,
         text=True,
-        env=dict(os.environ),
+        # Where other sessions have compiled it already, that is found.
+        env={name: value for name, value in os.environ.items() if name != "KVCOMPILE_CACHE_DIR"},
         timeout=200,
     )
     assert done.stdout.strip() == "[[8.0, 8.0, 8.0]]", done.stderr[-2000:]

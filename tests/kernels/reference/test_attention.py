@@ -174,6 +174,7 @@ SCORES = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("score", SCORES, ids=str)
 @pytest.mark.parametrize("placed", PLACED, ids=lambda p: f"{p[0]}-{p[1]}")
 def test_scores_hold_in_every_layout(placed, score) -> None:

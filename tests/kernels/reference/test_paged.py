@@ -95,6 +95,7 @@ def same(layout: CacheLayout, chunks: Sequence[int], padding: Sequence[int], see
     assert got.isfinite().all() and torch.equal(got[real], wanted[real])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("retention", RETENTIONS, ids=str)
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
 def test_pages_change_nothing(storage: Any, retention: Any) -> None:
@@ -107,6 +108,7 @@ def test_pages_change_nothing(storage: Any, retention: Any) -> None:
         same(layout, chunks, [0, 9, 3])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("retention", [r for r in RETENTIONS if r.window is not None], ids=str)
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
 def test_pages_behind_a_window_are_not_missed(storage: Any, retention: Any) -> None:

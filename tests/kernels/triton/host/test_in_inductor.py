@@ -43,6 +43,7 @@ def programs() -> list[dict[str, str]]:
     return found
 
 
+@pytest.mark.slow  # quick of all kernels below
 def test_the_op_is_its_kernels(programs: list[dict[str, str]]) -> None:
     """`kvcompile::cached_attention` goes through the op that it calls, down to launches."""
     for program in programs:
@@ -53,6 +54,7 @@ def test_the_op_is_its_kernels(programs: list[dict[str, str]]) -> None:
         )
 
 
+@pytest.mark.slow  # quick of all kernels below
 def test_grids_and_strides_are_symbols_where_shapes_are(programs: list[dict[str, str]]) -> None:
     prompt, step = (re.findall(r"grid = \[\((.*?)\)\]", program["graph"]) for program in programs)
     assert all(re.fullmatch(r"sym_size_int\w*, 2, sym_size_int\w*", grid) for grid in prompt)
@@ -60,6 +62,7 @@ def test_grids_and_strides_are_symbols_where_shapes_are(programs: list[dict[str,
     assert {program["fixed"] for program in programs} == {"[]"}
 
 
+@pytest.mark.slow  # quick of all kernels below
 def test_caches_are_written_where_they_stand(programs: list[dict[str, str]]) -> None:
     """The third and fourth input are the cache: the kernels get them as they are, and nothing of their size is made."""
     for program in programs:
@@ -110,6 +113,13 @@ def test_kernels_of_a_layout_are_launched_and_nothing_else_is_done_to_a_cache(na
         call = program["code"][program["code"].index("def call(") :].partition("runner =")[0]
         launches = re.findall(r"(\w+?)_\d+\.run\((.*)\)", call)
         assert [kernel for kernel, _ in launches] == wanted
+        # The op is gone through the op that it calls, down to launches; where shapes are symbols, grids are.
+        assert "cached_attention" not in program["graph"]
+        mutates = r"= torch.ops.higher_order.triton_kernel_wrapper_mutation\("
+        assert len(re.findall(mutates, program["graph"])) == len(wanted)
+        grids = re.findall(r"grid = \[\((.*?)\)\]", program["graph"])
+        assert len(grids) == len(wanted)
+        assert all("sym_size_int" in grid for grid in grids) == (program is not one)
         # After a prompt, which tokens stay is sorted by PyTorch: it writes what the slots hold.
         state = 2 if name == "H2O" and program is prompt else 0
         cache = {f"arg{2 + index}_1" for index in range(program["buffers"] - state)}
