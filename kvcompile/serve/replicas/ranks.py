@@ -72,7 +72,7 @@ class Ranks:
             free.bind((_HOST, 0))
             port = int(free.getsockname()[1])
         common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": _HOST, "MASTER_PORT": str(port)}
-        given = cloudpickle.dumps((list(sys.path), cloudpickle.dumps(make)))
+        given = cloudpickle.dumps((list(sys.path), cloudpickle.dumps(make)))  # type: ignore[no-untyped-call]
         self.processes: list[subprocess.Popen[bytes]] = []
         for rank in range(1, ranks):
             own = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
