@@ -17,6 +17,7 @@ from kvcompile.serve.replicas.router import PrefixRouter
 
 REPLICAS = "replicas"
 INTERFACE = "interface"
+_HEALTH_SECONDS = 2.0  # a replica is replaced after three looks that find its engine ended
 _ONGOING = 4096  # an engine has a queue of its own, and says when that is full
 
 
@@ -73,6 +74,7 @@ def application(
         name=REPLICAS,
         max_ongoing_requests=_ONGOING,
         graceful_shutdown_timeout_s=drain,
+        health_check_period_s=_HEALTH_SECONDS,
         ray_actor_options=dict(resources or {}),
         request_router_config=RequestRouterConfig(**routing),
         **scale,
