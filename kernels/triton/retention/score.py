@@ -28,6 +28,8 @@ from kvcompile.kernels.triton.retention.evict import retention_of
 from kvcompile.kernels.triton.spec import KernelSpec
 
 OPTIONS = {"interpreted"}
+# Slots, of each head of a group: of 4,096 the registers of one program fill a multiprocessor.
+_LARGEST_TILE = 1024
 
 
 def logits_dtype(spec: KernelSpec) -> torch.dtype:
@@ -69,6 +71,11 @@ def generate(spec: KernelSpec) -> KernelSource:
         count=spec.group * heads,
     )
     return KernelSource("score", params, module(text))
+
+
+def block_n(slots: int) -> int:
+    """Slots of a tile."""
+    return min(power_of_two(slots), _LARGEST_TILE)
 
 
 def grid(spec: KernelSpec, batch: int) -> tuple[int, int, int]:
