@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -115,6 +115,7 @@ VISIBLE = (
 
 @settings(max_examples=16, deadline=None)
 @given(LENGTHS, st.integers(1, 3), st.integers(1, 40), st.sampled_from(VISIBLE))
+@example([128, 0, 1, 100, 17, 48], 2, 7, VISIBLE[0])  # 42 tiles: nothing is left over
 def covers(lengths: list[int], heads: int, programs: int, visible: tuple[MaskSpec, CacheLayout]) -> None:
     spec = spec_of(heads, *visible)
     parts, spans, taken = counted(lengths, heads, programs, spec)
