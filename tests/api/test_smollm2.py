@@ -176,7 +176,7 @@ def test_left_padded_batch(loaded: Any, baseline: Any, text: Tensor, budget: flo
         assert relative(got[row, -length:], own) <= budget
 
 
-@some_layers
+@pytest.mark.parametrize("loaded", [30], indirect=True)  # the whole of it, on every run
 def test_greedy_text(loaded: Any, baseline: Any) -> None:
     message = [{"role": "user", "content": "Why is the sky blue? Answer in two sentences."}]
     prompt = loaded.tokenizer.apply_chat_template(
