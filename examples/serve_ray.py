@@ -3,6 +3,7 @@
     pip install 'kvcompile[ray]'
     python examples/serve_ray.py --replicas 2 --port 8000
     python examples/serve_ray.py --replicas 1 --most 4        # Ray adds replicas while requests wait
+    python examples/serve_ray.py --replicas 2 --tensor 3      # each replica is three ranks
     python examples/serve_ray.py --replicas 2 --demo          # asks a few questions, tells who answered, and ends
 
 On many machines: start Ray on each (`ray start`), then run this on one of them with --address auto. Every replica is an
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 import sys
 import time
@@ -31,14 +33,22 @@ QUESTIONS = ("What do you do first in the morning?", "What is your favourite too
 LENGTH = 6  # times that a talk's beginning is said: the prefix cache wants something to find
 
 
-def make(model: str, recipe: str, memory: str | None, compiled: bool) -> Any:
-    """An engine that has compiled what it needs; called in each replica."""
+def make(
+    model: str, recipe: str, memory: str | None, compiled: bool, tensor: int = 1, gpu: bool = False
+) -> Any:
+    """An engine that has compiled what it needs; called in each replica, and in each of its ranks."""
     import kvcompile
     from kvcompile.models import load_model
-    from kvcompile.serve import Engine
+    from kvcompile.serve import Engine, follow
 
-    loaded = load_model(model)
-    fast = kvcompile.optimize(loaded.model, recipe, compile={"mode": "default" if compiled else "none"})
+    rank = int(os.environ.get("RANK", 0)) if tensor > 1 else 0
+    loaded = load_model(model, device=f"cuda:{rank}" if gpu else "cpu")
+    mode = {"mode": "default" if compiled else "none"}
+    parallel = {"tensor": tensor} if tensor > 1 else None
+    fast = kvcompile.optimize(loaded.model, recipe, compile=mode, parallel=parallel)
+    if rank:
+        follow(fast)
+        return None
     engine = Engine(fast, tokenizer=loaded.tokenizer, name=model, memory=memory)
     engine.warmup()
     return engine
@@ -53,8 +63,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--memory", help="of each replica's cache, such as 2GiB")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--most", type=int, help="replicas under load; by default --replicas")
-    parser.add_argument("--cpus", type=float, default=1, help="of one replica, as Ray counts them")
-    parser.add_argument("--gpus", type=float, default=0, help="of one replica")
+    parser.add_argument("--tensor", type=int, default=1, help="ranks of one replica, a process each")
+    parser.add_argument("--cpus", type=float, default=1, help="of one rank, as Ray counts them")
+    parser.add_argument("--gpus", type=float, default=0, help="of one rank")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0: any free one")
     parser.add_argument("--address", help="of a Ray cluster; by default one is started here")
@@ -82,17 +93,21 @@ def _serve(options: argparse.Namespace) -> None:
 
     most = options.most or options.replicas
     scaled = {"min_replicas": options.replicas, "max_replicas": most, "target_ongoing_requests": 8}
-    cpus = None if options.address else max(2, round(most * options.cpus))
+    ranks, gpu = options.tensor, options.gpus > 0
+    cpus = None if options.address else max(2, round(most * ranks * options.cpus))
     ray.init(options.address, num_cpus=cpus, include_dashboard=False, log_to_driver=not options.demo)
     try:
         port = options.port or _free(options.host)
         serve.start(http_options={"host": options.host, "port": port})
         serve.run(
             application(
-                partial(make, options.model, options.recipe, options.memory, not options.no_compile),
+                partial(
+                    make, options.model, options.recipe, options.memory, not options.no_compile, ranks, gpu
+                ),
                 options=Options(name=options.model),
                 replicas=options.replicas if most == options.replicas else scaled,
-                resources={"num_cpus": options.cpus, "num_gpus": options.gpus},
+                resources={"num_cpus": ranks * options.cpus, "num_gpus": ranks * options.gpus},
+                ranks=ranks,
             )
         )
         url = f"http://{options.host}:{port}/v1"

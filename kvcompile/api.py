@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import kvcompile
 from kvcompile.compile import ahead
@@ -16,18 +17,21 @@ from kvcompile.compile.cudagraph import CudaRecorder, StepGraphs
 from kvcompile.compile.executor import Executor, RegionCompiler
 from kvcompile.compile.regions import cut
 from kvcompile.decide.backend import load
-from kvcompile.errors import ModelError, VerificationError
+from kvcompile.errors import ModelError, RankError, VerificationError
 from kvcompile.kernels.ops import cached_attention as ops
 from kvcompile.kernels.ops import opaque
 from kvcompile.original.adapters import base_of
 from kvcompile.original.checks import hooks_of, not_finite
-from kvcompile.original.digest import of_model
+from kvcompile.original.digest import of_config, of_model, of_tensors
 from kvcompile.original.inference_tensors import as_normal
 from kvcompile.passes.graph_digest import names_of
+from kvcompile.passes.probe.evaluate import fetch_attr
+from kvcompile.passes.rewrite.insert_cache import Rewritten
 from kvcompile.passes.shard import collectives
 from kvcompile.passes.table import PassRun, totals, watched
 from kvcompile.pipeline import (
     Front,
+    Part,
     absorbed,
     alone,
     analysis_of,
@@ -43,7 +47,7 @@ from kvcompile.plan import INDUCTOR, Plan
 from kvcompile.recipe import Recipe
 from kvcompile.report.dump import Dump
 from kvcompile.runtime.module import CachedModel, PlainCachedModel
-from kvcompile.runtime.parallel.group import Group, check_world, join
+from kvcompile.runtime.parallel.group import Brought, Group, check_world, join, rank_of_process
 from kvcompile.runtime.parallel.options import Parallel
 from kvcompile.runtime.parallel.skeleton import skeleton
 from kvcompile.runtime.program import OfStage, Program
@@ -142,25 +146,30 @@ def _built(
     understood = time.perf_counter()
     dump = Dump.from_environment(plan)
     dump.front(front)
-    tell(f"verify ({checked.verify})", 0, 1)
-    try:
-        checks = verify(model, front, plan, checked.verify)
-    except VerificationError as error:
-        problem = not_finite(model)
-        if problem is None:
+    checks: tuple[Check, ...] = ()
+    if parallel.size == 1:
+        checks = _verified(model, front, plan, checked, tell)
+        verified, group, weights = time.perf_counter(), None, None
+    else:  # what all ranks compute is proved on rank 0 before they meet
+        rank = rank_of_process(device_mesh)
+        mine = Brought()
+        try:
+            if rank == 0:
+                checks = _verified(model, front, plan, checked, tell)
+            mine = brought_by(rank, model, front, plan)
+        except Exception as error:
+            if rank == 0:  # the others wait for it
+                with suppress(RankError):
+                    told = f"{type(error).__name__}: {error}"
+                    join(parallel, front.device, device_mesh).compare(Brought(problem=told))
             raise
-        raise ModelError(f"the model's weights are not finite: {problem}; nothing can be verified") from error
-    tell(f"verify ({checked.verify})", 1, 1)
-    verified = time.perf_counter()
-    group = None
-    if parallel.size > 1:  # what it computes is proved; now the ranks meet
+        verified = time.perf_counter()
         tell("meet the other ranks", 0, 1)
         group = join(parallel, front.device, device_mesh)
-        mine = identity_of(model, front, plan)
-        group.compare(mine)
+        weights = group.compare(mine).weights
         tell("meet the other ranks", 1, 1)
     fast = _emit(model, front, plan, checked, dump, group)
-    fast.whole_weights = None if group is None else mine["weights"]
+    fast.whole_weights = weights
     emitted = time.perf_counter()
     dump.passes(runs)
     if checked.verify == "thorough" and group is None:
@@ -180,6 +189,21 @@ def _built(
     if front.staging is not None:
         fast.report["stages"] = front.staging.told()
     return fast
+
+
+def _verified(
+    model: nn.Module, front: Front, plan: Plan, checked: Recipe, tell: Progress
+) -> tuple[Check, ...]:
+    tell(f"verify ({checked.verify})", 0, 1)
+    try:
+        checks = verify(model, front, plan, checked.verify)
+    except VerificationError as error:
+        problem = not_finite(model)
+        if problem is None:
+            raise
+        raise ModelError(f"the model's weights are not finite: {problem}; nothing can be verified") from error
+    tell(f"verify ({checked.verify})", 1, 1)
+    return checks
 
 
 def _warn_of_hooks(model: nn.Module) -> None:
@@ -204,20 +228,59 @@ def _warn_beyond(model: nn.Module, front: Front, plan: Plan) -> None:
         )
 
 
-def identity_of(model: nn.Module, front: Front, plan: Plan) -> dict[str, str]:
-    """What all ranks of a group must have in common, by name."""
+def brought_by(rank: int, model: nn.Module, front: Front, plan: Plan) -> Brought:
+    """What a rank of a group brings to the start.
+
+    Rank 0 reads all weights; any other one those of its own part.
+    """
     named, sharding = names_of(model), front.sharding
     graphs = [] if sharding is None else [sharding.digest(named)]
+    pieces = () if sharding is None else [sharding.pieces(number) for number in range(sharding.ranks)]
     if front.staging is not None:
-        pieces = () if sharding is None else [sharding.pieces(rank) for rank in range(sharding.ranks)]
         graphs.append(front.staging.digest(named, pieces))
-    return {
+    same = {
         "kvcompile": kvcompile.__version__,
         "torch": torch.__version__,
         "plan": plan.digest(),
+        "config": of_config(model),
         "graphs": " ".join(graphs),
-        "weights": of_model(model),
     }
+    whole = rewrite(front, plan)
+    parts = [
+        (part, pieces[number] if pieces else {})
+        for stage in parts_of(front, plan)
+        for number, part in enumerate(stage)
+    ]
+    if rank:
+        return Brought(same, _digest_of(front, *parts[rank], whole, named))
+    found = tuple(_digest_of(front, part, own, whole, named) for part, own in parts)
+    return Brought(same, found[0], found, of_model(model))
+
+
+def _digest_of(
+    front: Front,
+    part: Part,
+    pieces: Mapping[str, tuple[str, str]],
+    whole: tuple[Rewritten, dict[str, Tensor]],
+    named: Collection[str],
+) -> str:
+    """Of all that a rank computes with: weights, constants, tables, and modules that run as Python.
+
+    A weight goes by its name and which part of it there is; what else a graph has, by its content.
+    """
+    own, tables = rewrite_part(part, *whole)
+    found = dict.fromkeys(str(node.target) for node in own.graph_module.graph.nodes if node.op == "get_attr")
+    held = []
+    for name in found:
+        path, which = pieces.get(name, (name, ""))
+        value = fetch_attr(own.graph_module, name)
+        held.append((f"{path} {which}" if path in named else which, value))
+    for record in opaques_of(front, own):
+        module = record.module
+        held += [
+            (f"{record.path}.{name}", value) for name, value in module.state_dict(keep_vars=True).items()
+        ]
+    return of_tensors([*held, *tables.items()])
 
 
 def _emit(

@@ -96,18 +96,33 @@ ANEW = [
 # Files whose patches are of what loads a model, decides, computes or compiles, and of nothing that understands.
 OTHERS = [
     "api/test_bad_input",
+    "api/test_calibrate",
+    "backends/test_torch_tensorrt",
+    "benchmarks/test_serving",
     "cli/test_cli",
+    "cli/test_serve",
     "decide/test_auto",
     "decide/test_kernel_choice",
     "decide/test_one_decision",
+    "decide/test_rope_on_append",
     "docs/test_docs",
+    "examples/test_examples",
     "kernels/reference/test_page_selection",
     "quality/test_figures",
     "quality/test_runs",
+    "runtime/test_cuda_memory",
     "runtime/test_generate",
+    "runtime/test_growing",
+    "runtime/test_no_sync",
+    "runtime/test_pages",
+    "runtime/test_saved_module",
+    "serve/test_disk",
+    "serve/test_engine",
     "serve/test_packed",
     "targets/test_artifacts",
     "targets/test_new_target",
+    "serve/test_pick",
+    "serve/test_reading",
 ]
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def of_weights(model: nn.Module) -> str:
@@ -34,10 +35,28 @@ def of_model(model: nn.Module) -> str:
     )  # of a saved module, which has no other buffers
     if saved is not None and of_weights(model) == saved[0]:
         return saved[1]
-    hashed = hashlib.sha256()
-    config: Any = getattr(model, "config", None)
-    described = config.to_json_string() if hasattr(config, "to_json_string") else repr(model)
-    hashed.update(described.encode())
+    hashed = hashlib.sha256(_config(model).encode())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         _add(hashed, name, tensor.detach())
     return hashed.hexdigest()[:16]
+
+
+def of_config(model: nn.Module) -> str:
+    """Of the config alone; of a model without one, of its modules."""
+    return hashlib.sha256(_config(model).encode()).hexdigest()[:16]
+
+
+def of_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Of tensors by name, every byte, in whatever order they come; nothing else of a model is read for it."""
+    each = []
+    for name, tensor in named:
+        hashed = hashlib.sha256()
+        _add(hashed, name, tensor.detach())
+        each.append(hashed.hexdigest())
+    return hashlib.sha256(" ".join(sorted(each)).encode()).hexdigest()[:16]
+
+
+def _config(model: nn.Module) -> str:
+    config: Any = getattr(model, "config", None)
+    described: str = config.to_json_string() if hasattr(config, "to_json_string") else repr(model)
+    return described

@@ -74,10 +74,15 @@ def evaluate(
 
 
 def _beside(node: Node, given: Any) -> Any:
-    """What is given for a node, on the device that the graph has it on."""
+    """What is given for a node, or for each of its results, on the device that the graph has it on."""
     val = node.meta.get("val")
     if isinstance(val, Tensor) and isinstance(given, Tensor):
         return given.to(val.device)
+    if isinstance(val, (list, tuple)) and isinstance(given, (list, tuple)) and len(val) == len(given):
+        return type(given)(
+            own.to(of.device) if isinstance(own, Tensor) and isinstance(of, Tensor) else own
+            for own, of in zip(given, val, strict=True)
+        )
     return given
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_map_only
 
 from kvcompile.passes.dependence import Dependence
 from kvcompile.passes.detect.refused import Refused
@@ -81,7 +82,7 @@ class Prober:
         Refused where an operator declines them."""
         try:
             found = evaluate(self.graph_module, outputs, self.inputs(batch, seq, seed), overrides, constant)
-            return [value.to(self.device) if isinstance(value, Tensor) else value for value in found]
+            return self._here(found)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise NotEvaluated(f"the graph cannot be evaluated at length {seq}: {reason[:200]}") from error
@@ -89,8 +90,12 @@ class Prober:
     def evaluate(
         self, outputs: list[Node], inputs: dict[str, Tensor], overrides: dict[Node, Any]
     ) -> list[Tensor]:
-        found = evaluate(self.graph_module, outputs, inputs, overrides)
-        return [value.to(self.device) for value in found]
+        return self._here(evaluate(self.graph_module, outputs, inputs, overrides))
+
+    def _here(self, found: list[Any]) -> list[Any]:
+        """Values on the device of the token ids; an opaque module gives several."""
+        moved: list[Any] = tree_map_only(Tensor, lambda tensor: tensor.to(self.device), found)
+        return moved
 
     def constant(self, name: str, tensor: Tensor, beside: Node) -> Node:
         """A node of the graph with this value, a new buffer of the module on the device of `beside`; equal tensors of

@@ -37,13 +37,23 @@ def _threads(_quick: None, request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(1)
 
 
+# The first layers have what all have, and take a fifth of the time.
+some_layers = pytest.mark.parametrize("loaded", [6, pytest.param(30, marks=pytest.mark.slow)], indirect=True)
+
+
 @pytest.fixture(scope="module")
-def loaded() -> Any:
+def loaded(request: pytest.FixtureRequest) -> Any:
+    """SmolLM2, or its first layers, as many as the test asks for."""
     pytest.importorskip("transformers")
     try:
-        return load_model("smollm2", "float32")
+        whole = load_model("smollm2", "float32")
     except ModelError as error:
         pytest.skip(str(error))
+    model: Any = whole.model
+    count = getattr(request, "param", len(model.model.layers))
+    model.model.layers = model.model.layers[:count]
+    model.config.num_hidden_layers = count
+    return whole
 
 
 @pytest.fixture(scope="module")
@@ -126,12 +136,14 @@ def window(sinks: int, size: int, positions: str = "original") -> dict[str, Any]
     return {"retention": {"kind": "sink_window", "sinks": sinks, "window": size, "positions": positions}}
 
 
+@some_layers
 def test_one_piece(baseline: Any, text: Tensor, plain: Tensor, budget: float) -> None:
     error = relative(feed(baseline, text, [LONG]), plain)
     print(f"error {error:.1e} of {budget:.1e}")
     assert error <= budget < 1e-4
 
 
+@some_layers
 @pytest.mark.parametrize("size", [7, 1], ids=["sevens", "tokens"])
 def test_chunks(baseline: Any, text: Tensor, plain: Tensor, budget: float, size: int) -> None:
     tokens = 200 + 8 * size
@@ -148,6 +160,7 @@ def test_chunks_of_the_whole(baseline: Any, text: Tensor, plain: Tensor, budget:
     assert error <= budget
 
 
+@some_layers
 def test_left_padded_batch(loaded: Any, baseline: Any, text: Tensor, budget: float) -> None:
     """Three texts of 150, 97 and 12 tokens in one batch, against each alone in plain transformers."""
     size, lengths = 150, (150, 97, 12)
@@ -163,6 +176,7 @@ def test_left_padded_batch(loaded: Any, baseline: Any, text: Tensor, budget: flo
         assert relative(got[row, -length:], own) <= budget
 
 
+@pytest.mark.parametrize("loaded", [30], indirect=True)  # the whole of it, on every run
 def test_greedy_text(loaded: Any, baseline: Any) -> None:
     message = [{"role": "user", "content": "Why is the sky blue? Answer in two sentences."}]
     prompt = loaded.tokenizer.apply_chat_template(

@@ -29,9 +29,10 @@ from tests.breaks.product import PRODUCT
 from tests.breaks.replicas import REPLICAS
 from tests.breaks.serving import SERVING
 from tests.breaks.texts import TEXTS
+from tests.breaks.triton import TRITON
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL = (*KERNELS, *GRAPHS, *PRODUCT, *HTTP, *SERVING, *PACKED, *PARALLEL, *REPLICAS, *TEXTS)
+ALL = (*KERNELS, *GRAPHS, *PRODUCT, *HTTP, *SERVING, *PACKED, *PARALLEL, *REPLICAS, *TEXTS, *TRITON)
 # An editable install finds these beside `kvcompile`; a copy has them inside, where Python looks first.
 INSIDE = ("passes", "kernels", "recipes")
 NO_TESTS = (4, 5)  # exit codes of pytest: a wrong path, nothing collected

@@ -7,6 +7,7 @@ from tests.breaks.broken import broken
 FORMS = "tests/passes/shard/test_forms.py"
 RANKS = "tests/runtime/parallel/test_ranks.py::test_ranks_that_do_not_have_the_same_do_not_begin"
 STAGES = "tests/passes/stages/test_stages.py"
+START = "tests/runtime/parallel/test_start.py"
 DEVICES = "tests/runtime/test_over_devices.py"
 SHARD = "tests/passes/shard/test_shard.py"
 
@@ -136,6 +137,34 @@ PARALLEL = (
         "group_src=self.size - self.options.tensor",
         "group_src=0",
         "tests/runtime/parallel/test_stages.py::test_stages_give_what_one_process_gives",
+    ),
+    broken(
+        "what a rank runs with is not compared with rank 0's",
+        "kvcompile/runtime/parallel/group.py",
+        "if own.part != wanted:",
+        "if False:",
+        START,
+    ),
+    broken(
+        "ranks go on where rank 0 could not begin",
+        "kvcompile/runtime/parallel/group.py",
+        "if first.problem:",
+        "if False:",
+        START,
+    ),
+    broken(
+        "a rank's digest is that of rank 0's part",
+        "kvcompile/api.py",
+        "_digest_of(front, *parts[rank], whole, named)",
+        "_digest_of(front, *parts[0], whole, named)",
+        START,
+    ),
+    broken(
+        "a digest of tensors has no names",
+        "kvcompile/original/digest.py",
+        "_add(hashed, name, tensor.detach())\n        each",
+        "_add(hashed, '', tensor.detach())\n        each",
+        START,
     ),
     broken(
         "a pool grows where token ids come to, not on its layer's device",

@@ -8,7 +8,30 @@ AFFINITY = "tests/serve/replicas/test_affinity.py"
 FILE = "kvcompile/serve/replicas/affinity.py"
 RANKS, RANKS_FILE = "tests/serve/test_ranks.py", "kvcompile/serve/ranks.py"
 
+GROUP, GROUP_FILE = "tests/serve/replicas/test_replica_ranks.py", "kvcompile/serve/replicas/ranks.py"
+
 REPLICAS = (
+    broken(
+        "a replica's own process is not told that it is rank 0",
+        GROUP_FILE,
+        'os.environ.update(common, RANK="0", LOCAL_RANK="0")',
+        "os.environ.update(common)",
+        GROUP,
+    ),
+    broken(
+        "nobody looks whether the ranks of a replica live while it starts",
+        GROUP_FILE,
+        "if process.poll() is not None:",
+        "if False:",
+        GROUP,
+    ),
+    broken(
+        "ranks stay behind a replica that does not start",
+        GROUP_FILE,
+        "        started.end()\n        raise",
+        "        raise",
+        GROUP,
+    ),
     broken(
         "prompts of other salts go where one was found",
         FILE,

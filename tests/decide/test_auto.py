@@ -80,10 +80,12 @@ def test_a_candidate_that_the_model_cannot_have_is_passed_over() -> None:
 
 
 def test_a_model_chooses_by_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert auto.free_memory(torch.device("cpu")) > 1 << 20  # type: ignore[operator]
+    assert auto.free_memory(torch.device("meta")) is None
     model = tiny_hf("llama")
     full = kvcompile.estimate(model, "baseline", tokens=64).bytes
     for free, expected in ((2 * full, "baseline"), (2 * full - 2, "int8")):
-        monkeypatch.setattr("kvcompile.decide.free_memory", lambda device, free=free: free)
+        monkeypatch.setattr("kvcompile.decide.auto.free_memory", lambda device, free=free: free)
         fast = kvcompile.optimize(
             model, "auto", compile={"mode": "none"}, verify="off", max_tokens=64, max_batch=1
         )
@@ -95,15 +97,13 @@ def test_a_model_chooses_by_what_is_free(monkeypatch: pytest.MonkeyPatch) -> Non
         assert fast.cache.nbytes <= free // 2
         text = str(kvcompile.explain(fast))
         assert f"{expected}: " in text and "the first that fits" in text and "half of what is free" in text
-    assert auto.free_memory(torch.device("cpu")) > 1 << 20  # type: ignore[operator]
-    assert auto.free_memory(torch.device("meta")) is None
 
 
 def test_reasons_do_not_change_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_hf("llama")
     digests = set()
     for free in (10**9, 10**10):
-        monkeypatch.setattr("kvcompile.decide.free_memory", lambda device, free=free: free)
+        monkeypatch.setattr("kvcompile.decide.auto.free_memory", lambda device, free=free: free)
         digests.add(pipeline.analyze(model, Recipe.load("auto")).plan.digest())
     assert len(digests) == 1
 

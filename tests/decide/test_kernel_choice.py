@@ -264,8 +264,9 @@ def test_the_reference_imports_no_kernels() -> None:
     """What asks whether they can run, and nothing that Triton is needed for (torch imports it by itself)."""
     script = (
         "import sys, torch, kvcompile\n"
-        "from tests.support.models import TinyLlama, make\n"
-        "fast = kvcompile.optimize(make(TinyLlama), 'int8', max_tokens=32, compile={'mode': 'none'})\n"
+        "from tests.support.models import TinyConfig, TinyLlama, make\n"
+        "model = make(TinyLlama, TinyConfig(num_layers=1))\n"
+        "fast = kvcompile.optimize(model, 'int8', max_tokens=32, compile={'mode': 'none'})\n"
         "fast(torch.ones(1, 3, dtype=torch.int64))\n"
         "print(sorted(n for n in sys.modules if n.startswith('kvcompile.kernels.triton')))"
     )

@@ -38,6 +38,7 @@ def decode_attention(
     q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc0, mask=real[:, None], other=0.0)
     top = tl.full([16], -1.0e30, tl.float32)
     total = tl.zeros([16, 64], tl.float32)
+    level = tl.full([16], -1.0e30, tl.float32)
     acc0 = tl.zeros([16, 64], tl.float32)
 
     # the cache
@@ -56,15 +57,15 @@ def decode_attention(
         k0 = tl.load(keys_data_ptr + base * 64 + n[:, None] * 64 + kc0)
         s = tl.dot(q0, tl.trans(k0))
         s = s * 0.18033688011112042
-        v0 = tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0)
         highest = tl.maximum(top, tl.max(s, 1))
+        level = tl.where(level > -1.0e30, level, highest)
+        tl.store(logits_ptr + ((batch * 3 + head) * 3 + m)[:, None] * 1024 + (start + n)[None, :], (s - level[:, None]).to(tl.float16), mask=real[:, None] & (start + n < 1024)[None, :])
+        v0 = tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
         top = highest
         total = total * alpha[:, None] + p
         acc0 = acc0 * alpha[:, None]
-        tl.store(logits_ptr + ((batch * 3 + head) * 3 + m)[:, None] * 1024 + (start + n)[None, :], (s - top[:, None]).to(tl.float16), mask=real[:, None] & (start + n < 1024)[None, :])
-        tl.store(levels_ptr + ((batch * 3 + head) * 3 + m) * 16 + start // 64, top, mask=real)
         w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, v0, acc0)
     # Tiles before and after those, in which not every key is seen.
@@ -79,18 +80,24 @@ def decode_attention(
         s = tl.dot(q0, tl.trans(k0))
         s = s * 0.18033688011112042
         s = tl.where(inside[None, :], s, float("-inf"))
-        v0 = tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0, mask=inside[:, None], other=0.0)
         highest = tl.maximum(top, tl.max(s, 1))
+        level = tl.where(level > -1.0e30, level, highest)
+        tl.store(logits_ptr + ((batch * 3 + head) * 3 + m)[:, None] * 1024 + (start + n)[None, :], (s - level[:, None]).to(tl.float16), mask=real[:, None] & (start + n < 1024)[None, :])
+        v0 = tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0, mask=inside[:, None], other=0.0)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
         top = highest
         total = total * alpha[:, None] + p
         acc0 = acc0 * alpha[:, None]
-        tl.store(logits_ptr + ((batch * 3 + head) * 3 + m)[:, None] * 1024 + (start + n)[None, :], (s - top[:, None]).to(tl.float16), mask=real[:, None] & (start + n < 1024)[None, :])
-        tl.store(levels_ptr + ((batch * 3 + head) * 3 + m) * 16 + start // 64, top, mask=real)
         w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, v0, acc0)
 
+    # The level of logits, to each of its tiles.
+    row = (batch * 3 + head) * 3 + m
+    for few in range(begin, stop, 16):
+        mine = few + tl.arange(0, 16)
+        at = levels_ptr + row[:, None] * 16 + mine[None, :]
+        tl.store(at, level[:, None] + tl.zeros([1, 16], tl.float32), mask=real[:, None] & (mine < stop)[None, :])
     total = tl.sum(total, 1)
     row = ((batch * 3 + head) * splits + split) * 3 + m
     tl.store(sums_ptr + row * 2, top, mask=real)

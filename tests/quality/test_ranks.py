@@ -19,8 +19,7 @@ def measured(out: Path | None, **parallel: Any) -> Any:
     return kvcompile.quality(sure_llama(), byte_tokenizer(), RECIPES, TEXT, parallel=parallel or None, **more)
 
 
-def _same(rank: int, ranks: int, folder: Path) -> None:
-    alone = measured(None)
+def _same(rank: int, ranks: int, folder: Path, alone: Any) -> None:
     report = measured(folder, tensor=ranks, timeout=60, start=120)
     torch.distributed.barrier()
     for one, other in zip(alone.rows, report.rows, strict=True):
@@ -36,4 +35,4 @@ def _same(rank: int, ranks: int, folder: Path) -> None:
 
 
 def test_ranks_measure_what_one_process_does(tmp_path: Path) -> None:
-    spawn(2, _same, tmp_path)
+    spawn(2, _same, tmp_path, measured(None))

@@ -4,30 +4,55 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
 import kvcompile
 from kvcompile.recipe import load_recipe
-from tests.support.marks import cases
 from tests.support.models import NanoGPT, make, tiny_hf
+from tests.support.understood_once import known
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 EAGER = {"compile": {"mode": "none"}}
 
 
-def dump_of(model, tmp_path, monkeypatch):
-    monkeypatch.setenv("KVCOMPILE_DUMP", str(tmp_path))
-    fast = kvcompile.optimize(model, "int8", **EAGER)
-    return fast, tmp_path / fast.plan.digest()
+@dataclass(frozen=True)
+class Dumped:
+    """What was dumped of a model, and the dump's own script, which ran with TORCH_LOGS."""
+
+    fast: Any
+    folder: Path
+    run: subprocess.CompletedProcess[str]
+
+    @staticmethod
+    def of(model: nn.Module, to: Path) -> Dumped:
+        known.on = False  # every pass runs
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("KVCOMPILE_DUMP", str(to))
+            fast: Any = kvcompile.optimize(model, "int8", **EAGER)
+        folder = to / fast.plan.digest()
+        env = {k: v for k, v in os.environ.items() if k != "KVCOMPILE_DUMP"} | {"TORCH_LOGS": "+kvcompile"}
+        env["PYTHONPATH"] = os.pathsep.join([ROOT, env.get("PYTHONPATH", "")])
+        run = subprocess.run(
+            [sys.executable, str(folder / "repro.py")], capture_output=True, text=True, env=env, cwd=to
+        )
+        return Dumped(fast, folder, run)
 
 
-@pytest.mark.parametrize("kind", cases(("hugging face", "plain"), ("plain",)))
-def test_dump_has_every_stage_and_a_script_that_runs(kind, tmp_path, monkeypatch) -> None:
-    model = tiny_hf("llama", "sdpa") if kind == "hugging face" else make(NanoGPT)
-    fast, folder = dump_of(model, tmp_path, monkeypatch)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Dumped:
+    return Dumped.of(make(NanoGPT), tmp_path_factory.mktemp("dumped"))
+
+
+def check(dumped: Dumped) -> None:
+    fast, folder = dumped.fast, dumped.folder
     names = {path.name for path in folder.iterdir()}
     assert {"1_captured.py", "2_canonical.py", "3_cached.py", "plan.txt", "recipe.yaml", "repro.py"} <= names
     ran = sorted(path.name for path in (folder / "passes").iterdir())
@@ -41,13 +66,17 @@ def test_dump_has_every_stage_and_a_script_that_runs(kind, tmp_path, monkeypatch
     assert "kvcompile.attention" in (folder / "2_canonical.py").read_text()
     assert json.loads((folder / "plan.json").read_text())["recipe_digest"] == fast.plan.recipe_digest
     assert load_recipe(folder / "recipe.yaml").cache == load_recipe("int8").cache
-    env = {k: v for k, v in os.environ.items() if k != "KVCOMPILE_DUMP"}
-    env["PYTHONPATH"] = os.pathsep.join([ROOT, env.get("PYTHONPATH", "")])
-    run = subprocess.run(
-        [sys.executable, str(folder / "repro.py")], capture_output=True, text=True, env=env, cwd=tmp_path
-    )
-    assert run.returncode == 0, run.stderr
-    assert f"plan {fast.plan.digest()}" in run.stdout
+    assert dumped.run.returncode == 0, dumped.run.stderr
+    assert f"plan {fast.plan.digest()}" in dumped.run.stdout
+
+
+def test_dump_has_every_stage_and_a_script_that_runs(plain: Dumped) -> None:
+    check(plain)
+
+
+@pytest.mark.slow
+def test_dump_of_a_model_of_transformers(tmp_path: Path) -> None:
+    check(Dumped.of(tiny_hf("llama", "sdpa"), tmp_path))
 
 
 def test_nothing_is_written_without_the_variable(tmp_path, monkeypatch) -> None:
@@ -57,13 +86,7 @@ def test_nothing_is_written_without_the_variable(tmp_path, monkeypatch) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_torch_logs_shows_one_line_per_pass(tmp_path) -> None:
-    code = (
-        "import kvcompile; from tests.support.models import NanoGPT, make\n"
-        "kvcompile.optimize(make(NanoGPT), 'baseline', compile={'mode': 'none'})"
-    )
-    env = dict(os.environ, TORCH_LOGS="+kvcompile", PYTHONPATH=ROOT)
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
+def test_torch_logs_shows_one_line_per_pass(plain: Dumped) -> None:
+    told = plain.run.stderr
     for name in ("capture:", "detect:", "canonicalize:", "verify lossless:"):
-        assert run.stderr.count(name) == 1, f"{name} in:\n{run.stderr}"
+        assert len(re.findall(rf"^I.*\] {name}", told, re.MULTILINE)) == 1, f"{name} in:\n{told}"

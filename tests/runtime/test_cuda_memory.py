@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,25 +24,25 @@ from kvcompile.recipe import shipped_recipes
 from kvcompile.runtime import cuda_memory
 from kvcompile.runtime.cuda_memory import CudaDriver, DriverError, MappedRange, driver_of, trial
 from kvcompile.runtime.growing import make_asked_for
-from tests.support.fake_cuda_memory import RUBBISH, FakeDriver, use
+from tests.support.fake_cuda_memory import RUBBISH, FakeDriver, tell, use
 from tests.support.models import tiny_hf
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the driver is made of mmap and mprotect")
 PAGE = FakeDriver.granularity
 
 
-def compared(*cases: tuple[Any, str, str, int]) -> list[dict[str, Any]]:
-    """`tests.support.fake_cuda_memory.compared` of each case, in one process."""
-    interpreted = {"TRITON_INTERPRET": "1"} if any(kernels == "triton" for _, kernels, *_ in cases) else {}
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-m", "tests.support.fake_cuda_memory", json.dumps(cases)],
-        capture_output=True,
-        text=True,
-        env=os.environ | interpreted,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def compared(to: Path, *cases: tuple[Any, str, str, int]) -> list[dict[str, Any]]:
+    """`tests.support.fake_cuda_memory.compared` of each case, in one process of its own; its answers go to a file."""
+    # Forked, it has Triton as this process has, and what is imported; kernels for the CPU have to be interpreted.
+    method = "fork" if "TRITON_INTERPRET" in os.environ else "spawn"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.syspath_prepend(str(Path(__file__).parents[2]))
+        process = multiprocessing.get_context(method).Process(target=tell, args=(cases, to / "told.json"))
+        process.start()
+        process.join()
+    assert process.exitcode == 0, "a mistake is a segmentation fault: what it printed is above"
+    return json.loads((to / "told.json").read_text())
 
 
 def check(told: dict[str, Any]) -> None:
@@ -55,28 +55,28 @@ def check(told: dict[str, Any]) -> None:
     assert told["released"] == [0, 0]
 
 
-def test_nothing_touches_what_is_not_mapped() -> None:
+def test_nothing_touches_what_is_not_mapped(tmp_path: Path) -> None:
     """By the reference, nor by generated kernels, with groups of tokens; all recipes are in the slow test."""
-    for told in compared(("int8", "reference", "none", 90), ("kivi4", "triton", "none", 20)):
+    for told in compared(tmp_path, ("int8", "reference", "none", 90), ("kivi4", "triton", "none", 20)):
         check(told)
 
 
 @pytest.mark.slow
-def test_nor_does_compiled_code() -> None:
-    (told,) = compared(("int8", "reference", "default", 90))
+def test_nor_does_compiled_code(tmp_path: Path) -> None:
+    (told,) = compared(tmp_path, ("int8", "reference", "default", 90))
     check(told)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-def test_any_recipe_that_keeps_every_token(kernels: str) -> None:
+def test_any_recipe_that_keeps_every_token(kernels: str, tmp_path: Path) -> None:
     kept = [
         name
         for name in shipped_recipes()
         if name not in ("auto",) and kvcompile.Recipe.load(name).cache.retention.kind == "full"
     ]
-    for told in compared(*((name, kernels, "none", 70) for name in kept)):
+    for told in compared(tmp_path, *((name, kernels, "none", 70) for name in kept)):
         if told["usual"]["growing"]:
             check(told)
 

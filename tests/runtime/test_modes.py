@@ -28,7 +28,7 @@ def close(got: Any, wanted: Any) -> None:
 
 @pytest.fixture
 def llama() -> nn.Module:
-    return tiny_hf("llama")
+    return tiny_hf("llama", layers=1)
 
 
 @pytest.mark.few(2)
@@ -82,7 +82,7 @@ def replaced_data(model: Any) -> None:
 
 
 def replaced_parameter(model: Any) -> None:
-    model.model.layers[1].self_attn.q_proj.weight = nn.Parameter(torch.randn(48, 48))
+    model.model.layers[0].self_attn.q_proj.weight = nn.Parameter(torch.randn(48, 48))
 
 
 def taken_away(model: Any) -> None:

@@ -40,7 +40,8 @@ def test_optimize_in_many_threads_and_beside_generate() -> None:
     """Tracing changes what PyTorch knows of the whole process; no thread sees another's."""
     busy = kvcompile.optimize(tiny_hf("llama"), **EAGER)
     wanted = busy.generate(prompts(1)[0], max_new_tokens=12)
-    models = [tiny_hf("llama"), make(TinyLlama), make(NanoGPT), tiny_hf("gpt2")]
+    one = TinyConfig(num_layers=1)
+    models = [tiny_hf("llama", layers=1), make(TinyLlama, one), make(NanoGPT), tiny_hf("gpt2", layers=1)]
     done = threading.Event()
 
     def generate() -> list[Tensor]:

@@ -1,6 +1,6 @@
 """A CUDA driver's virtual memory on this machine: what is not mapped cannot be touched (the process dies of it).
 
-Run as a program it is what a test asks of a process of its own, since a mistake is a segmentation fault.
+`tell` is what a test asks of a process of its own, since a mistake is a segmentation fault.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import ctypes
 import gc
 import json
 import mmap
-import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,6 +108,7 @@ def compared(recipe: Any, kernels: str, mode: str, tokens: int) -> dict[str, Any
     from tests.support.models import tiny_hf
 
     model = tiny_hf("llama", head_dim=32, layers=1, max_position_embeddings=16_384)
+    new = 3 if kernels == "triton" else 6  # interpreted, a step takes half a second
     own: Any = {"compile": {"mode": mode, "kernels": kernels}, "verify": "off", "max_batch": 4}
     ids = torch.randint(3, 60, (2, tokens), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -119,9 +121,11 @@ def compared(recipe: Any, kernels: str, mode: str, tokens: int) -> dict[str, Any
                 use(driver, lambda name, new, on=patches: on.enter_context(patch(name, new)))
             fast: Any = kvcompile.optimize(model, recipe, max_tokens=16_384, **own)
             with torch.no_grad():
-                steps = fast.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+                steps = fast.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
                 short = ids[:1, : tokens // 2]
-                beams = fast.generate(short, max_new_tokens=4, num_beams=3, do_sample=False, pad_token_id=0)
+                beams = fast.generate(
+                    short, max_new_tokens=min(new, 4), num_beams=3, do_sample=False, pad_token_id=0
+                )
                 fast.reset()
                 parts = [fast(part).logits for part in ids[:, 1:].split(47, 1)]
                 fork = fast.handle.fork()
@@ -143,5 +147,6 @@ def compared(recipe: Any, kernels: str, mode: str, tokens: int) -> dict[str, Any
     return told
 
 
-if __name__ == "__main__":
-    print("\n" + json.dumps([compared(*case) for case in json.loads(sys.argv[1])]))
+def tell(cases: Sequence[tuple[Any, str, str, int]], to: Path) -> None:
+    torch.set_num_threads(1)
+    to.write_text(json.dumps([compared(*case) for case in cases]), "utf-8")

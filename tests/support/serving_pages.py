@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kvcompile.serve.schedule import Scheduler
 from kvcompile.serve.texts import State
 
@@ -9,9 +11,9 @@ from kvcompile.serve.texts import State
 def check(scheduler: Scheduler) -> None:
     for number, pages in enumerate(scheduler.pages):
         pages.check()
-        tables = [t.tables[number] for t in scheduler.texts.values()]
+        held = Counter(page for text in scheduler.texts.values() for page in {*text.tables[number]})
         for page in range(1, pages.group.pages + 1):
-            assert pages.references(page) == sum(page in table for table in tables)
+            assert pages.references(page) == held[page]
     assert len(scheduler.running) <= scheduler.rules.rows
     on_host = sum(t.state is State.SWAPPED for t in scheduler.texts.values())
     assert (

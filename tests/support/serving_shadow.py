@@ -164,8 +164,9 @@ class Shadow:
 
     def held(self, text: Text, number: int, position: int) -> Held:
         """What a slot has of a text that is at least so long."""
-        pieces = tuple(piece for piece in self.pieces[text.id] if piece[0] <= position)
-        return number, text.root, tuple(text.tokens[: position + 1]), pieces if self.rules.chunks else ()
+        pieces = self.pieces[text.id] if self.rules.chunks else ()
+        begun = tuple(piece for piece in pieces if piece[0] <= position)
+        return number, text.root, tuple(text.tokens[: position + 1]), begun
 
     def compute(self, scheduler: Scheduler, text: Text, end: int, alone: bool) -> None:
         """Read all that the tokens up to `end` may see, and write theirs."""

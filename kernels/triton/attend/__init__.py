@@ -43,7 +43,15 @@ from kvcompile.kernels.triton.attend.combine import turns, weighed
 from kvcompile.kernels.triton.attend.context import Attend
 from kvcompile.kernels.triton.attend.qk import products
 from kvcompile.kernels.triton.attend.queries import constants, fixed_scale, queries
-from kvcompile.kernels.triton.attend.softmax_pv import accumulators, finish, relative, softmax, stores, weigh
+from kvcompile.kernels.triton.attend.softmax_pv import (
+    accumulators,
+    finish,
+    highest,
+    relative,
+    softmax,
+    stores,
+    weigh,
+)
 from kvcompile.kernels.triton.dead_lines import tidy
 from kvcompile.kernels.triton.params import KernelSource
 from kvcompile.kernels.triton.render import rendered
@@ -112,6 +120,7 @@ def generate(spec: KernelSpec) -> KernelSource:
         out_dim=attend.values.channels,
         mixed=attend.mixed,
         stages=spec.stages,
+        tiles=-(-spec.layout.slots(None) // spec.block_n) if "logits" in spec.options else 0,
     )
     return KernelSource(name, params, helpers.module(tidy(text)))
 
@@ -155,24 +164,23 @@ def tile(attend: Attend, source: SlotArray, masked: bool) -> list[str]:
     lines += scores.after(spec, attend.names, masked)
     if masked:
         lines.append(f's = tl.where({keys.visible(attend, source)}, s, float("-inf"))')
-    if attend.values.reader is not None:
-        lines += keys.loaded(attend, source, "values", masked)
-    lines += softmax(attend, masked)
+    loaded = keys.loaded(attend, source, "values", masked) if attend.values.reader is not None else []
+    # What is stored before values are read takes no registers beside them; of some, the level asks for their scales.
+    before, after = (
+        ([], loaded) if "logits" in spec.options and not attend.values.normalized else (loaded, [])
+    )
+    lines += [*before, *highest(attend, masked)]
     if "logits" in spec.options:
         lines += _logits(attend, source, masked)
-    return [*lines, *weigh(attend, masked)]
+    return [*lines, *after, *softmax(attend), *weigh(attend, masked)]
 
 
 def _logits(attend: Attend, source: SlotArray, masked: bool) -> list[str]:
-    """Lines that store the scores of a tile, less its level, and the level."""
+    """Lines that store the scores of a tile, less the level of this program's tiles."""
     spec = attend.spec
     row = f"((batch * {spec.num_kv_heads} + head) * {spec.group} + m)"
     inside = f"real[:, None] & (start + n < {source.slots})[None, :]"
     at = f"logits_ptr + {row}[:, None] * {source.slots} + (start + n)[None, :]"
-    own, of_tile = relative(attend, masked)
     dtype = str(logits_dtype(spec)).removeprefix("torch.")
-    tiles = -(-spec.layout.slots(None) // spec.block_n)
-    return [
-        f"tl.store({at}, ({own}).to(tl.{dtype}), mask={inside})",
-        f"tl.store(levels_ptr + {row} * {tiles} + start // {spec.block_n}, {of_tile}, mask=real)",
-    ]
+    lines, own = relative(attend, masked)
+    return [*lines, f"tl.store({at}, ({own}).to(tl.{dtype}), mask={inside})"]

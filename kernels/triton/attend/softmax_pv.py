@@ -41,6 +41,7 @@ def accumulators(attend: Attend) -> list[str]:
     values, m = attend.values, attend.spec.block_m
     sums = f"[{m}, {attend.spec.block_n}]" if summed_late(attend) else f"[{m}]"
     lines = [f"top = tl.full([{m}], -1.0e30, tl.float32)", f"total = tl.zeros({sums}, tl.float32)"]
+    lines += [f"level = tl.full([{m}], -1.0e30, tl.float32)"] if "logits" in attend.spec.options else []
     rows = attend.rows
     lines += [f"acc{i} = tl.zeros([{rows}, {values.of.pieces[i].block}], tl.float32)" for i in values.indices]
     sums = f"[{rows}, {attend.spec.block_n}]" if summed_late(attend) else f"[{rows}]"
@@ -49,14 +50,17 @@ def accumulators(attend: Attend) -> list[str]:
     ]
 
 
-def softmax(attend: Attend, masked: bool) -> list[str]:
-    """Lines that make weights `w` and probabilities `p` of `s`, and scale the sums down to the new maximum."""
-    values, lines = attend.values, []
-    if values.normalized:
-        lines += _bounded(attend, masked)
-    less = f" - {HEADROOM}.0" if values.dot == "float16" else ""
-    lines += [
-        f"highest = tl.maximum(top, tl.max(s, 1){less})",
+def highest(attend: Attend, masked: bool) -> list[str]:
+    """Lines that make the new maximum, `highest`, of `s`."""
+    lines = _bounded(attend, masked) if attend.values.normalized else []
+    less = f" - {HEADROOM}.0" if attend.values.dot == "float16" else ""
+    return [*lines, f"highest = tl.maximum(top, tl.max(s, 1){less})"]
+
+
+def softmax(attend: Attend) -> list[str]:
+    """Lines that make weights `w` and probabilities `p` of `s` and `highest`, and scale the sums down to that."""
+    values = attend.values
+    lines = [
         "alpha = tl.exp2(top - highest)",
         "p = tl.exp2(s - highest[:, None])",
         "top = highest",
@@ -70,13 +74,12 @@ def softmax(attend: Attend, masked: bool) -> list[str]:
     return lines
 
 
-def relative(attend: Attend, masked: bool) -> tuple[str, str]:
-    """Expressions: the scores of a tile less its level, after `softmax`; the level of each head."""
-    level = f"top + {HEADROOM}.0" if attend.values.dot == "float16" else "top"
+def relative(attend: Attend, masked: bool) -> tuple[list[str], str]:
+    """Between `highest` and `softmax`: lines that make `level` of the first scores; an expression, scores less that."""
+    level = f"highest + {HEADROOM}.0" if attend.values.dot == "float16" else "highest"
     # The exponent of a value's scale is in these scores, and is no part of what a query sees.
     less = f" - v_exponent{_wide(attend, masked)}" if attend.values.normalized else ""
-    spread = f"({level})[:, None]" if " " in level else f"{level}[:, None]"
-    return f"s - {spread}{less}", level
+    return [f"level = tl.where(level > -1.0e30, level, {level})"], f"s - level[:, None]{less}"
 
 
 def _summed(attend: Attend, name: str, term: str) -> str:

@@ -13,7 +13,7 @@ from kvcompile.layouts import symbols as sy
 
 _PAGE = 4  # bytes of a page's number
 _TABLES = ("cos", "sin", "page_table", "slots_token", "slots_place", "positions", "sinks")
-_BOTH = ("score", "columns")  # read, and written
+_BOTH = ("score", "columns")  # read, and written; but evict writes one slot of a head
 _SLOTS = ("keys_", "values_")
 
 
@@ -49,7 +49,7 @@ def other_bytes(made: Made, shape: Shape) -> float:
     """Bytes of a launch besides the slots that attention reads."""
     own = made.bytes
     found: float = sum(
-        size * (2 if name in _BOTH else 1)
+        size * (2 if name in _BOTH and made.spec.role != "evict" else 1)
         for name, size in own.items()
         if not name.startswith(_SLOTS) and name not in _TABLES and not name.startswith("new_")
     )

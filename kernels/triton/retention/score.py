@@ -4,9 +4,9 @@
     "last": score = share      "sum", "mean_age": score += share      ("vote": a step changes no score)
 
 Decode leaves the logits, final (scaled, capped, with their bias) and in base 2, and who joins its parts the
-log-sum-exp, in base 2 as well. They are differences from the level of their tile, which is about the largest logit so
-far, in 16 bits (in a model of float32, in 32): what matters is near 0 then, where halves are fine. Half as many bytes
-are written, and read again.
+log-sum-exp, in base 2 as well. They are differences from the level of their tile, which is the largest logit of
+the first tile that its program has read, in 16 bits (in a model of float32, in 32): what all logits have in common is
+none of these bits. Half as many bytes are written, and read again.
 
 Granularity `layer` pools over KV heads too. Slots that hold no token are left alone, and sequences whose token is
 padding.
@@ -28,6 +28,8 @@ from kvcompile.kernels.triton.retention.evict import retention_of
 from kvcompile.kernels.triton.spec import KernelSpec
 
 OPTIONS = {"interpreted"}
+# Slots, of each head of a group: of 4,096 the registers of one program fill a multiprocessor.
+_LARGEST_TILE = 1024
 
 
 def logits_dtype(spec: KernelSpec) -> torch.dtype:
@@ -69,6 +71,11 @@ def generate(spec: KernelSpec) -> KernelSource:
         count=spec.group * heads,
     )
     return KernelSource("score", params, module(text))
+
+
+def block_n(slots: int) -> int:
+    """Slots of a tile."""
+    return min(power_of_two(slots), _LARGEST_TILE)
 
 
 def grid(spec: KernelSpec, batch: int) -> tuple[int, int, int]:

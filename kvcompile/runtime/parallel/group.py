@@ -2,9 +2,10 @@
 
 Rank s * tensor + t is rank t of stage s.
 
-They meet once a rank's program is ready: in the group of a caller's `device_mesh`, over all processes of a default
-group that the caller has initialized, or over those that `torchrun` has started. What each brings is compared before
-anything runs: one plan, the same graphs, the weights of one checkpoint, the same software.
+They meet once a rank's program is ready, and rank 0 has verified those of all: in the group of a caller's
+`device_mesh`, over all processes of a default group that the caller has initialized, or over those that `torchrun` has
+started. What each brings is compared before anything runs: one plan, the same graphs, the same software, and of the
+weights those that it runs with, which must be that part of rank 0's.
 
 A process that dies closes its connections, one that hangs lets the time limit pass; both are a `RankError` on the
 others, and the module refuses every further call: its caches may differ from rank to rank.
@@ -17,6 +18,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +30,24 @@ from kvcompile.runtime.parallel.options import Parallel
 
 _AXIS = "tensor"  # of a mesh of several dimensions
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What a rank brings to the start.
+
+    same:    what all ranks must have in common, by name
+    part:    a digest of the weights that it runs with
+    parts:   rank 0's: what `part` must be on each rank
+    weights: rank 0's: a digest of all weights
+    problem: why rank 0 does not begin
+    """
+
+    same: Mapping[str, str] = field(default_factory=dict)
+    part: str = ""
+    parts: tuple[str, ...] = ()
+    weights: str = ""
+    problem: str = ""
 
 
 class Group:
@@ -81,25 +101,36 @@ class Group:
             dist.broadcast(value, group=self.between, group_src=self.size - self.options.tensor)
         return given
 
-    def compare(self, mine: Mapping[str, str]) -> None:
-        """Refuse to begin unless all ranks bring the same.
+    def compare(self, mine: Brought) -> Brought:
+        """Refuse to begin unless all ranks bring the same; returns what rank 0 brings.
 
         Raises:
-            RankError: they do not, with what differs and on which ranks; or one does not answer in time.
+            RankError: they do not, with what differs and on which ranks; rank 0 did not get so far, with its reason; or
+                one does not answer in time.
         """
         theirs: list[Any] = [None] * self.size
         with self.told("start"):
-            dist.all_gather_object(theirs, dict(mine), group=self.control)
-        first = theirs[0]
+            dist.all_gather_object(theirs, mine, group=self.control)
+        brought: list[Brought] = theirs
+        first = brought[0]
+        if first.problem:
+            self.failed = f"rank 0 has not begun: {first.problem}"
+            raise RankError(self.failed)
         problems = []
-        for name in first:
-            others = [rank for rank, own in enumerate(theirs) if own.get(name) != first[name]]
+        for name in first.same:
+            others = [rank for rank, own in enumerate(brought) if own.same.get(name) != first.same[name]]
             if others:
-                found = ", ".join(f"{theirs[rank].get(name)} on rank {rank}" for rank in others)
-                problems.append(f"{name}: {first[name]} on rank 0, {found}")
+                found = ", ".join(f"{brought[rank].same.get(name)} on rank {rank}" for rank in others)
+                problems.append(f"{name}: {first.same[name]} on rank 0, {found}")
+        for rank, (own, wanted) in enumerate(zip(brought, first.parts, strict=True)):
+            if own.part != wanted:
+                problems.append(
+                    f"weights: the part of rank {rank} is {wanted} on rank 0, and {own.part} on rank {rank}"
+                )
         if problems:
             self.failed = f"the ranks do not have the same: {'; '.join(problems)}"
             raise RankError(f"{self.failed}. Start all ranks with one version, one checkpoint and one recipe")
+        return first
 
     def agree(self, ids: Tensor, mask: Tensor | None) -> None:
         """Refuse a call that other ranks make with other tokens.
@@ -196,8 +227,11 @@ def check_world(options: Parallel, mesh: Any = None) -> None:
         raise PlanError(f"parallel: {options}: {options.size} ranks, and {where} {size} processes")
 
 
-def rank_of_process() -> int:
-    """This process's rank in the default group, or as torchrun has started it; 0 where it was started alone."""
+def rank_of_process(mesh: Any = None) -> int:
+    """This process's rank in a mesh's group, else in the default one, or as torchrun has started it; 0 where it was
+    started alone."""
+    if mesh is not None:
+        return dist.get_rank(_of_mesh(mesh))
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return int(os.environ.get("RANK", 0))

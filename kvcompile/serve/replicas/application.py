@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from kvcompile.serve.http import Options, create_app
+from kvcompile.serve.replicas.ranks import on_ranks
 from kvcompile.serve.replicas.remote import RemoteEngine
 from kvcompile.serve.replicas.replica import OwnedEngine, Replica
 from kvcompile.serve.replicas.router import PrefixRouter
 
 REPLICAS = "replicas"
 INTERFACE = "interface"
+_HEALTH_SECONDS = 2.0  # a replica is replaced after three looks that find its engine ended
 _ONGOING = 4096  # an engine has a queue of its own, and says when that is full
 
 
@@ -42,6 +45,7 @@ def application(
     replicas: int | Mapping[str, Any] = 2,
     interfaces: int = 1,
     resources: Mapping[str, Any] | None = None,
+    ranks: int = 1,
     drain: float = 30.0,
     load_factor: float = 1.25,
     slack: int = 4,
@@ -54,7 +58,8 @@ def application(
         replicas: how many, or Ray's `autoscaling_config`, such as {"min_replicas": 1, "max_replicas": 4,
             "target_ongoing_requests": 8}.
         interfaces: processes that take HTTP requests.
-        resources: of one replica, as `ray_actor_options`, such as {"num_gpus": 1}.
+        resources: of one replica with all its ranks, as `ray_actor_options`, such as {"num_gpus": 1}.
+        ranks: processes of one replica, which have a model together: `make` is called in each of them (see `on_ranks`).
         drain: seconds that requests have in a replica that is to go.
         load_factor, slack: how uneven the load may be for the sake of the prefix cache: see `PrefixRouter`.
     """
@@ -69,6 +74,7 @@ def application(
         name=REPLICAS,
         max_ongoing_requests=_ONGOING,
         graceful_shutdown_timeout_s=drain,
+        health_check_period_s=_HEALTH_SECONDS,
         ray_actor_options=dict(resources or {}),
         request_router_config=RequestRouterConfig(**routing),
         **scale,
@@ -80,4 +86,6 @@ def application(
         graceful_shutdown_timeout_s=drain,
         ray_actor_options={"num_cpus": 0},
     )(Interface)
+    if ranks > 1:
+        make = partial(on_ranks, make, ranks)
     return front.bind(engines.bind(make), options or Options())

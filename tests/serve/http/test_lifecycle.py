@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
-from pathlib import Path
+from multiprocessing.connection import Connection
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 
-from kvcompile.serve.http import Limits, Options, stream
+from kvcompile.serve.http import Limits, Options, bind, create_app, serve, stream, url
 from kvcompile.serve.http.service import Service
 from tests.serve.http.fake_engine import FakeEngine, tiny_tokenizer
 from tests.serve.http.running_server import Running
 
-ROOT = Path(__file__).resolve().parents[3]
 TEXT: dict[str, Any] = {"model": "fake", "prompt": "w3", "max_tokens": 5}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
@@ -233,31 +231,25 @@ def until(what: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-SERVER = """
-import sys
-from kvcompile.serve.http import Limits, Options, bind, create_app, serve, url
-from tests.serve.http.fake_engine import FakeEngine, tiny_tokenizer
-engine, bound = FakeEngine(tiny_tokenizer()), bind("127.0.0.1", 0)
-print(url(bound), flush=True)
-engine.hold()
-serve(create_app(engine, Options(limits=Limits(drain_seconds=60))), bound)
-print("cancelled", len(engine.cancelled), flush=True)
-"""
+def served(to: Connection) -> None:
+    """A server in a process of its own: tells its address, and once it has ended what was cancelled."""
+    engine, bound = FakeEngine(tiny_tokenizer()), bind("127.0.0.1", 0)
+    to.send(url(bound))
+    engine.hold()
+    serve(create_app(engine, Options(limits=Limits(drain_seconds=60))), bound)
+    to.send(f"cancelled {len(engine.cancelled)}")
 
 
 @pytest.mark.parametrize(("number", "again"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
 def test_signals(number: signal.Signals, again: bool) -> None:
     """The first one asks and lets what runs end, the second one does not wait; the process ends well."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVER],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    forks = multiprocessing.get_context("fork")  # which have what is imported here
+    told, to = forks.Pipe(duplex=False)
+    process = forks.Process(target=served, args=(to,))
+    process.start()
+    to.close()
     try:
-        assert process.stdout is not None
-        address = process.stdout.readline().strip()
+        address = told.recv()
         root = address.removesuffix("/v1")
         until(lambda: answered(root) == 200)
         answers: list[int] = []
@@ -269,14 +261,15 @@ def test_signals(number: signal.Signals, again: bool) -> None:
         if again:
             asking.start()
             until(lambda: "kvcompile_requests_running 1.0" in httpx2.get(f"{root}/metrics").text)
-        process.send_signal(number)
+        os.kill(process.pid or 0, number)
         if again:
             until(lambda: answered(root) == 503)
-            process.send_signal(number)
+            os.kill(process.pid or 0, number)
             asking.join(20)
             assert answers == [503]
-        assert process.wait(20) == 0
-        assert process.stdout.read() == f"cancelled {int(again)}\n"
+        process.join(20)
+        assert process.exitcode == 0
+        assert told.recv() == f"cancelled {int(again)}"
     finally:
         process.kill()
-        process.communicate()
+        process.join()

@@ -23,8 +23,9 @@ from kvcompile.kernels.triton.host import ops_attend, ops_write
 from kvcompile.kernels.triton.host.call import Call, New
 from kvcompile.kernels.triton.host.retention.hooks import Hooks, Standing
 from kvcompile.kernels.triton.retention import evict as evict_role
+from kvcompile.kernels.triton.retention import score as score_role
 from kvcompile.kernels.triton.retention.select import staying
-from kvcompile.kernels.triton.spec import KernelSpec, Role
+from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.layouts import Scored
 
 
@@ -38,7 +39,8 @@ class ByScore(Hooks):
 
     def slot(self, call: Call) -> Tensor:
         token, score = call.notes
-        slots: Tensor = ops_write.evict(token, score, call.positions, _spec(call, "evict").to_json())
+        spec = replace(call.kernels.spec("evict"), block_n=evict_role.block_n(_retention(call).tokens))
+        slots: Tensor = ops_write.evict(token, score, call.positions, spec.to_json())
         return slots
 
     def standing(self, call: Call) -> Standing:
@@ -50,7 +52,10 @@ class ByScore(Hooks):
     def note(self, call: Call, found: Sequence[Tensor]) -> None:
         if found:
             lse, logits, levels = found
-            spec = replace(_spec(call, "score"), block_m=call.kernels.spec("decode").block_n)
+            slots = score_role.block_n(_retention(call).tokens)
+            spec = replace(
+                call.kernels.spec("score"), block_n=slots, block_m=call.kernels.spec("decode").block_n
+            )
             ops_write.score(call.notes[1], logits, levels, lse, call.positions, spec.to_json())
 
     def keep(self, call: Call, new: New, standing: Standing, found: Sequence[Tensor]) -> Tensor:
@@ -92,11 +97,6 @@ def noted(spec: KernelSpec, token: Tensor, length: Tensor) -> Standing:
 def _before(call: Call) -> Tensor:
     """How many tokens each sequence had before the call, [B, 1]."""
     return call.positions[:, :1].clamp(min=0)
-
-
-def _spec(call: Call, role: Role) -> KernelSpec:
-    """The spec of a role that looks at all slots of a head at once."""
-    return replace(call.kernels.spec(role), block_n=evict_role.block_n(_retention(call).tokens))
 
 
 def _retention(call: Call) -> Scored:

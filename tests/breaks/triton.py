@@ -1,0 +1,36 @@
+"""Breaks of generated Triton kernels, and of what reads their TTGIR; `kernels.py` has more."""
+
+from __future__ import annotations
+
+from tests.breaks.broken import broken
+
+TRITON = (
+    broken(
+        "logits of a step are halves of what they are",
+        "kernels/triton/attend/softmax_pv.py",
+        'level = tl.where(level > -1.0e30, level, {level})"',
+        'level = tl.where(level > -1.0e30, level, 0.0)"',
+        "tests/kernels/triton/retention/test_levels.py",
+    ),
+    broken(
+        "a tile of score has the level of the tile before it",
+        "kernels/triton/templates/score.py.jinja",
+        "(slot // {{ tile }})[None, :]",
+        "(slot // {{ tile }} - (slot >= {{ tile }}))[None, :]",
+        "tests/kernels/triton/retention/test_evict.py",
+    ),
+    broken(
+        "a program gives its level to the first of its tiles alone",
+        "kernels/triton/templates/attend.py.jinja",
+        "(mine < stop)[None, :]",
+        "(mine == begin)[None, :]",
+        "tests/kernels/triton/retention/test_levels.py",
+    ),
+    broken(
+        "a buffer that is filled before it is read is no matter",
+        "kernels/triton/tools/ttgir.py",
+        "if buffers < ahead + (fills[0] < max(reads, default=0)):",
+        "if buffers < ahead:",
+        "tests/kernels/triton/tools/test_releases.py",
+    ),
+)
