@@ -37,7 +37,7 @@ def unwritten() -> Iterator[None]:
         codegen = self.graph._codegen
         if isinstance(codegen, _PyTreeCodeGen):
             self._in_spec, self._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
-        type(self).forward = forward  # type: ignore[method-assign]
+        type(self).forward = forward
 
     GraphModule.recompile = later  # type: ignore[assignment,method-assign]
     try:
