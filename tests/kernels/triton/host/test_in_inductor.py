@@ -119,7 +119,7 @@ def test_kernels_of_a_layout_are_launched_and_nothing_else_is_done_to_a_cache(na
         assert len(re.findall(mutates, program["graph"])) == len(wanted)
         grids = re.findall(r"grid = \[\((.*?)\)\]", program["graph"])
         assert len(grids) == len(wanted)
-        assert all("sym_size_int" in grid for grid in grids) == (program is not one)
+        assert all(re.search("[a-z]", grid) for grid in grids) == (program is not one)
         # After a prompt, which tokens stay is sorted by PyTorch: it writes what the slots hold.
         state = 2 if name == "H2O" and program is prompt else 0
         cache = {f"arg{2 + index}_1" for index in range(program["buffers"] - state)}
