@@ -19,8 +19,8 @@ ROPE = RotaryForm("half", 0, 16)
 CASES = {
     "plain": Case(CacheLayout(int8(), int8()), (4, 2), (24, 16), chunks=(5, 1)),
     "turned": Case(CacheLayout(), (4, 2), (16, 16), rotary=ROPE, chunks=(5, 1)),
-    "in keys": Case(CacheLayout(int8(), InKeys(16)), (2, 1), (48, 16), chunks=(5, 1)),
     "Quest": Case(CacheLayout(selection=TopPages(4, 2)), (4, 2), (16, 16), rotary=ROPE, chunks=(13, 1)),
+    "in keys": Case(CacheLayout(int8(), InKeys(16)), (2, 1), (48, 16), chunks=(5, 1)),
     "H2O": Case(CacheLayout(placement=Slots(), retention=H2O), (4, 2), (16, 16), chunks=(5, 1)),
     "in cache": Case(
         CacheLayout(placement=Ring(), retention=SinkWindow(3, 6, "in_cache")),
