@@ -1,6 +1,6 @@
 """Makes each break in a copy of the tree and runs the quick tests that must notice: `python -m tests.breaks`.
 
-    python -m tests.breaks                  all of them, one after another: about half an hour
+    python -m tests.breaks                  all of them, one after another: about an hour and a half
     python -m tests.breaks -k onnx -k fuzz  those whose name or files have one of these words
     python -m tests.breaks --check          only whether every text is where the table says
 
