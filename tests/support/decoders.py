@@ -206,6 +206,15 @@ def expanded(t: Tensor) -> Tensor:
     return t[:, :, None].expand(batch, heads, HEADS // heads, size, dim).reshape(batch, HEADS, size, dim)
 
 
+def turned_after(q: Tensor, k: Tensor, v: Tensor, layer: Layer) -> Tensor:
+    """Keys are repeated before something else is done to them, values are not: behind what is read of them, there are
+    keys of all heads and values of fewer."""
+    q, k, v = heads_first(q, k, v)
+    k, v = expanded(k), expanded(v)
+    k = torch.cat([-k[..., DIM // 2 :], k[..., : DIM // 2]], -1)
+    return merged(hidden(q @ k.transpose(-1, -2) * SCALE, causal(q.shape[2])).softmax(-1) @ v)
+
+
 def five_dimensions(q: Tensor, k: Tensor, v: Tensor, layer: Layer) -> Tensor:
     """The queries of a group as a dimension of their own; K and V broadcast over it."""
     q, k, v = heads_first(q, k, v)
@@ -360,6 +369,7 @@ FORMS: dict[str, Form] = {
     "parallel MLP": Form(sdpa_causal, parallel=True),
     "flex_attention, mask_mod": Form(flex(mask=True)),
     "flex_attention, score_mod": Form(flex(mask=False)),
+    "groups, keys turned after": Form(turned_after, kv_heads=2),
 }
 
 
