@@ -428,7 +428,7 @@ KERNELS = (
         "combine is cut up by what stands in the code",
         "kernels/triton/host/call.py",
         "last.num_warps,\n        last.num_stages,",
-        "4, 2",
+        "4,\n        2,",
         "tests/kernels/triton/host/test_launches.py",
     ),
     broken(

@@ -58,7 +58,7 @@ CASES = {
         CacheLayout(int8(), uint(4, 16), Paged(8, released=True), SinkWindow(70, 20, "in_cache")),
         (2, 1),
         rotary=RotaryForm("half", 0, 16),
-        chunks=(80, 1, 40, 1, 1),
+        chunks=(110, 1, 20, 1, 1),
         pads=(0, 9),
     ),
     "pages by turns": Case(
