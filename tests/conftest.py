@@ -119,10 +119,10 @@ OTHERS = [
     "serve/test_disk",
     "serve/test_engine",
     "serve/test_packed",
-    "targets/test_artifacts",
-    "targets/test_new_target",
     "serve/test_pick",
     "serve/test_reading",
+    "targets/test_artifacts",
+    "targets/test_new_target",
 ]
 
 
