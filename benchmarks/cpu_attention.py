@@ -44,6 +44,7 @@ def storages() -> dict[str, Any]:
         "paged": CacheLayout(placement=Paged(16)),
         "fp8": CacheLayout(fp8(), fp8()),
         "int8": CacheLayout(int8(), int8()),
+        "paged_int8": CacheLayout(int8(), int8(), placement=Paged(16)),
         "int4": CacheLayout(uint(4, 32), uint(4, 32)),
     }
 
@@ -111,7 +112,7 @@ def cases(names: list[str], shape: tuple[int, int, int], context: int, dtype: An
 
         def run() -> None:
             for own in copies:
-                cpp_attend(q, *new, own, last, [], None, None, table, None, dim, text)
+                cpp_attend(q, *new, own, last, [], None, None, table, None, [], dim, text)
 
         return Case(run, layers, sum(b.nbytes for b in buffers))
 
@@ -174,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
         "--contexts", type=lambda text: [int(n) for n in text.split(",")], default=[4096, 16384]
     )
     parser.add_argument(
-        "--storages", type=names, default=["sdpa", "baseline", "paged", "fp8", "int8", "int4"]
+        "--storages", type=names, default=["sdpa", "baseline", "paged", "fp8", "int8", "paged_int8", "int4"]
     )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", default="cpu_attention")

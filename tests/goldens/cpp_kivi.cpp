@@ -2,6 +2,7 @@
 // {"dims": [64, 64], "dtype": "bfloat16", "heads": [9, 3], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"code": "uint2", "hadamard": false, "residual": 128, "scale": {"dtype": "float16", "minimum": true, "per": "channel", "size": 32}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"code": "uint2", "hadamard": false, "residual": 128, "scale": {"dtype": "float16", "minimum": true, "per": "group", "size": 32}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.125}}
 #include KV_VECTORS
 #include "pairs.h"
+#include "weights.h"
 #include "call.h"
 #include "codes.h"
 #include "address.h"
@@ -33,8 +34,13 @@ struct State {
   int64_t query(int64_t batch) const { return *(*this)[POSITIONS].at<int64_t>(batch); }
 };
 
+// What is said of all of a query's softmax.
+struct Softmax {
+  float top = -INFINITY, total = 0.0f;
+};
+
 struct Partial {
-  Softmax softmax[GROUP];
+  SoFar softmax[GROUP];
   alignas(64) float sum[GROUP][padded(V_DIM)];
 };
 
@@ -52,7 +58,7 @@ struct Block {
 };
 
 // Scores, or weights, of a block times what its vectors are still to be multiplied by.
-inline void weigh(float* scores, float* factor, int n) {
+inline void multiply(float* scores, float* factor, int n) {
   for (int i = n; i < (n + W - 1) / W * W; ++i) factor[i] = 0.0f;
   for (int i = 0; i < n; i += W) {
     const Vec by = load(factor + i);
@@ -286,9 +292,11 @@ void attend(const State& state, Place first, int64_t begin, int64_t end, Partial
     if (blocks[0].count == 0) continue;
     keys::products(state, first, blocks, length, q, scores, decoded);
     for (int h = 0; h < TOGETHER; ++h) {
-      for (int i = 0; i < GROUP * BLOCK; i += W) store(scores[h] + i, mul(load(scores[h] + i), set1(SM_SCALE)));
-      for (int g = 0; g < GROUP; ++g)
-        softmax<V_DIM>(scores[h] + g * BLOCK, blocks[h].count, out[h].softmax[g], out[h].sum[g]);
+      for (int g = 0; g < GROUP; ++g) {
+        float* own = scores[h] + g * BLOCK;
+        std::fill(own + blocks[h].count, own + BLOCK, -INFINITY);
+        weigh<V_DIM, Model>(own, SM_SCALE, out[h].softmax[g], out[h].sum[g], own);
+      }
     }
     values::sums(state, first, blocks, length, scores, out, decoded);
   }
@@ -303,10 +311,11 @@ void combine(const State& state, Place at, const Partial* parts, int64_t count, 
     for (int64_t i = 0; i < count; ++i) all.top = std::fmax(all.top, parts[i * TOGETHER].softmax[g].top);
     alignas(64) float sum[padded(V_DIM)] = {};
     for (int64_t i = 0; i < count; ++i) {
-      const Softmax& own = parts[i * TOGETHER].softmax[g];
-      if (own.top == -INFINITY && own.total == 0.0f) continue;  // it saw nothing
+      const SoFar& own = parts[i * TOGETHER].softmax[g];
+      const float total = kv::sum(own.total);
+      if (own.top == -INFINITY && total == 0.0f) continue;  // it saw nothing
       const float share = std::exp(own.top - all.top);
-      all.total += own.total * share;
+      all.total += total * share;
       for (int c = 0; c < padded(V_DIM); c += W) store(sum + c, fma(load(parts[i * TOGETHER].sum[g] + c), set1(share), load(sum + c)));
     }
     for (int c = 0; c < V_DIM; ++c) sum[c] /= all.total;

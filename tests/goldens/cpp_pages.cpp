@@ -2,6 +2,7 @@
 // {"dims": [64, 64], "dtype": "bfloat16", "heads": [9, 3], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"code": "uint4", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": true, "per": "group", "size": 32}, "sinks": 0}, "placement": {"kind": "paged", "page_size": 16, "pages": null}, "retention": {"kind": "full"}, "values": {"code": "uint4", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": true, "per": "group", "size": 32}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.125}}
 #include KV_VECTORS
 #include "pairs.h"
+#include "weights.h"
 #include "call.h"
 #include "codes.h"
 #include "address.h"
@@ -33,8 +34,13 @@ struct State {
   int64_t query(int64_t batch) const { return *(*this)[POSITIONS].at<int64_t>(batch); }
 };
 
+// What is said of all of a query's softmax.
+struct Softmax {
+  float top = -INFINITY, total = 0.0f;
+};
+
 struct Partial {
-  Softmax softmax[GROUP];
+  SoFar softmax[GROUP];
   alignas(64) float sum[GROUP][padded(V_DIM)];
 };
 
@@ -52,7 +58,7 @@ struct Block {
 };
 
 // Scores, or weights, of a block times what its vectors are still to be multiplied by.
-inline void weigh(float* scores, float* factor, int n) {
+inline void multiply(float* scores, float* factor, int n) {
   for (int i = n; i < (n + W - 1) / W * W; ++i) factor[i] = 0.0f;
   for (int i = 0; i < n; i += W) {
     const Vec by = load(factor + i);
@@ -150,20 +156,23 @@ inline void of_spans(const State& state, Place at, const Block& block, int part,
 
 // Calls `use` with the rows of a block.
 template <class Use>
-inline void with_rows(const State& state, Place at, const Block& block, const Use& use) {
+inline void with_rows(const State& state, Place at, const Block& block, int64_t length, const Use& use) {
   const int64_t stride = state[KEYS_DATA].stride[2] * sizeof(Data);
   const auto bytes = [&](int i) { return reinterpret_cast<const uint8_t*>(row<Data>(state, KEYS_DATA, at, block.slot[i])); };
   const uint8_t* found[BLOCK];
   constexpr int RUN = 16;  // slots that follow each other lie together as far as a page goes
   if (block.straight && block.slot[0] % RUN == 0) {
+    const uint8_t* ahead[BLOCK / RUN];
     for (int start = 0; start < block.count; start += RUN) {
       const uint8_t* first = bytes(start);
       for (int i = 0; i < RUN; ++i) found[start + i] = first + i * stride;
+      const int64_t slot = block.slot[start] + AHEAD * BLOCK;
+      ahead[start / RUN] = slot < length ? reinterpret_cast<const uint8_t*>(row<Data>(state, KEYS_DATA, at, slot)) : first;
     }
-    return use(Listed{found});
+    return use(Listed<RUN>{found, block.count == BLOCK ? ahead : nullptr, stride});
   }
   for (int i = 0; i < block.count; ++i) found[i] = bytes(i);
-  use(Listed{found});
+  use(Listed<1>{found, nullptr, stride});
 }
 
 // Scores of the queries with the keys of a block; `decoded` has the keys where they had to be decoded.
@@ -173,7 +182,7 @@ void products(const State& state, Place at, const Block& block, int64_t length, 
     alignas(64) float factor[N / 32][BLOCK], least[N / 32][BLOCK];
     of_spans(state, at, block, KEYS_SCALE, factor);
     of_spans(state, at, block, KEYS_MINIMUM, least);
-    with_rows(state, at, block, [&](const auto& rows) {
+    with_rows(state, at, block, length, [&](const auto& rows) {
       qk_nibbles<GROUP, N, PLANES, 32>(q.digits, rows, block.count, factor, least, scores);
     });
     return;
@@ -266,20 +275,23 @@ inline void of_spans(const State& state, Place at, const Block& block, int part,
 
 // Calls `use` with the rows of a block.
 template <class Use>
-inline void with_rows(const State& state, Place at, const Block& block, const Use& use) {
+inline void with_rows(const State& state, Place at, const Block& block, int64_t length, const Use& use) {
   const int64_t stride = state[VALUES_DATA].stride[2] * sizeof(Data);
   const auto bytes = [&](int i) { return reinterpret_cast<const uint8_t*>(row<Data>(state, VALUES_DATA, at, block.slot[i])); };
   const uint8_t* found[BLOCK];
   constexpr int RUN = 16;  // slots that follow each other lie together as far as a page goes
   if (block.straight && block.slot[0] % RUN == 0) {
+    const uint8_t* ahead[BLOCK / RUN];
     for (int start = 0; start < block.count; start += RUN) {
       const uint8_t* first = bytes(start);
       for (int i = 0; i < RUN; ++i) found[start + i] = first + i * stride;
+      const int64_t slot = block.slot[start] + AHEAD * BLOCK;
+      ahead[start / RUN] = slot < length ? reinterpret_cast<const uint8_t*>(row<Data>(state, VALUES_DATA, at, slot)) : first;
     }
-    return use(Listed{found});
+    return use(Listed<RUN>{found, block.count == BLOCK ? ahead : nullptr, stride});
   }
   for (int i = 0; i < block.count; ++i) found[i] = bytes(i);
-  use(Listed{found});
+  use(Listed<1>{found, nullptr, stride});
 }
 
 // The vectors of a block, weighed by p (which is spoilt), are added to `out`.
@@ -288,7 +300,7 @@ void sums(const State& state, Place at, const Block& block, int64_t length, floa
     alignas(64) float factor[N / 32][BLOCK], least[N / 32][BLOCK];
     of_spans(state, at, block, VALUES_SCALE, factor);
     of_spans(state, at, block, VALUES_MINIMUM, least);
-    with_rows(state, at, block, [&](const auto& rows) {
+    with_rows(state, at, block, length, [&](const auto& rows) {
       pv_codes<GROUP, PLANES, N, N / 32, Nibbles<N>>(p, rows, block.count, factor, least, out);
     });
     return;
@@ -348,9 +360,11 @@ void attend(const State& state, Place first, int64_t begin, int64_t end, Partial
     if (blocks[0].count == 0) continue;
     keys::products(state, first, blocks, length, q, scores, decoded);
     for (int h = 0; h < TOGETHER; ++h) {
-      for (int i = 0; i < GROUP * BLOCK; i += W) store(scores[h] + i, mul(load(scores[h] + i), set1(SM_SCALE)));
-      for (int g = 0; g < GROUP; ++g)
-        softmax<V_DIM>(scores[h] + g * BLOCK, blocks[h].count, out[h].softmax[g], out[h].sum[g]);
+      for (int g = 0; g < GROUP; ++g) {
+        float* own = scores[h] + g * BLOCK;
+        std::fill(own + blocks[h].count, own + BLOCK, -INFINITY);
+        weigh<V_DIM, Model>(own, SM_SCALE, out[h].softmax[g], out[h].sum[g], own);
+      }
     }
     values::sums(state, first, blocks, length, scores, out, decoded);
   }
@@ -365,10 +379,11 @@ void combine(const State& state, Place at, const Partial* parts, int64_t count, 
     for (int64_t i = 0; i < count; ++i) all.top = std::fmax(all.top, parts[i * TOGETHER].softmax[g].top);
     alignas(64) float sum[padded(V_DIM)] = {};
     for (int64_t i = 0; i < count; ++i) {
-      const Softmax& own = parts[i * TOGETHER].softmax[g];
-      if (own.top == -INFINITY && own.total == 0.0f) continue;  // it saw nothing
+      const SoFar& own = parts[i * TOGETHER].softmax[g];
+      const float total = kv::sum(own.total);
+      if (own.top == -INFINITY && total == 0.0f) continue;  // it saw nothing
       const float share = std::exp(own.top - all.top);
-      all.total += own.total * share;
+      all.total += total * share;
       for (int c = 0; c < padded(V_DIM); c += W) store(sum + c, fma(load(parts[i * TOGETHER].sum[g] + c), set1(share), load(sum + c)));
     }
     for (int c = 0; c < V_DIM; ++c) sum[c] /= all.total;

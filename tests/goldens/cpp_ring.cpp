@@ -2,6 +2,7 @@
 // {"dims": [64, 64], "dtype": "bfloat16", "heads": [9, 3], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"code": "e2m1", "hadamard": false, "residual": 0, "scale": {"dtype": "e8m0", "minimum": false, "per": "group", "size": 32}, "sinks": 0}, "placement": {"kind": "ring"}, "retention": {"kind": "sink_window", "positions": "in_cache", "sinks": 4, "window": 60}, "values": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 64, "start": 0, "style": "half"}, "sm_scale": 0.125}}
 #include KV_VECTORS
 #include "pairs.h"
+#include "weights.h"
 #include "call.h"
 #include "codes.h"
 #include "address.h"
@@ -40,8 +41,13 @@ inline void turn(const State& state, float* x, int64_t place) {
   rotate<0, 64, true>(x, state[COS].at<float>(row), state[SIN].at<float>(row));
 }
 
+// What is said of all of a query's softmax.
+struct Softmax {
+  float top = -INFINITY, total = 0.0f;
+};
+
 struct Partial {
-  Softmax softmax[GROUP];
+  SoFar softmax[GROUP];
   alignas(64) float sum[GROUP][padded(V_DIM)];
 };
 
@@ -72,7 +78,7 @@ struct Block {
 };
 
 // Scores, or weights, of a block times what its vectors are still to be multiplied by.
-inline void weigh(float* scores, float* factor, int n) {
+inline void multiply(float* scores, float* factor, int n) {
   for (int i = n; i < (n + W - 1) / W * W; ++i) factor[i] = 0.0f;
   for (int i = 0; i < n; i += W) {
     const Vec by = load(factor + i);
@@ -198,34 +204,34 @@ inline void factors(const State& state, Place at, const Block& block, float* fac
   if (block.straight && state[VALUES_SCALE].stride[2] == 1)
     for (; i + W <= block.count; i += W) store(factor + i, load(row<Scale>(state, VALUES_SCALE, at, block.slot[i])));
   for (; i < block.count; ++i) factor[i] = to_float(*row<Scale>(state, VALUES_SCALE, at, block.slot[i]));
+  for (; i % W; ++i) factor[i] = 0.0f;
 }
 
 // Calls `use` with the rows of a block.
 template <class Use>
-inline void with_rows(const State& state, Place at, const Block& block, const Use& use) {
+inline void with_rows(const State& state, Place at, const Block& block, int64_t length, const Use& use) {
   const int64_t stride = state[VALUES_DATA].stride[2] * sizeof(Data);
   const auto bytes = [&](int i) { return reinterpret_cast<const uint8_t*>(row<Data>(state, VALUES_DATA, at, block.slot[i])); };
   if (block.straight) return use(Strided{bytes(0), stride});
   const uint8_t* found[BLOCK];
   for (int i = 0; i < block.count; ++i) found[i] = bytes(i);
-  use(Listed{found});
+  use(Listed<1>{found, nullptr, stride});
 }
 
 // The vectors of a block, weighed by p (which is spoilt), are added to `out`.
 void sums(const State& state, Place at, const Block& block, int64_t length, float* p, float* out, float* decoded) {
 #if KV_TAKES(64)
-    alignas(64) float factor[BLOCK];
-    factors(state, at, block, factor);
-    weigh(p, factor, block.count);
-    with_rows(state, at, block, [&](const auto& rows) {
-      pv_codes<GROUP, PLANES, V_DIM, 1, Bytes<V_DIM>>(p, rows, block.count, nullptr, nullptr, out);
+    alignas(64) float factor[1][BLOCK];
+    factors(state, at, block, factor[0]);
+    with_rows(state, at, block, length, [&](const auto& rows) {
+      pv_codes<GROUP, PLANES, V_DIM, 1, Bytes<V_DIM>>(p, rows, block.count, factor, nullptr, out);
     });
     return;
 #endif
 #if !KV_TAKES(64)
   alignas(64) float factor[BLOCK];
     factors(state, at, block, factor);
-    weigh(p, factor, block.count);
+    multiply(p, factor, block.count);
   if (block.straight) {
     const Rows<Data, V_DIM> rows{row<Data>(state, VALUES_DATA, at, block.slot[0]), state[VALUES_DATA].stride[2]};
     pv<GROUP, V_DIM>(p, rows, block.count, out);
@@ -288,9 +294,11 @@ void attend(const State& state, Place first, int64_t begin, int64_t end, Partial
     if (blocks[0].count == 0) continue;
     keys::products(state, first, blocks, length, q, scores, decoded);
     for (int h = 0; h < TOGETHER; ++h) {
-      for (int i = 0; i < GROUP * BLOCK; i += W) store(scores[h] + i, mul(load(scores[h] + i), set1(SM_SCALE)));
-      for (int g = 0; g < GROUP; ++g)
-        softmax<V_DIM>(scores[h] + g * BLOCK, blocks[h].count, out[h].softmax[g], out[h].sum[g]);
+      for (int g = 0; g < GROUP; ++g) {
+        float* own = scores[h] + g * BLOCK;
+        std::fill(own + blocks[h].count, own + BLOCK, -INFINITY);
+        weigh<V_DIM, Model>(own, SM_SCALE, out[h].softmax[g], out[h].sum[g], own);
+      }
     }
     values::sums(state, first, blocks, length, scores, out, decoded);
   }
@@ -305,10 +313,11 @@ void combine(const State& state, Place at, const Partial* parts, int64_t count, 
     for (int64_t i = 0; i < count; ++i) all.top = std::fmax(all.top, parts[i * TOGETHER].softmax[g].top);
     alignas(64) float sum[padded(V_DIM)] = {};
     for (int64_t i = 0; i < count; ++i) {
-      const Softmax& own = parts[i * TOGETHER].softmax[g];
-      if (own.top == -INFINITY && own.total == 0.0f) continue;  // it saw nothing
+      const SoFar& own = parts[i * TOGETHER].softmax[g];
+      const float total = kv::sum(own.total);
+      if (own.top == -INFINITY && total == 0.0f) continue;  // it saw nothing
       const float share = std::exp(own.top - all.top);
-      all.total += own.total * share;
+      all.total += total * share;
       for (int c = 0; c < padded(V_DIM); c += W) store(sum + c, fma(load(parts[i * TOGETHER].sum[g] + c), set1(share), load(sum + c)));
     }
     for (int c = 0; c < V_DIM; ++c) sum[c] /= all.total;

@@ -62,6 +62,7 @@ def side_text(spec: CppSpec, side: Literal["keys", "values"], on_read: bool) -> 
         run=math.gcd(paged, 64) if paged else 64,
         on_read=on_read and side == "keys",
         in_keys=layout.in_keys,
+        bounded=layout.bounded,
         together=spec.together,
         scored=layout.retention.by_score,
     )

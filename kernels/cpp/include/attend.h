@@ -139,44 +139,6 @@ inline void pv(const float* p, const Row& rows, int n, float* out) {
   if constexpr (left != 0) sums_of_all<left, DIM>(p + g * BLOCK, rows, n, out + g * padded(DIM));
 }
 
-// The softmax so far of one query: the top of its scores, the sum of their exponentials below it.
-struct Softmax {
-  float top = -INFINITY;
-  float total = 0.0f;
-};
-
-// Scores of n slots become weights, and `out` (DIM) what it was below the new top. Hidden scores are -inf.
-template <int DIM>
-inline void softmax(float* scores, int n, Softmax& so_far, float* out) {
-  const int end = (n + W - 1) / W * W;
-  for (int i = n; i < end; ++i) scores[i] = -INFINITY;
-  Vec most = load(scores);
-  for (int i = W; i < end; i += W) most = max(most, load(scores + i));
-  const float top = std::fmax(so_far.top, largest(most));
-  Vec total = set1(0.0f);
-  if (top == -INFINITY) {  // all are hidden, or no numbers: these stay none
-    for (int i = 0; i < end; i += W) {
-      const Vec p = exp(load(scores + i));
-      total = add(total, p);
-      store(scores + i, p);
-    }
-    so_far.total += sum(total);
-    return;
-  }
-  for (int i = 0; i < end; i += W) {
-    const Vec p = exp(sub(load(scores + i), set1(top)));
-    total = add(total, p);
-    store(scores + i, p);
-  }
-  if (top != so_far.top) {
-    const float less = so_far.top == -INFINITY ? 0.0f : std::exp(so_far.top - top);
-    so_far.total *= less;
-    so_far.top = top;
-    for (int c = 0; c < padded(DIM); c += W) store(out + c, mul(load(out + c), set1(less)));
-  }
-  so_far.total += sum(total);
-}
-
 inline Vec tanh(Vec x) {
   // Of -2 |x|, so that exp stays below 1; the sign comes back by choosing the side.
   const Vec size = max(x, sub(set1(0.0f), x));

@@ -26,15 +26,38 @@ inline KV_INLINE void each(const F& f) {
   each_of(f, std::make_integer_sequence<int, N>());
 }
 
-// Rows at addresses `base + i * stride`, in bytes, and rows wherever they are.
+// Blocks ahead whose rows are asked for, into the processor's second cache: codes are met faster than memory gives them
+// where they are asked for when they are needed, and their short rows do not tell a processor where they go on.
+constexpr int AHEAD = 2;
+inline void fetch_line(const uint8_t* at) { __builtin_prefetch(at, 0, 2); }
+
+// Rows at addresses `base + i * stride`, in bytes.
 struct Strided {
   const uint8_t* base;
   int64_t stride;
   const uint8_t* at(int i) const { return base + i * stride; }
+  // Asks for what stands AHEAD blocks behind rows i .. i + n - 1, of BYTES each.
+  template <int BYTES>
+  void fetch(int i, int n) const {
+    const uint8_t* next = base + (i + AHEAD * BLOCK) * stride;
+    for (int at = 0; at < n * BYTES; at += 64) fetch_line(next + at);
+  }
 };
+
+// Rows wherever they are. ahead: null, or where RUN rows each of a block that is AHEAD begin, which are apart by `stride`.
+template <int RUN>
 struct Listed {
   const uint8_t* const* rows;
+  const uint8_t* const* ahead;
+  int64_t stride;
   const uint8_t* at(int i) const { return rows[i]; }
+  template <int BYTES>
+  void fetch(int i, int n) const {
+    constexpr int A_LINE = BYTES < 64 ? 64 / BYTES : 1;
+    if (!ahead) return;
+    for (int row = i; row < i + n; row += A_LINE)
+      for (int at = 0; at < BYTES; at += 64) fetch_line(ahead[row / RUN] + row % RUN * stride + at);
+  }
 };
 
 #if defined(KV_QUADS)
@@ -99,81 +122,109 @@ inline void rows_from(const Row& rows, int start, int n, const uint8_t** out) {
   }
 }
 
-template <int Q, int P, class D>
-inline void meet(const D& q, int first, int at, Quads codes, Ints (*sums)[P]) {
-#pragma GCC unroll 8
-  for (int g = 0; g < Q; ++g)
-#pragma GCC unroll 4
-    for (int p = 0; p < P; ++p) sums[g][p] = dot(codes, set1_quad(q.byte[first + g][p] + at), sums[g][p]);
+// B times W rows at once, so that what is read of a query serves them all.
+template <int B, int Q, int N, int P, class D>
+inline void scores_of_some_bytes(const D& q, int first, const uint8_t* const* row, const float* factor, float* scores) {
+  Ints sums[B * Q * P];
+  each<B>([&](auto b) KV_INLINE {  // codes count from -128 on, below
+    each<Q * P>([&](auto s) KV_INLINE { sums[b * Q * P + s] = set1_int(-128 * q.sum[first + s / P][s % P]); });
+  });
+#pragma GCC unroll 1
+  for (int c = 0; c < N; c += 2 * W) {
+    Quads column[B][W / 2];
+    each<B>([&](auto b) KV_INLINE { columns(row + b * W, c, column[b]); });
+    each<W / 2>([&](auto j) KV_INLINE {
+      each<B>([&](auto b) KV_INLINE { column[b][j] = flipped(column[b][j]); });
+      each<Q * P>([&](auto s) KV_INLINE {
+        const Quads own = set1_quad(q.byte[first + s / P][s % P] + c + 4 * j);
+        each<B>([&](auto b) KV_INLINE {
+          Ints& sum = sums[b * Q * P + s];
+          sum = dot(column[b][j], own, sum);
+        });
+      });
+    });
+  }
+  each<B>([&](auto b) KV_INLINE {
+    const Vec by = load(factor + b * W);
+    each<Q>([&](auto g) KV_INLINE {
+      const Vec whole = mul(joined<P>(sums + (b * Q + g) * P), set1(q.scale[first + g]));
+      store(scores + g * BLOCK + b * W, mul(whole, by));
+    });
+  });
 }
 
 template <int Q, int N, int P, class D, class Row>
-inline void scores_of_bytes(const D& q, int first, const Row& rows, int n, float* scores) {
-  for (int start = 0; start < n; start += W) {
-    const uint8_t* row[W];
+inline void scores_of_bytes(const D& q, int first, const Row& rows, int n, const float* factor, float* scores) {
+  constexpr int B = 2;
+  int start = 0;
+  const uint8_t* row[B * W];
+  for (; start + B * W <= n; start += B * W) {
+    for (int r = 0; r < B * W; ++r) row[r] = rows.at(start + r);
+    rows.template fetch<N>(start, B * W);
+    scores_of_some_bytes<B, Q, N, P>(q, first, row, factor + start, scores + first * BLOCK + start);
+  }
+  for (; start < n; start += W) {
     rows_from(rows, start, n, row);
-    Ints sums[Q][P];
-#pragma GCC unroll 4
-    for (int g = 0; g < Q; ++g)  // codes count from -128 on, below
-#pragma GCC unroll 4
-      for (int p = 0; p < P; ++p) sums[g][p] = set1_int(-128 * q.sum[first + g][p]);
-    for (int c = 0; c < N; c += 2 * W) {
-      Quads column[W / 2];
-      columns(row, c, column);
-#pragma GCC unroll 8
-      for (int j = 0; j < W / 2; ++j) meet<Q, P>(q, first, c + 4 * j, flipped(column[j]), sums);
-    }
-#pragma GCC unroll 4
-    for (int g = 0; g < Q; ++g)
-      store(scores + (first + g) * BLOCK + start, mul(joined<P>(sums[g]), set1(q.scale[first + g])));
+    scores_of_some_bytes<1, Q, N, P>(q, first, row, factor + start, scores + first * BLOCK + start);
   }
 }
 
 // Codes of four bits, the first half of the channels in the low ones; spans have factors, and a least number each.
+template <int B, int Q, int N, int P, int SPAN, class D>
+inline void scores_of_some_nibbles(const D& q, int first, const uint8_t* const* row, const float (*factor)[BLOCK],
+                                   const float (*least)[BLOCK], int start, float* scores) {
+  Vec total[B * Q];
+  each<B * Q>([&](auto g) KV_INLINE { total[g] = set1(0.0f); });
+#pragma GCC unroll 1
+  for (int c = 0; c < N / 2; c += 2 * W) {
+    Quads column[B][W / 2];
+    each<B>([&](auto b) KV_INLINE { columns(row + b * W, c, column[b]); });
+    each<2>([&](auto half) KV_INLINE {
+      const int at = half * (N / 2) + c;
+      Ints sums[B * Q * P];
+      each<B * Q * P>([&](auto s) KV_INLINE { sums[s] = set1_int(0); });
+      each<W / 2>([&](auto j) KV_INLINE {
+        Quads codes[B];
+        each<B>([&](auto b) KV_INLINE { codes[b] = half ? high_nibbles(column[b][j]) : low_nibbles(column[b][j]); });
+        each<Q * P>([&](auto s) KV_INLINE {
+          const Quads own = set1_quad(q.byte[first + s / P][s % P] + at + 4 * j);
+          each<B>([&](auto b) KV_INLINE { sums[b * Q * P + s] = dot(codes[b], own, sums[b * Q * P + s]); });
+        });
+      });
+      each<B>([&](auto b) KV_INLINE {
+        const Vec by = load(factor[at / SPAN] + start + b * W);
+        each<Q>([&](auto g) KV_INLINE {
+          total[b * Q + g] = fma(joined<P>(sums + (b * Q + g) * P), by, total[b * Q + g]);
+        });
+      });
+    });
+  }
+  each<B * Q>([&](auto bg) KV_INLINE {
+    const int b = bg / Q, g = bg % Q;
+    Vec x = mul(total[bg], set1(q.scale[first + g]));
+    for (int s = 0; s < N / SPAN; ++s) x = fma(load(least[s] + start + b * W), set1(q.span[first + g][s]), x);
+    store(scores + g * BLOCK + b * W, x);
+  });
+}
+
 template <int Q, int N, int P, int SPAN, class D, class Row>
 inline void scores_of_nibbles(const D& q, int first, const Row& rows, int n, const float (*factor)[BLOCK],
                               const float (*least)[BLOCK], float* scores) {
+  const uint8_t* row[W];
   for (int start = 0; start < n; start += W) {
-    const uint8_t* row[W];
     rows_from(rows, start, n, row);
-    Vec total[Q];
-#pragma GCC unroll 4
-    for (int g = 0; g < Q; ++g) total[g] = set1(0.0f);
-    for (int c = 0; c < N / 2; c += 2 * W) {
-      Quads column[W / 2];
-      columns(row, c, column);
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        const int at = half * (N / 2) + c;
-        Ints sums[Q][P];
-#pragma GCC unroll 4
-        for (int g = 0; g < Q; ++g)
-#pragma GCC unroll 4
-          for (int p = 0; p < P; ++p) sums[g][p] = set1_int(0);
-#pragma GCC unroll 8
-        for (int j = 0; j < W / 2; ++j)
-          meet<Q, P>(q, first, at + 4 * j, half ? high_nibbles(column[j]) : low_nibbles(column[j]), sums);
-        const Vec by = load(factor[at / SPAN] + start);
-#pragma GCC unroll 4
-        for (int g = 0; g < Q; ++g) total[g] = fma(joined<P>(sums[g]), by, total[g]);
-      }
-    }
-#pragma GCC unroll 4
-    for (int g = 0; g < Q; ++g) {
-      Vec x = mul(total[g], set1(q.scale[first + g]));
-      for (int s = 0; s < N / SPAN; ++s) x = fma(load(least[s] + start), set1(q.span[first + g][s]), x);
-      store(scores + (first + g) * BLOCK + start, x);
-    }
+    rows.template fetch<N / 2>(start, W);
+    scores_of_some_nibbles<1, Q, N, P, SPAN>(q, first, row, factor, least, start, scores + first * BLOCK + start);
   }
 }
 
-// scores[g * BLOCK + i] = q[g] . row i for i < n, of codes that are signed bytes; up to the next multiple of W.
+// scores[g * BLOCK + i] = q[g] . row i * factor[i] for i < n, of codes that are signed bytes; up to the next multiple of W.
 template <int GROUP, int N, int P, class D, class Row>
-inline void qk_bytes(const D& q, const Row& rows, int n, float* scores) {
+inline void qk_bytes(const D& q, const Row& rows, int n, const float* factor, float* scores) {
   int g = 0;
-  for (; g + 4 <= GROUP; g += 4) scores_of_bytes<4, N, P>(q, g, rows, n, scores);
+  for (; g + 4 <= GROUP; g += 4) scores_of_bytes<4, N, P>(q, g, rows, n, factor, scores);
   constexpr int left = GROUP % 4;
-  if constexpr (left != 0) scores_of_bytes<left, N, P>(q, g, rows, n, scores);
+  if constexpr (left != 0) scores_of_bytes<left, N, P>(q, g, rows, n, factor, scores);
 }
 
 template <int GROUP, int N, int P, int SPAN, class D, class Row>
@@ -191,24 +242,27 @@ struct Weights {
   alignas(64) uint8_t byte[P][BLOCK];
   float scale;
 
-  // p: of n slots, and of those up to the next multiple of W, which are 0.
-  void take(const float* p, int n) {
-    Vec most = set1(0.0f), total = set1(0.0f);
-    for (int i = 0; i < n; i += W) {
-      most = max(most, load(p + i));
-      total = add(total, load(p + i));
-    }
+  // p: of n slots, and 0 up to the next multiple of W; they are multiplied by `factor`.
+  void take(const float* p, const float* factor, int n) {
+    Vec x[BLOCK / W], most = set1(0.0f), total = set1(0.0f);
+    each<BLOCK / W>([&](auto i) KV_INLINE {
+      if (i * W >= n) return;
+      x[i] = mul(load(p + i * W), load(factor + i * W));
+      most = max(most, x[i]);
+      total = add(total, x[i]);
+    });
     constexpr float WHOLE = P == 2 ? 65535.0f : 16777200.0f;  // rounded up, too, it has P bytes
-    const float top = largest(most), all = sum(total);
-    const bool number = all < INFINITY && top > 0.0f;  // what is no number makes all of the sum none
-    scale = all < INFINITY ? top / WHOLE : NAN;
+    const float top = largest(most);
+    const bool finite = all_below(total, set1(INFINITY)), number = finite && top > 0.0f;
+    scale = finite ? top / WHOLE : NAN;  // what is no number makes all of the sum none
     const Vec by = set1(number ? WHOLE / top : 0.0f);
-    for (int i = 0; i < n; i += W) {
-      const Ints x = to_ints(number ? mul(load(p + i), by) : set1(0.0f));
-      store_bytes(byte[P - 1] + i, x);
-      store_bytes(byte[P - 2] + i, shifted<8>(x));
-      if constexpr (P == 3) store_bytes(byte[0] + i, shifted<16>(x));
-    }
+    each<BLOCK / W>([&](auto i) KV_INLINE {
+      if (i * W >= n) return;
+      const Ints whole = to_ints(number ? mul(x[i], by) : set1(0.0f));
+      store_bytes(byte[P - 1] + i * W, whole);
+      store_bytes(byte[P - 2] + i * W, shifted<8>(whole));
+      if constexpr (P == 3) store_bytes(byte[0] + i * W, shifted<16>(whole));
+    });
   }
 };
 
@@ -251,7 +305,10 @@ inline void weighed(const Weights<P> (*weights)[SPANS], const float (*least)[SPA
       });
     };
     int i = 0;
-    for (; i + 4 <= n; i += 4) four(i, [&](int t) KV_INLINE { return rows.at(i + t); });
+    for (; i + 4 <= n; i += 4) {
+      rows.template fetch<Codes::END>(i, 4);
+      four(i, [&](int t) KV_INLINE { return rows.at(i + t); });
+    }
     if (i < n) four(i, [&](int t) KV_INLINE { return rows.at(i + t < n ? i + t : n - 1); });
     each<Q>([&](auto g) KV_INLINE {
       Vec x[4];
@@ -272,7 +329,8 @@ inline void weighed(const Weights<P> (*weights)[SPANS], const float (*least)[SPA
   }
 }
 
-// out[g] += sum over i < n of p[g * BLOCK + i] row i; out [GROUP][padded(N)]. factor, least: of a row's spans, or null.
+// out[g] += sum over i < n of p[g * BLOCK + i] row i; out [GROUP][padded(N)]. factor, least: of a row's spans; least may
+// be null.
 template <int GROUP, int P, int N, int SPANS, class Codes, class Row>
 inline void pv_codes(const float* p, const Row& rows, int n, const float (*factor)[BLOCK], const float (*least)[BLOCK],
                      float* out) {
@@ -285,20 +343,11 @@ inline void pv_codes(const float* p, const Row& rows, int n, const float (*facto
     for (int g = 0; g < Q; ++g)
       for (int s = 0; s < SPANS; ++s) {
         const float* own = p + (first + g) * BLOCK;
-        more[g][s] = 0.0f;
-        if (!factor) {
-          weights[g][s].take(own, n);
-          continue;
-        }
-        alignas(64) float scaled[BLOCK];
+        weights[g][s].take(own, factor[s], n);
         Vec total = set1(0.0f);
-        for (int i = 0; i < n; i += W) {
-          const Vec x = load(own + i);
-          store(scaled + i, mul(x, load(factor[s] + i)));
-          total = fma(x, load(least[s] + i), total);
-        }
-        more[g][s] = sum(total);
-        weights[g][s].take(scaled, n);
+        if (least)
+          for (int i = 0; i < n; i += W) total = fma(load(own + i), load(least[s] + i), total);
+        more[g][s] = least ? sum(total) : 0.0f;
       }
     weighed<Q, P, N, SPANS, Codes>(weights, more, rows, n, out + first * padded(N));
   };

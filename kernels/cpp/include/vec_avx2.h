@@ -72,6 +72,7 @@ inline Vec exp(Vec x) {
   return _mm256_and_ps(there, mul(y, _mm256_castsi256_ps(power)));
 }
 
+inline bool all_below(Vec a, Vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NLT_UQ)) == 0; }
 inline bool any_above(Vec a, Vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
 
 // to [W][W], rows apart by their strides, becomes `from` with rows and columns changed.

@@ -22,6 +22,7 @@ inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline float sum(Vec x) { return _mm512_reduce_add_ps(x); }
 inline float largest(Vec x) { return _mm512_reduce_max_ps(x); }
+inline bool all_below(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ) == 0; }
 inline bool any_above(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
 
 inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
@@ -58,7 +59,10 @@ inline Pairs set1_pair(const bf16* p) {
   std::memcpy(&pair, p, sizeof pair);
   return (__m512bh)_mm512_set1_epi32(pair);
 }
-inline Vec dot(Pairs a, Pairs b, Vec c) { return _mm512_dpbf16_ps(c, a, b); }
+inline Vec dot(Pairs a, Pairs b, Vec c) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
+  return c;
+}
 inline void store(bf16* p, Vec x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));
 }
@@ -168,7 +172,10 @@ inline Quads set_halves(const void* low, const void* high) {
 }
 inline Vec set_halves(float low, float high) { return _mm512_mask_mov_ps(set1(low), 0xff00, set1(high)); }
 // sum + the products of unsigned bytes with signed ones, of each lane.
-inline Ints dot(Quads bytes, Quads signs, Ints sum) { return _mm512_dpbusd_epi32(sum, bytes, signs); }
+inline Ints dot(Quads bytes, Quads signs, Ints sum) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(bytes), "v"(signs));
+  return sum;
+}
 inline Quads flipped(Quads x) { return _mm512_xor_si512(x, _mm512_set1_epi8(static_cast<char>(0x80))); }
 inline Quads low_nibbles(Quads x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 inline Quads high_nibbles(Quads x) { return low_nibbles(_mm512_srli_epi32(x, 4)); }
@@ -185,25 +192,26 @@ inline Quads row_nibbles(const void* p) {
 
 // 32 bytes of 16 rows: lane r of out[c] has bytes 4 c .. 4 c + 3 of row r.
 inline void columns(const uint8_t* const* rows, int at, Quads* out) {
-  Quads t[8];
-  for (int i = 0; i < 8; ++i) {
-    const int r = i / 4 * 8 + i % 4;
+  const auto pair = [&](int r) __attribute__((always_inline)) {
     const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[r] + at));
-    t[i] = _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[r + 4] + at)), 1);
-  }
-  Quads half[2][4];
-  for (int i = 0; i < 2; ++i) {
-    const Quads* own = t + 4 * i;
-    const Quads a = _mm512_unpacklo_epi32(own[0], own[1]), b = _mm512_unpackhi_epi32(own[0], own[1]);
-    const Quads c = _mm512_unpacklo_epi32(own[2], own[3]), d = _mm512_unpackhi_epi32(own[2], own[3]);
-    half[i][0] = _mm512_unpacklo_epi64(a, c);
-    half[i][1] = _mm512_unpackhi_epi64(a, c);
-    half[i][2] = _mm512_unpacklo_epi64(b, d);
-    half[i][3] = _mm512_unpackhi_epi64(b, d);
-  }
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[r + 4] + at)), 1);
+  };
+  const auto four = [&](int r, Quads* half) __attribute__((always_inline)) {
+    const Quads t0 = pair(r), t1 = pair(r + 1), t2 = pair(r + 2), t3 = pair(r + 3);
+    const Quads a = _mm512_unpacklo_epi32(t0, t1), b = _mm512_unpackhi_epi32(t0, t1);
+    const Quads c = _mm512_unpacklo_epi32(t2, t3), d = _mm512_unpackhi_epi32(t2, t3);
+    half[0] = _mm512_unpacklo_epi64(a, c);
+    half[1] = _mm512_unpackhi_epi64(a, c);
+    half[2] = _mm512_unpacklo_epi64(b, d);
+    half[3] = _mm512_unpackhi_epi64(b, d);
+  };
+  Quads low[4], high[4];
+  four(0, low);
+  four(8, high);
+#pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    out[i] = _mm512_shuffle_i32x4(half[0][i], half[1][i], 0x88);
-    out[4 + i] = _mm512_shuffle_i32x4(half[0][i], half[1][i], 0xdd);
+    out[i] = _mm512_shuffle_i32x4(low[i], high[i], 0x88);
+    out[4 + i] = _mm512_shuffle_i32x4(low[i], high[i], 0xdd);
   }
 }
 

@@ -32,6 +32,11 @@ inline float largest(Vec a) {
   for (int i = 1; i < W; ++i) top = a.x[i] > top ? a.x[i] : top;
   return top;
 }
+inline bool all_below(Vec a, Vec b) {
+  for (int i = 0; i < W; ++i)
+    if (!(a.x[i] < b.x[i])) return false;
+  return true;
+}
 inline bool any_above(Vec a, Vec b) {
   for (int i = 0; i < W; ++i)
     if (a.x[i] > b.x[i]) return true;

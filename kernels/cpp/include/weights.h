@@ -19,12 +19,12 @@ inline Vec below(Vec x, float top) {
   return exp(sub(x, set1(top)));
 }
 
-// Scores of a block become weights, and `out` (DIM) what it was below the new top. Hidden scores are -inf.
-template <int DIM, class T>
-inline void weigh(const float* scores, SoFar& so_far, float* out, T* weights) {
+// Scores of a block, times `scale`, become weights, and `out` (DIM) what it was below the new top. Hidden scores are -inf.
+template <int DIM, class T, class Weight>
+inline void weigh(const float* scores, float scale, SoFar& so_far, float* out, Weight* weights) {
   Vec x[BLOCK / W], most = set1(-INFINITY);
 #pragma GCC unroll 16
-  for (int i = 0; i < BLOCK / W; ++i) most = max(x[i] = load(scores + i * W), most);
+  for (int i = 0; i < BLOCK / W; ++i) most = max(x[i] = mul(load(scores + i * W), set1(scale)), most);
   if (any_above(most, set1(so_far.top))) {  // rare: soon there is a block with the top of all
     const float top = largest(most);
     const Vec less = set1(so_far.top == -INFINITY ? 0.0f : std::exp(so_far.top - top));

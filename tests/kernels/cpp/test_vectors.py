@@ -70,12 +70,12 @@ def test_a_block_becomes_weights(name: str) -> None:
       SoFar so_far;
       alignas(64) float sum[W] = {};
       for (int block = 0; block < 6; ++block) {
-        weigh<W>(x + block * BLOCK, so_far, sum, out + block * (BLOCK + 2));
+        weigh<W, float>(x + block * BLOCK, 0.5f, so_far, sum, out + block * (BLOCK + 2));
         out[block * (BLOCK + 2) + BLOCK] = kv::sum(so_far.total);
         for (int c = 0; c < W; ++c) sum[c] += 1.0f;
         out[block * (BLOCK + 2) + BLOCK + 1] = sum[W - 1];
       }"""
-    got = ran(ISAS[name], body, x, torch.zeros(6, 66))
+    got = ran(ISAS[name], body, x * 2, torch.zeros(6, 66))
     top = x.amax(1).cummax(0).values.double()
     weights = (x.double() - top.clamp(min=-1e9)[:, None]).exp()
     total = below = torch.zeros((), dtype=torch.float64)
