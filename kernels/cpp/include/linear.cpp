@@ -36,19 +36,10 @@ struct Work {
 
   void rows(const Tensor& weight, const Tensor& bias, int64_t begin, int64_t count, Model* y) {
     const int64_t k = weight.size[1], stride = weight.stride[0], end = std::min(weight.size[0], begin + count);
-    for (int64_t row = begin; row < end; row += TOGETHER) {
-      const int together = static_cast<int>(std::min<int64_t>(TOGETHER, end - row));
-      const Model* own = weight.as<Model>() + row * stride;
-      float found[TOGETHER];
-      if (together == TOGETHER) {
-        row_sums<TOGETHER>(own, stride, x, raw, k, found);
-      } else {
-        for (int r = 0; r < together; ++r) row_sums<1>(own + r * stride, stride, x, raw, k, found + r);
-      }
-      for (int r = 0; r < together; ++r) {
-        if (bias) found[r] += to_float(bias.as<Model>()[row + r]);
-        y[row + r] = rounded<Model>(found[r]);
-      }
+    for (int64_t row = begin; row < end; ++row) {
+      float found = row_sum(weight.as<Model>() + row * stride, x, raw, k);
+      if (bias) found += to_float(bias.as<Model>()[row]);
+      y[row] = rounded<Model>(found);
     }
   }
 };

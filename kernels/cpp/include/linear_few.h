@@ -6,48 +6,43 @@
 
 namespace kv {
 
-constexpr int TOGETHER = 4;  // rows of weights
 constexpr int64_t PIECE = 96 * 1024;  // bytes of weights
+constexpr int64_t AHEAD = 4096;       // bytes ahead that are asked for, into the second cache
 
 // Rows of k weights that are taken at a time.
 template <class Model>
 inline int64_t rows_of_piece(int64_t k) {
-  const int64_t rows = std::max<int64_t>(TOGETHER, PIECE / std::max<int64_t>(1, k * sizeof(Model)));
-  return (rows + TOGETHER - 1) / TOGETHER * TOGETHER;
+  return std::max<int64_t>(4, PIECE / std::max<int64_t>(1, k * sizeof(Model)));
 }
 
-// Sums of R rows with the vector x, which is `raw` in its own dtype.
-template <int R, class Model>
-inline void row_sums(const Model* w, int64_t stride, const float* x, const Model* raw, int64_t n, float* out) {
-  Vec total[R][2];
-  for (int r = 0; r < R; ++r) total[r][0] = total[r][1] = set1(0.0f);
+inline void ask_ahead(const void* at) { __builtin_prefetch(static_cast<const char*>(at) + AHEAD, 0, 2); }
+
+// The sum of a row with the vector x, which is `raw` in its own dtype. Rows follow each other in memory and are read one by
+// one: a processor foresees that, and not where four at a time go on that are short.
+template <class Model>
+inline float row_sum(const Model* w, const float* x, const Model* raw, int64_t n) {
+  Vec total[2] = {set1(0.0f), set1(0.0f)};
   int64_t k = 0;
 #if defined(KV_PAIRS)
   if constexpr (std::is_same_v<Model, bf16>) {
     constexpr int STEP = 2 * W;
     for (; k + 2 * STEP <= n; k += 2 * STEP) {
-      const Pairs a = load_pairs(raw + k), b = load_pairs(raw + k + STEP);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        total[r][0] = dot(load_pairs(w + r * stride + k), a, total[r][0]);
-        total[r][1] = dot(load_pairs(w + r * stride + k + STEP), b, total[r][1]);
+      for (int i = 0; i < 2; ++i) {
+        ask_ahead(w + k + i * STEP);
+        total[i] = dot(load_pairs(w + k + i * STEP), load_pairs(raw + k + i * STEP), total[i]);
       }
     }
   }
 #endif
   for (; k + 2 * W <= n; k += 2 * W) {
-    const Vec a = load(x + k), b = load(x + k + W);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      total[r][0] = fma(load(w + r * stride + k), a, total[r][0]);
-      total[r][1] = fma(load(w + r * stride + k + W), b, total[r][1]);
+    for (int i = 0; i < 2; ++i) {
+      ask_ahead(w + k + i * W);
+      total[i] = fma(load(w + k + i * W), load(x + k + i * W), total[i]);
     }
   }
-  for (int r = 0; r < R; ++r) {
-    float own = sum(add(total[r][0], total[r][1]));
-    for (int64_t i = k; i < n; ++i) own += to_float(w[r * stride + i]) * x[i];
-    out[r] = own;
-  }
+  float own = sum(add(total[0], total[1]));
+  for (; k < n; ++k) own += to_float(w[k]) * x[k];
+  return own;
 }
 
 // Rows of weights, and vectors, whose sums are in registers at a time: with their operands they fill these.
@@ -56,7 +51,7 @@ constexpr int BLOCK_ROWS = 3, BLOCK_VECTORS = W >= 16 ? 8 : 4;
 // Sums [R][M] of R rows of weights with M vectors of n numbers, `raw` in their own dtype. A sum is made in the same order
 // whatever R and M are, so that a row of a batch does not depend on how many there are.
 template <int R, int M, class Model>
-inline void block_sums(const Model* w, int64_t stride, const float* x, const Model* raw, int64_t n, const Model* next, float (*out)[M]) {
+inline void block_sums(const Model* w, int64_t stride, const float* x, const Model* raw, int64_t n, bool asks, float (*out)[M]) {
   Vec total[R][M];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -69,7 +64,8 @@ inline void block_sums(const Model* w, int64_t stride, const float* x, const Mod
       Pairs own[R];
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) own[r] = load_pairs(w + r * stride + k);
-      if (next) __builtin_prefetch(next + k);
+      if (asks)
+        for (int r = 0; r < R; ++r) ask_ahead(w + r * stride + k);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         const Pairs a = load_pairs(raw + m * n + k);
@@ -83,7 +79,8 @@ inline void block_sums(const Model* w, int64_t stride, const float* x, const Mod
     Vec own[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) own[r] = load(w + r * stride + k);
-    if (next) __builtin_prefetch(next + k);
+    if (asks)
+      for (int r = 0; r < R; ++r) ask_ahead(w + r * stride + k);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       const Vec a = load(x + m * n + k);
@@ -130,7 +127,7 @@ struct FewRows {
           if (whole) {
             sums<BLOCK_ROWS>(row, first, vectors, block);
           } else {
-            for (int64_t own = row; own < end; ++own) sums<1>(own, first, vectors, BLOCK_ROWS);
+            for (int64_t own = row; own < end; ++own) sums<1>(own, first, vectors, block);
           }
         }
       }
@@ -138,15 +135,13 @@ struct FewRows {
   }
 
   template <int R, int M = BLOCK_VECTORS>
-  void sums(int64_t row, int64_t first, int64_t vectors, int64_t ahead) {
+  void sums(int64_t row, int64_t first, int64_t vectors, int64_t block) {
     if constexpr (M > 1)
-      if (vectors < M) return sums<R, M - 1>(row, first, vectors, ahead);
+      if (vectors < M) return sums<R, M - 1>(row, first, vectors, block);
     const int64_t n = weight.size[0], k = weight.size[1], stride = weight.stride[0];
     const Model* own = weight.as<Model>() + row * stride;
-    // The memory is read meanwhile: of the rows that are next, one with every block of vectors.
-    const Model* coming = ahead < R && row + 2 * R <= n ? own + (R + ahead) * stride : nullptr;
     float found[R][M];
-    block_sums<R, M>(own, stride, x + first * k, raw + first * k, k, coming, found);
+    block_sums<R, M>(own, stride, x + first * k, raw + first * k, k, block == 0, found);
     for (int r = 0; r < R; ++r)
       for (int m = 0; m < M; ++m) {
         float y = found[r][m];
