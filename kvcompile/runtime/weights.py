@@ -1,11 +1,12 @@
 """Whether the original's weights are still those that an optimized module computes with.
 
-Weights are shared, so what is written into them in place is seen. Three things are not, and are told:
+Weights are shared, so what is written into them in place is seen. Four things are not, and are told:
 
 | what happens to the original | at the next call |
 |---|---|
 | a weight becomes another tensor (`module.w = Parameter(..)`, `w.data = ..`) | InputError: the old one would be used |
 | a weight changes in place that something was computed from when the model was optimized | InputError |
+| a weight's numbers stand otherwise in its memory (`w.t_()`) | InputError |
 | the model is moved, to another device or dtype | a warning, once: the optimized module keeps the old weights |
 """
 
@@ -27,6 +28,7 @@ class _Known:
     """One weight: where it stands in the model, what it was.
 
     address: None of a tensor subclass, which has its data in tensors of its own
+    form:    of one that has an address: its sizes and strides
     version: of a weight that is read in another form
     """
 
@@ -35,18 +37,25 @@ class _Known:
     key: str
     tensor: Tensor
     address: int | None
+    form: tuple[tuple[int, ...], tuple[int, ...]]
     dtype: torch.dtype
     device: torch.device
     version: int | None
 
-    def changed(self) -> bool:
-        """Quick: this is asked at every call."""
+    def replaced(self) -> bool:
         found = self.home.get(self.key)
-        return (
-            found is not self.tensor
-            or (self.address is not None and found.data_ptr() != self.address)
-            or (self.version is not None and found._version != self.version)
-        )
+        return found is not self.tensor or (self.address is not None and found.data_ptr() != self.address)
+
+    def reordered(self) -> bool:
+        return self.address is not None and _form(self.tensor) != self.form
+
+    def changed(self) -> bool:
+        written = self.version is not None and self.tensor._version != self.version
+        return self.replaced() or self.reordered() or written
+
+
+def _form(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(tensor.shape), tensor.stride()
 
 
 class Weights:
@@ -68,18 +77,40 @@ class Weights:
                     direct = not plain or address in addresses
                     version = None if direct or tensor.is_inference() else tensor._version
                     name = f"{path}.{key}" if path else key
+                    form = _form(tensor) if plain else ((), ())
                     self._known.append(
-                        _Known(name, home, key, tensor, address, tensor.dtype, tensor.device, version)
+                        _Known(
+                            name, home, key, tensor, address, form, tensor.dtype, tensor.device, version
+                        )
                     )
+        # The same, a list each, so that asking for hundreds of weights at every call takes little.
+        self._places = [(known.home.get, known.key) for known in self._known]
+        self._ids = [id(known.tensor) for known in self._known]
+        self._plain = [known.tensor for known in self._known if known.address is not None]
+        self._addresses = [known.address for known in self._known if known.address is not None]
+        self._shapes = [tensor.shape for tensor in self._plain]
+        self._strides = [tensor.stride() for tensor in self._plain]
+        self._read = [known.tensor for known in self._known if known.version is not None]
+        self._versions = [known.version for known in self._known if known.version is not None]
 
     def check(self) -> None:
         """Raises InputError where a weight is not any more what the module computes with."""
-        if self._moved:
+        if self._moved or self._unchanged():
             return
         for known in self._known:
             if known.changed():
                 self._tell(known)
                 return
+
+    def _unchanged(self) -> bool:
+        """Quick: this is asked at every call."""
+        return (
+            [id(get(key)) for get, key in self._places] == self._ids
+            and [tensor.data_ptr() for tensor in self._plain] == self._addresses
+            and [tensor.stride() for tensor in self._plain] == self._strides
+            and [tensor.shape for tensor in self._plain] == self._shapes
+            and [tensor._version for tensor in self._read] == self._versions
+        )
 
     def _tell(self, known: _Known) -> None:
         found = known.home.get(known.key)
@@ -92,7 +123,10 @@ class Weights:
                 stacklevel=5,
             )
             return
-        if found is known.tensor and known.address in (None, found.data_ptr()):
+        if not known.replaced() and known.reordered():
+            size, stride = known.form
+            what = f"stands otherwise in its memory: sizes {size}, strides {stride} became {_form(known.tensor)}"
+        elif not known.replaced():
             what = "was changed in place, and what was computed from it when the model was optimized was not"
         else:
             what = "is another tensor now, and the optimized module has the old one"
