@@ -83,13 +83,15 @@ def available() -> tuple[Isa, ...]:
 
 
 def multiplies_rows(dtype: torch.dtype, own: Isa | None = None) -> bool:
-    """Whether linear layers of more than one row have a kernel: of any number where the BLAS is slow at the dtype; in
-    float32, whose kernel leaves many rows to it.
+    """Whether linear layers of more than one row have a kernel: of any number where the BLAS is slow at the dtype; of
+    few in float32, and in bfloat16 where its products are the kernel's, too.
 
     Args:
         own: as in `lacks_products_of`.
     """
-    return lacks_products_of(dtype, own) or (dtype == torch.float32 and _wide(own))
+    pairs = (own or isa()).name == "avx512_bf16"
+    few = (dtype == torch.float32 and _wide(own)) or (dtype == torch.bfloat16 and pairs)
+    return lacks_products_of(dtype, own) or few
 
 
 def lacks_products_of(dtype: torch.dtype, own: Isa | None = None) -> bool:

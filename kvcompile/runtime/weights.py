@@ -79,9 +79,7 @@ class Weights:
                     name = f"{path}.{key}" if path else key
                     form = _form(tensor) if plain else ((), ())
                     self._known.append(
-                        _Known(
-                            name, home, key, tensor, address, form, tensor.dtype, tensor.device, version
-                        )
+                        _Known(name, home, key, tensor, address, form, tensor.dtype, tensor.device, version)
                     )
         # The same, a list each, so that asking for hundreds of weights at every call takes little.
         self._places = [(known.home.get, known.key) for known in self._known]
@@ -125,7 +123,9 @@ class Weights:
             return
         if not known.replaced() and known.reordered():
             size, stride = known.form
-            what = f"stands otherwise in its memory: sizes {size}, strides {stride} became {_form(known.tensor)}"
+            what = (
+                f"stands otherwise in its memory: sizes {size}, strides {stride} became {_form(known.tensor)}"
+            )
         elif not known.replaced():
             what = "was changed in place, and what was computed from it when the model was optimized was not"
         else:

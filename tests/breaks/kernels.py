@@ -29,8 +29,8 @@ KERNELS = (
     broken(
         "few rows of float32 are left to the library",
         "kernels/cpp/include/launch.h",
-        "if (rows > kv::FEW_ROWS && x.scalar_type()",
-        "if (rows > 1 && x.scalar_type()",
+        "&& rows > most_rows(x)) return library",
+        "&& rows > 1) return library",
         "tests/kernels/cpp/test_linear.py",
     ),
     broken(
@@ -367,6 +367,41 @@ KERNELS = (
         "0.240247443f",
         "0.2402f",
         "tests/kernels/cpp/test_vectors.py",
+    ),
+    broken(
+        "the C++ eviction sees no score",
+        "kernels/cpp/templates/slots.cpp.jinja",
+        "value(i) == lowest ? token[i] : NONE",
+        "true ? token[i] : NONE",
+        "tests/kernels/cpp/test_attention.py",
+    ),
+    broken(
+        "notes of scores leave out what is behind the last whole vector",
+        "kernels/cpp/templates/slots.cpp.jinja",
+        "n == W ? load(own) : load_some(own, n)",
+        "load(own - (W - n))",
+        "tests/kernels/cpp/test_attention.py",
+    ),
+    broken(
+        "codes' factors of keys are those of the block's first slots",
+        "kernels/cpp/include/quads.h",
+        "scores_of_some_bytes<B, Q, N, P>(q, first, row, factor + start,",
+        "scores_of_some_bytes<B, Q, N, P>(q, first, row, factor,",
+        "tests/kernels/cpp/test_attention.py",
+    ),
+    broken(
+        "a row of weights gets the sums of another vector half",
+        "kernels/cpp/include/linear_few.h",
+        "load_pairs(raw + k + i * STEP), total[i]);",
+        "load_pairs(raw + k), total[i]);",
+        "tests/kernels/cpp/test_linear.py",
+    ),
+    broken(
+        "a weight may be turned in its memory",
+        "kvcompile/runtime/weights.py",
+        "and [tensor.stride() for tensor in self._plain] == self._strides",
+        "",
+        "tests/runtime/test_modes.py",
     ),
     broken(
         "columns of a block change places",

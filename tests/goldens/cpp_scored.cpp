@@ -101,6 +101,21 @@ inline int64_t slots_of(const State& state, int64_t batch) {
   return std::min(length, SLOTS);
 }
 
+// The least of f(0) .. f(N - 1), a few at a time.
+template <class T, int64_t N, class F>
+inline T least(T none, const F& f) {
+  constexpr int64_t LANES = 16, WHOLE = N / LANES * LANES;
+  T low[LANES];
+  std::fill(low, low + LANES, none);
+  for (int64_t i = 0; i < WHOLE; i += LANES)
+    for (int j = 0; j < LANES; ++j) {
+      const T x = f(i + j);
+      low[j] = x < low[j] ? x : low[j];
+    }
+  for (int64_t i = WHOLE; i < N; ++i) low[0] = std::min(low[0], f(i));
+  return *std::min_element(low, low + LANES);
+}
+
 // The slot of the new token: the next free one, or that of the lowest score, of equals the oldest. It is noted.
 int64_t evict(const State& state, int64_t batch, int64_t unit) {
   const int64_t position = state.query(batch);
@@ -108,16 +123,13 @@ int64_t evict(const State& state, int64_t batch, int64_t unit) {
   float* score = state[SCORE].at<float>(batch, unit);
   int64_t slot = position;
   if (position >= SLOTS) {
-    float lowest = INFINITY;
-    slot = 0;
-    for (int64_t i = 0; i < SLOTS; ++i) {
-      const int64_t held = token[i];
-      if (held < 4 || held > position - 24) continue;
-      const float value = score[i];
-      if (value > lowest || (value == lowest && held > token[slot])) continue;
-      lowest = value;
-      slot = i;
-    }
+    const auto leaves = [&](int64_t i) { return token[i] >= 4 && token[i] <= position - 24; };
+    const auto value = [&](int64_t i) { return score[i]; };
+    const float lowest = least<float, SLOTS>(INFINITY, [&](int64_t i) { return leaves(i) ? value(i) : INFINITY; });
+    constexpr int32_t NONE = INT32_MAX;
+    const int32_t oldest = least<int32_t, SLOTS>(NONE, [&](int64_t i) { return leaves(i) && value(i) == lowest ? token[i] : NONE; });
+    slot = std::find(token, token + SLOTS, oldest) - token;
+    if (slot == SLOTS) slot = std::find_if(token, token + SLOTS, [&](const int32_t& held) { return leaves(&held - token); }) - token;  // no scores are numbers
   }
   token[slot] = static_cast<int32_t>(position);
   score[slot] = 0.0f;
@@ -129,14 +141,20 @@ void note(const State& state, int64_t batch, int64_t unit, const Softmax* whole)
   float* score = state[SCORE].at<float>(batch, unit);
   const float* logits = state.logits + (batch * KV_HEADS + unit * OF_UNIT) * GROUP * SLOTS;
   const int64_t count = slots_of(state, batch);
-  for (int64_t i = 0; i < count; ++i) {
-    float pooled = 0.0f;
-    for (int64_t h = 0; h < OF_UNIT * GROUP; ++h) {
-      const float p = std::exp(logits[h * SLOTS + i] - whole[h].top) / whole[h].total;
-      pooled = pooled + p;
+  constexpr int64_t HEADS = OF_UNIT * GROUP;
+  for (int64_t i = 0; i < count; i += W) {
+    const int n = static_cast<int>(std::min<int64_t>(W, count - i));
+    Vec pooled = set1(0.0f);
+    for (int64_t h = 0; h < HEADS; ++h) {
+      const float* own = logits + h * SLOTS + i;
+      const Vec x = n == W ? load(own) : load_some(own, n);
+      const Vec p = div(exp(sub(x, set1(whole[h].top))), set1(whole[h].total));
+      pooled = add(pooled, p);
     }
-    pooled /= OF_UNIT * GROUP;
-    score[i] += pooled;
+    pooled = div(pooled, set1(HEADS));
+    alignas(64) float gained[W];
+    store(gained, pooled);
+    for (int j = 0; j < n; ++j) score[i + j] += gained[j];
   }
 }
 
@@ -343,8 +361,9 @@ void attend(const State& state, Place first, int64_t begin, int64_t end, Partial
       for (int g = 0; g < GROUP; ++g)
         finish(state, {first.batch, first.head + h}, blocks[h], length, g, scores[h] + g * BLOCK);
       float* logits = state.logits + (first.batch * KV_HEADS + first.head + h) * GROUP * SLOTS;
+      // Slots follow each other: a block has those of a stretch of them.
       for (int g = 0; g < GROUP; ++g)
-        for (int i = 0; i < blocks[h].count; ++i) logits[g * SLOTS + blocks[h].slot[i]] = scores[h][g * BLOCK + i];
+        for (int i = 0; i < blocks[h].count; ++i) logits[g * SLOTS + start + i] = scores[h][g * BLOCK + i];
       for (int g = 0; g < GROUP; ++g) {
         float* own = scores[h] + g * BLOCK;
         std::fill(own + blocks[h].count, own + BLOCK, -INFINITY);

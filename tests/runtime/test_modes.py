@@ -113,6 +113,20 @@ def test_weights_that_change_in_place_are_seen(llama: nn.Module) -> None:
         close(fast(IDS), llama(IDS))
 
 
+def test_a_weight_that_stands_otherwise_in_its_memory(llama: nn.Module) -> None:
+    """Its address is what it was, and a kernel that reads it as it was would read other numbers."""
+    fast = kvcompile.optimize(llama, **EAGER)
+    weight = next(p for name, p in llama.named_parameters() if "o_proj" in name)
+    assert weight.shape[0] == weight.shape[1]
+    with torch.no_grad():
+        weight.t_()
+    with pytest.raises(InputError, match="stands otherwise in its memory"):
+        fast(IDS)
+    with torch.no_grad():
+        weight.t_()
+    close(fast(IDS), llama(IDS))
+
+
 def test_a_weight_that_something_was_computed_from() -> None:
     """GPT-OSS' sinks are read when the model is understood: the module would have the old ones."""
     model: Any = tiny_hf("gpt_oss", "eager")

@@ -48,5 +48,5 @@ def launches(
     prefill = CppSpec("prefill", site_of(site), heads[0], heads[1], dims[0], v_dim, name, options)
     found.append(Launch("a prompt", "prefill", prefill.to_json(), prefill.options))
     if multiplies_rows(dtype, own):
-        found.append(Launch("a prompt", "linear", linear_spec(dtype, many=True)))
+        found.append(Launch("a prompt", "linear", linear_spec(dtype, True, own)))
     return tuple(found)

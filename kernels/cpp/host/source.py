@@ -14,7 +14,7 @@ from kvcompile.errors import KernelError
 from kvcompile.kernels.cpp.attend.values import MODELS
 from kvcompile.kernels.cpp.generate import generate
 from kvcompile.kernels.cpp.host.compiler import INCLUDE, SHARED, built, flags_for
-from kvcompile.kernels.cpp.isa import Isa, isa
+from kvcompile.kernels.cpp.isa import Isa, isa, lacks_products_of
 from kvcompile.kernels.cpp.spec import CppSpec
 
 ENTRY = "kvcompile_kernel"
@@ -81,9 +81,17 @@ def address_of(spec: str) -> int:
     return kernel(CppSpec.from_json(spec)).address
 
 
-def linear_spec(dtype: torch.dtype, many: bool = False) -> str:
-    """The spec of a linear layer of one token, or of many: its file and the type of its weights."""
-    return f"{_LINEAR}_many {MODELS[dtype]}" if many else f"{_LINEAR} {MODELS[dtype]}"
+def linear_spec(dtype: torch.dtype, many: bool = False, own: Isa | None = None) -> str:
+    """The spec of a linear layer of one token, or of many: its file and the type of its weights.
+
+    Args:
+        many: more than one token; of an instruction set whose processor multiplies their dtype, only the few are the
+            kernel's.
+        own: the instruction set; None: this machine's.
+    """
+    if not many:
+        return f"{_LINEAR} {MODELS[dtype]}"
+    return f"{_LINEAR}_{'many' if lacks_products_of(dtype, own or isa()) else 'few'} {MODELS[dtype]}"
 
 
 @cache

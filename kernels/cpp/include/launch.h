@@ -178,7 +178,11 @@ At linears(At x, std::vector<At> weights, std::vector<At> biases, std::string sp
   return out;
 }
 
-// By PyTorch, whose library is as fast as any at many rows of float.
+// How many rows a kernel of few is faster at than PyTorch's library, which packs the weights first.
+int64_t most_rows(const At& x) {
+  return x.scalar_type() == torch::headeronly::ScalarType::Float ? kv::FEW_ROWS : kv::FEW_HALVES;
+}
+
 At library_linear(const At& x, const At& weight, const std::optional<At>& bias) {
   using torch::stable::detail::from;
   std::array<StableIValue, 3> stack{from(x), from(weight), from(bias)};
@@ -189,7 +193,7 @@ At library_linear(const At& x, const At& weight, const std::optional<At>& bias) 
 At linear(At x, At weight, std::optional<At> bias, std::string spec) {
   int64_t rows = 1;
   for (int64_t i = 0; i + 1 < x.dim(); ++i) rows *= x.size(i);
-  if (rows > kv::FEW_ROWS && x.scalar_type() == torch::headeronly::ScalarType::Float) return library_linear(x, weight, bias);
+  if (spec.rfind("linear_few", 0) == 0 && rows > most_rows(x)) return library_linear(x, weight, bias);
   return linears(x, {weight}, bias ? std::vector<At>{*bias} : std::vector<At>{}, spec);
 }
 

@@ -85,7 +85,7 @@ def _linear_spec(x: Any, weight: Any, bias: Any, own: Isa) -> str | None:
         return None
     if all(isinstance(size, int) and size == 1 for size in x.shape[:-1]):
         return source.linear_spec(x.dtype)
-    return source.linear_spec(x.dtype, many=True) if multiplies_rows(x.dtype, own) else None
+    return source.linear_spec(x.dtype, True, own) if multiplies_rows(x.dtype, own) else None
 
 
 def name_kernels(module: GraphModule) -> dict[str, KernelText]:
