@@ -3,6 +3,8 @@
 The policies are `kernels/oracle/attention.py`. A run may be disturbed: every q, k, v and attention result times
 1 + a u, u uniform in [-1, 1), a of a few units in the last place (`ULPS`). How far that moves the outputs is what two
 correct orders of summation may differ by (`compare.py`).
+
+Several runs of a short text are one run of as many times its rows: each weight is read once for all of them.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from kvcompile.kernels.oracle.choice import Choice
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import InKeys, Storage, model_dtype
 from kvcompile.passes.capture.opaque import is_mixer
+from kvcompile.passes.graph import shape
 from kvcompile.passes.probe.steps import Steps
 from kvcompile.passes.records import AttentionSite
 from kvcompile.passes.rewrite.insert_cache import Rewritten
@@ -39,6 +42,7 @@ QUANTIZED = 2.0**-15  # disturbance of what is quantized, at least
 # few steps: then a handful of values on the edge between two of them make most of what a disturbance moves, and most
 # runs have none. (2 bits in float16: half of 40 runs below 1.5e-3, one at 4.4e-3.)
 _ROUNDED_RUNS = (1, 3, 12)
+_TOGETHER = 256  # tokens of all runs that are rows of one, at most: more are no quicker so
 
 
 def oracles(
@@ -60,10 +64,26 @@ def oracles(
     disturbed: how many disturbed runs
     """
     seeds = [None, *range(1, 1 + disturbed)]
+    at_once = [seeds] if _side_by_side(front, plan, ids.numel() * len(seeds)) else [[seed] for seed in seeds]
     undisturbed, *noisy = (
-        Oracle(front, plan, tables, pads, seed, chunks, kept, sites).run_on(ids, keep) for seed in seeds
+        run
+        for some in at_once
+        for run in Oracle(front, plan, tables, pads, some, chunks, kept, sites).run_on(ids, keep)
     )
     return undisturbed, noisy
+
+
+def _side_by_side(front: Front, plan: Plan, tokens: int) -> bool:
+    """Whether runs of so many tokens in all are rows of one: where rows have nothing to do with each other, which is
+    proved of graphs alone, and where no choice by scores belongs to a row."""
+    alone = not front.captured.opaques and all(d.layout.followed is None for d in plan.decisions)
+    return alone and tokens <= _TOGETHER and all(map(_has_rows, front.sites))
+
+
+def _has_rows(site: AttentionSite) -> bool:
+    """Whether all that a site is given has the batch's rows."""
+    given = [site.q, site.k, site.v, *((site.rope.q_input, site.rope.k_input) if site.rope else ())]
+    return all(isinstance(shape(node)[0], torch.SymInt) for node in given)
 
 
 def explained(plan: Plan, check: Callable[[int], Check]) -> Check:
@@ -118,7 +138,10 @@ def _nodes(record: Any) -> Iterator[Node]:
 
 
 class Oracle(Steps):
-    """Runs the canonical graph with every attention replaced by its policy's oracle."""
+    """Runs the canonical graph with every attention replaced by its policy's oracle.
+
+    seeds: of the runs that are made at once, row behind row; None: one that is not disturbed
+    """
 
     def __init__(
         self,
@@ -126,7 +149,7 @@ class Oracle(Steps):
         plan: Plan,
         tables: dict[int, list[Tensor]],
         pads: Tensor,
-        seed: int | None = None,
+        seeds: Sequence[int | None] = (None,),
         chunks: Sequence[int] = (),
         kept: Mapping[int, Sequence[Tensor]] | None = None,
         sites: int | None = None,
@@ -135,21 +158,24 @@ class Oracle(Steps):
         self.chunks, self.kept = chunks, kept or {}
         self.count = len(front.sites) if sites is None else sites
         self.choices: dict[int, list[Choice]] = {}
-        self.front, self.plan, self.tables, self.pads, self.noise = (
-            front,
-            plan,
-            tables,
-            pads,
-            seed is not None,
-        )
+        self.front, self.plan, self.tables = front, plan, tables
+        self.pads = pads.repeat(len(seeds))
         self.sites = {
             site.out: (site, decision) for site, decision in zip(front.sites, plan.decisions, strict=True)
         }
         self.outputs: list[Tensor] = []
         # On the host: results stand on the devices of their layers.
-        self.generator = torch.Generator().manual_seed(seed or 0)
+        self.generators = [None if seed is None else torch.Generator().manual_seed(seed) for seed in seeds]
 
-    def run_on(self, ids: Tensor, keep: Tensor | None = None) -> Run:
+    def run_on(self, ids: Tensor, keep: Tensor | None = None) -> list[Run]:
+        """One run for each of the seeds, over the same ids."""
+        whole = self._run_on(ids.repeat(len(self.generators), 1), keep)
+        if len(self.generators) == 1:
+            return [whole]
+        logits, *sites = (x.chunk(len(self.generators)) for x in (whole.logits, *whole.sites))
+        return [Run(of, tuple(own)) for of, *own in zip(logits, *sites, strict=True)]
+
+    def _run_on(self, ids: Tensor, keep: Tensor | None) -> Run:
         inputs = example_inputs(self.front, *ids.shape) | {"input_ids": ids}
         fewer = keep is not None and "logits_to_keep" in inputs
         if fewer:
@@ -228,12 +254,23 @@ class Oracle(Steps):
         return [self._disturbed(x, model_dtype(), record.state.spread) for x in found]
 
     def _disturbed(self, x: Tensor, storage: Storage | InKeys, spread: float = 0.0) -> Tensor:
-        if not self.noise or not x.is_floating_point():
+        if not any(self.generators) or not x.is_floating_point():
             return x
         amount = max(ULPS[x.dtype] * torch.finfo(x.dtype).eps, spread)
         if not (isinstance(storage, InKeys) or storage.plain):
             # A value on the edge between two steps falls to either side. That is rare, and then far larger than a
             # rounding: without enough of it in the disturbed run, one such value would look like a defect.
             amount = max(amount, QUANTIZED)
-        unit = (torch.rand(x.shape, generator=self.generator, dtype=torch.float32) * 2 - 1).to(x.device)
-        return (x.float() * (1 + amount * unit)).to(x.dtype)
+        parts = [
+            _moved(part, amount, of)
+            for part, of in zip(x.chunk(len(self.generators)), self.generators, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _moved(x: Tensor, amount: float, generator: torch.Generator | None) -> Tensor:
+    """x times 1 + amount u, u uniform in [-1, 1)."""
+    if generator is None:
+        return x
+    unit = (torch.rand(x.shape, generator=generator, dtype=torch.float32) * 2 - 1).to(x.device)
+    return (x.float() * (1 + amount * unit)).to(x.dtype)

@@ -34,6 +34,8 @@ class InStep:
 
     def run(self, inputs: Sequence[Sequence[Any]]) -> list[Any]:
         """Each rank's output for values of its placeholders, in order."""
+        if len(self.each) == 1:
+            return [self.each[0].run(*inputs[0], after=self.after)]
         given = [iter(own) for own in inputs]
         try:
             for together in zip(*(steps.order for steps in self.each), strict=True):

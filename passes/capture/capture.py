@@ -69,7 +69,7 @@ _DATA_DEPENDENT = (
 _LONGEST = 4096  # tokens of a comparison
 _CHECKED = ((1, TOKENS), (1, SEQ))  # sizes at which it is seen what a forward changes
 _OTHERS = ((2, 17), (4, 6))  # sizes at which a graph that Dynamo made is compared besides
-_COUNTED = (7, 12)  # tokens by which a model's own positions are seen
+_COUNTED = (8, 12)  # tokens by which a model's own positions are seen
 _NOT_SHOWN = {
     "position_ids": "that the model's own positions are 0, 1, 2, .. is not shown: it makes them itself, in the graph",
     "logits_to_keep": "that logits_to_keep only chooses among the tokens is not shown: all logits are computed",
@@ -199,6 +199,7 @@ class _Route:
             "traced_once"
         )  # until it is known that equal layers must be traced one by one
         self.written: tuple[Place, ...] = ()
+        self.changes = True  # whether a forward without a cache changes anything, until it is known
         self.state_problem = ""
         self.asked: list[str] = []  # lines that ask whether they are traced
         self.fixed = {"use_cache": False} if takes_use_cache else {}
@@ -212,8 +213,9 @@ class _Route:
         """One attempt: the graph, if it is right for all sizes."""
         calls = Calls(self, inputs)
         if not self.checked:  # before tracing: what writes behind torch's back can crash it
-            known, self.written, changes = check_changes(self.model, calls, _CHECKED)
-            self.once = self.once and not changes  # the model's Python may read what a layer leaves behind
+            known, self.written, self.changes = check_changes(self.model, calls, _CHECKED)
+            # The model's Python may read what a layer leaves behind.
+            self.once = self.once and not self.changes
             calls.known = dict(zip(_CHECKED, known, strict=True))
             self.checked = True
         others = _OTHERS if way != "export" else ()
@@ -385,7 +387,7 @@ class _Route:
         cached = wrap(self.model, inputs, self.first, dict.fromkeys(self.fixed, True))
         try:
             with _caching(self.model):
-                states = find_states(self.model, self._eager(cached, inputs), run)
+                states = find_states(self.model, self._eager(cached, inputs), run if self.changes else None)
         except StateRefused as refused:
             self.state_problem, states = str(refused), {}
         except Exception as error:  # whatever the model raises; it matters only where tokens mix

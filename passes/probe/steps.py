@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node, map_arg
 
+from kvcompile.passes.probe import few_rows
 from kvcompile.passes.probe.evaluate import fetch_attr
 
 
@@ -27,8 +28,11 @@ class Steps:
             node: fetch_attr(module, str(node.target)) for node, _ in self.order if node.op == "get_attr"
         }
 
-    def run(self, *inputs: Any) -> Any:
-        """The graph's output for values of its placeholders, in order."""
+    def run(self, *inputs: Any, after: Callable[[Node], None] | None = None) -> Any:
+        """The graph's output for values of its placeholders, in order.
+
+        after: called when a node has run; it may raise
+        """
         given = iter(inputs)
         env = self.env
         try:
@@ -38,6 +42,8 @@ class Steps:
                 env[node] = next(given) if node.op == "placeholder" else self.run_node(node)
                 for used in done:
                     del env[used]
+                if after is not None:
+                    after(node)
             raise AssertionError("a graph has an output")
         finally:
             env.clear()
@@ -48,7 +54,8 @@ class Steps:
             return self._held[node]
         assert node.op == "call_function" and callable(node.target), node.format_node()
         args, kwargs = self.arguments(node)
-        return node.target(*args, **kwargs)
+        target = few_rows.linear if node.target is few_rows.LINEAR else node.target
+        return target(*args, **kwargs)
 
     def arguments(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The values that a node is called with."""

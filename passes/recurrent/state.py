@@ -84,18 +84,19 @@ class _Marks:
         return found
 
 
-def find_states(model: nn.Module, run: Run, without: Run) -> dict[nn.Module, State]:
+def find_states(model: nn.Module, run: Run, without: Run | None) -> dict[nn.Module, State]:
     """The modules of `model` with recurrent state, and how it gets in and out; empty for most models.
 
-    run, without: a pass of the model over (sequences, tokens) that uses a cache, and one that does not. The model
-    is left as it was.
+    run, without: a pass of the model over (sequences, tokens) that uses a cache, and one that does not; None: such a
+    pass is known to change nothing. The model is left as it was.
 
     Raises:
         StateRefused: there is state that this cannot carry.
     """
     with attributes_restored(model), torch.no_grad():
         # Modules that keep state in attributes may still have some of their last sequence.
-        without(*_SIZES[0])
+        if without is not None:
+            without(*_SIZES[0])
         return _find(model, run)
 
 

@@ -8,6 +8,41 @@ DEPENDENCE = "tests/passes/dependence/test_dependence.py"
 
 GRAPHS = (
     broken(
+        "a bias of few rows is left out",
+        "passes/probe/few_rows.py",
+        "return found if bias is None else found + bias",
+        "return found",
+        "tests/passes/probe/test_few_rows.py",
+    ),
+    broken(
+        "products of few rows in the wrong order",
+        "passes/probe/few_rows.py",
+        "torch.mm(weight, rows.t())[:, :count].t().contiguous()",
+        "torch.mm(weight, rows.t())[:, :count].contiguous()",
+        "tests/passes/probe/test_few_rows.py",
+    ),
+    broken(
+        "runs side by side have one disturbance",
+        "kvcompile/verify/oracle.py",
+        "torch.Generator().manual_seed(seed) for seed in seeds",
+        "torch.Generator().manual_seed(1) for seed in seeds",
+        "tests/verify/test_oracle.py",
+    ),
+    broken(
+        "runs side by side where choices are by scores",
+        "kvcompile/verify/oracle.py",
+        "and all(d.layout.followed is None for d in plan.decisions)",
+        "and bool(plan.decisions)",
+        "tests/verify/test_oracle.py",
+    ),
+    broken(
+        "state in attributes that an earlier text has left is not cleared",
+        "passes/capture/capture.py",
+        "run if self.changes else None",
+        "None",
+        "tests/passes/recurrent/test_state.py",
+    ),
+    broken(
         "a step's state is not written back",
         "passes/capture/python_step.py",
         "for place, value in zip(given[inputs:], after, strict=True):",

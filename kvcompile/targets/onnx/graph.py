@@ -21,6 +21,7 @@ from kvcompile.targets.manifest import Graph, TensorInfo, dtype_name
 from kvcompile.targets.onnx import copies
 from kvcompile.targets.onnx.aliases import aliases
 from kvcompile.targets.onnx.copies import expand
+from kvcompile.targets.onnx.decompose import node_by_node
 from kvcompile.targets.onnx.simplify import simplify
 from kvcompile.targets.onnx.translate import translations
 from kvcompile.targets.onnx.weights import WeightFile
@@ -111,7 +112,7 @@ def _model(function: Functional, one: bool, opset: int) -> ir.Model:
 
 def _translated(program: ExportedProgram, opset: int, digest: str) -> ir.Model:
     try:
-        with uncollected(), quiet("torch.onnx", "onnxscript", "onnx_ir"):
+        with uncollected(), quiet("torch.onnx", "onnxscript", "onnx_ir"), node_by_node():
             exported = torch.onnx.export(
                 program,
                 (),

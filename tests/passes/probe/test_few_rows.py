@@ -1,0 +1,70 @@
+"""Products of few rows, computed the other way round, are what `linear` gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
+
+from kvcompile.passes.probe import few_rows
+from kvcompile.passes.probe.steps import Steps
+
+WIDE, TALL = 256, 384  # of a weight that is large enough
+
+
+@pytest.mark.parametrize(
+    "shape", [(1,), (2,), (1, 1), (1, 3), (2, 3), (3, 1, 2), (1, 7), (0,), (2, 20)], ids=str
+)
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "bias"])
+def test_the_same_as_linear(shape: tuple[int, ...], biased: bool) -> None:
+    x, weight = torch.randn(*shape, WIDE), torch.randn(TALL, WIDE)
+    bias = torch.randn(TALL) if biased else None
+    found, exact = few_rows.linear(x, weight, bias), nn.functional.linear(x.double(), weight.double())
+    exact = exact if bias is None else exact + bias
+    assert found.shape == exact.shape and found.dtype == x.dtype and found.is_contiguous()
+    # Rounding of a sum of products, in any order: WIDE terms of about one.
+    assert bool(((found - exact).abs() <= WIDE * torch.finfo(x.dtype).eps * 4).all())
+
+
+@pytest.mark.parametrize(
+    "x, weight",
+    [
+        (torch.randn(1, WIDE), torch.randn(16, WIDE)),
+        (torch.randn(1, WIDE).bfloat16(), torch.randn(TALL, WIDE).bfloat16()),
+        (torch.randn(few_rows._FEW + 1, WIDE), torch.randn(TALL, WIDE)),
+        (torch.randn(WIDE), torch.randn(WIDE)),
+    ],
+    ids=["small", "bfloat16", "many rows", "a vector"],
+)
+def test_all_others_are_left_alone(x: Tensor, weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "mm", _never)
+    assert torch.equal(few_rows.linear(x, weight), nn.functional.linear(x, weight))
+
+
+def test_a_graph_runs_them_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = Graph()
+    x, weight = graph.placeholder("x"), graph.get_attr("weight")
+    graph.output((graph.call_function(torch.ops.aten.linear.default, (x, weight)),))
+    root = nn.Module()
+    root.weight = nn.Parameter(torch.randn(TALL, WIDE))
+    steps = Steps(GraphModule(root, graph))
+    calls = []
+    original = torch.mm
+
+    def counted(*args: Any) -> Tensor:
+        calls.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(torch, "mm", counted)
+    given = torch.randn(2, 1, WIDE)
+    with torch.no_grad():
+        (found,) = steps.run(given)
+        assert len(calls) == 1
+        assert torch.allclose(found, nn.functional.linear(given, root.weight), atol=1e-4)
+
+
+def _never(*_: Any) -> Tensor:
+    raise AssertionError("computed the other way round")
