@@ -44,12 +44,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _quick() -> None:
+def _quick(tmp_path_factory: pytest.TempPathFactory) -> None:
     import torch._dynamo.config  # imports Triton: not before `pytest_configure`
+
+    from tests.support import compiled_once
 
     torch.set_num_threads(1)
     torch._dynamo.config.fake_tensor_cache_enabled = False
     gc.set_threshold(100_000, 50, 100)
+    own = tmp_path_factory.getbasetemp()
+    compiled_once.install((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "compiled")
     gc.freeze()  # what was imported and collected stays: nothing looks through it again, here or in forks
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tests.support import quick_interpreter
