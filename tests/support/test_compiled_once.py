@@ -26,7 +26,7 @@ def test_the_machine_code_is_the_same(tmp_path: Path) -> None:
     header = Path(ahead[3][1])
     assert header.with_suffix(".h.gch").exists() and header.read_text("utf-8") == text_ahead()
     made = []
-    for more in ((), ahead[3], (*ahead[3], "-Winvalid-pch", "-Werror=invalid-pch")):
+    for more in ((), (*ahead[3], "-Winvalid-pch", "-Werror=invalid-pch")):
         PLAIN(written, tmp_path / "kernel.so", (*flags, *more))
         made.append((tmp_path / "kernel.so").read_bytes())
-    assert made[0] == made[1] == made[2]
+    assert made[0] == made[1]
