@@ -131,6 +131,17 @@ OTHERS = [
 ]
 
 
+# Folders and files whose tests need verification as users have it: they are of what it sees.
+LONG = ("verify/", "soundness/", "fuzz/", "passes/score_mod/test_scores", "passes/rewrite/test_positions")
+
+
+@pytest.fixture(autouse=True)
+def _short_texts(request: pytest.FixtureRequest) -> None:
+    from tests.support.short_texts import short
+
+    short(not _name(request.path).startswith(LONG))
+
+
 @pytest.fixture(autouse=True)
 def _understood_once(request: pytest.FixtureRequest) -> None:
     from tests.support.understood_once import known
