@@ -44,12 +44,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _quick() -> None:
+def _quick(tmp_path_factory: pytest.TempPathFactory) -> None:
     import torch._dynamo.config  # imports Triton: not before `pytest_configure`
+
+    from tests.support import compiled_once, quick_tracing
 
     torch.set_num_threads(1)
     torch._dynamo.config.fake_tensor_cache_enabled = False
     gc.set_threshold(100_000, 50, 100)
+    own = tmp_path_factory.getbasetemp()
+    compiled_once.install((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "compiled")
+    quick_tracing.install()
     gc.freeze()  # what was imported and collected stays: nothing looks through it again, here or in forks
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tests.support import quick_interpreter
@@ -124,6 +129,17 @@ OTHERS = [
     "targets/test_artifacts",
     "targets/test_new_target",
 ]
+
+
+# Folders and files whose tests need verification as users have it: they are of what it sees.
+LONG = ("verify/", "soundness/", "fuzz/", "passes/score_mod/test_scores", "passes/rewrite/test_positions")
+
+
+@pytest.fixture(autouse=True)
+def _short_texts(request: pytest.FixtureRequest) -> None:
+    from tests.support.short_texts import short
+
+    short(not _name(request.path).startswith(LONG))
 
 
 @pytest.fixture(autouse=True)

@@ -147,23 +147,24 @@ class _Sequence:
         spec, group = self.spec, self.q.shape[0] // self.k[0].shape[0]
         own = slice(heads.start * group, heads.stop * group)
         q = self.q[own, queries]
-        ks, vs = (
-            tuple(x[heads, view.tokens].repeat_interleave(group, 0) for x in pair)
-            for pair in (self.k, self.v)
-        )
+        ks = _once(self.k, heads, view.tokens, group)
         if self.rope:
-            ks = tuple(rotate(x[None], view.places[None], *self.rope, form=spec.rotary)[0] for x in ks)
+            ks = [rotate(x[None], view.places[None], *self.rope, form=spec.rotary)[0] for x in ks]
             q = rotate(q[None], view.query_places[None], *self.rope, form=spec.rotary)[0]
-        older, newest = (q.float() @ x.float().transpose(-1, -2) * spec.sm_scale for x in ks)
-        scores = torch.where(_in_full(spec.layout.keys, queries, view.tokens), newest, older)
+        scores, *newest = (q.float() @ x.float().transpose(-1, -2) * spec.sm_scale for x in ks)
+        if newest:
+            scores = torch.where(_in_full(spec.layout.keys, queries, view.tokens), newest[0], scores)
         bias = self.bias if self.bias is None or len(self.bias) == 1 else self.bias[own]
         at = (view.query_places, view.places)
         scores = final_scores(scores, spec.score, bias, *at)
         sinks = None if self.sinks is None else self.sinks[own]
         p = modified(spec.score.mod, scores[None], view.seen, sinks, self.leaves, at, own.start)[0]
+        vs = [x.float() for x in _once(self.v, heads, view.tokens, group)]
+        if len(vs) == 1:
+            return p @ vs[0], p
         owner = spec.layout.keys if isinstance(spec.layout.values, InKeys) else spec.layout.values
         v_full = _in_full(owner, queries, view.tokens)
-        out = p.masked_fill(v_full, 0) @ vs[0].float() + p.masked_fill(~v_full, 0) @ vs[1].float()
+        out = p.masked_fill(v_full, 0) @ vs[0] + p.masked_fill(~v_full, 0) @ vs[1]
         return out, p
 
 
@@ -183,10 +184,18 @@ def _sequence(
     layout = spec.layout
     ks = quantize.older_and_newest(layout.keys, k, scales[0])
     if isinstance(layout.values, InKeys):
-        vs = (ks[0][..., : layout.values.channels], ks[1][..., : layout.values.channels])
+        older, newest = (x[..., : layout.values.channels] for x in ks)
+        vs = (older, older if ks[0] is ks[1] else newest)
     else:
         vs = quantize.older_and_newest(layout.values, v, scales[1])
     return _Sequence(q, ks, vs, spec, rope, sinks, bias, leaves, read)
+
+
+def _once(pair: tuple[Tensor, Tensor], heads: slice, tokens: Tensor, group: int) -> list[Tensor]:
+    """`tokens` of KV heads `heads` [Hkv, T, D] for each query head, [H, K, D], as old ones come back and as the newest
+    do; once, where they come back alike."""
+    distinct = pair[:1] if pair[0] is pair[1] else pair
+    return [x[heads, tokens].repeat_interleave(group, 0) for x in distinct]
 
 
 def _in_full(storage: Storage, queries: Tensor, tokens: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ def older_and_newest(
         # Vectors that stay in the model's dtype, for ever or for a while, are rounded to it first.
         kept = storage.residual or storage.sinks or storage.code == "model"
         older, newest = older_and_newest(storage.without_hadamard, y.to(x.dtype) if kept else y, scale)
-        return _spread(older.float()).to(x.dtype), _spread(newest.float()).to(x.dtype)
+        turned = _spread(older.float()).to(x.dtype)
+        return turned, turned if newest is older else _spread(newest.float()).to(x.dtype)
     if storage.scale.per == "channel":
         older = torch.zeros_like(x)  # of a group that is not whole: never read
         size = storage.scale.size
