@@ -186,10 +186,7 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
             config = replace(config, num_warps=min(config.num_warps, 2))
     if _ONE_PAGE <= case.page < block_n and case.page & (case.page - 1) == 0:
         block_n = case.page  # one address for all slots of a tile
-    # A group of more heads than that is cut into several programs: the sums of all would not fit the registers.
-    most = 16 if case.dim > 256 else 32 if case.dim > 128 else 64
-    most = max(1, most // case.stack)
-    rows = min(_power_above(case.rows), most) if case.role == "decode" else config.block_m
+    rows = step_rows(case) if case.role == "decode" else config.block_m
     smallest = max(1, _SMALLEST // case.stack)
     if case.role == "prefill" and site.score.mod is not None:
         # A tile of what an expression goes through does not fit the registers of fewer warps.
@@ -208,6 +205,15 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
         else:
             config = replace(config, num_stages=1)
     return config
+
+
+def step_rows(case: Case) -> int:
+    """Rows of a tile of queries of a decode step: those of a group of heads, and what fills up the least of a product.
+
+    A group of more heads than the most is cut into several programs: the sums of all would not fit the registers.
+    """
+    most = max(1, (16 if case.dim > 256 else 32 if case.dim > 128 else 64) // case.stack)
+    return max(1, _SMALLEST // case.stack, min(_power_above(case.rows), most))
 
 
 def _affine(role: Role, site: SiteSpec, head_dim: int, dtype: torch.dtype) -> bool:

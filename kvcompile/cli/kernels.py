@@ -75,6 +75,12 @@ Goals = Annotated[
 Batch = Annotated[int, typer.Option(min=1, help="With --predict: sequences.")]
 Context = Annotated[int, typer.Option(min=1, help="With --predict: tokens of each sequence.")]
 Prompt = Annotated[int, typer.Option(min=0, help="With --predict: new tokens of a prompt; 0: no prompt.")]
+Prefix = Annotated[
+    int,
+    typer.Option(
+        min=0, help="With --predict: of the context, tokens that all sequences have on the same pages."
+    ),
+]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="A folder to write their sources to.")]
 
 
@@ -92,6 +98,7 @@ def kernels(
     batch: Batch = 32,
     context: Context = 4096,
     prompt: Prompt = 0,
+    prefix: Prefix = 0,
     json: Json = False,
     out: Out = None,
     settings: Settings = None,
@@ -114,7 +121,7 @@ def kernels(
             predict.of_goals(on, json)
         else:
             named, site = _with_kernels(recipe, settings, (queries, keys), head_dim)
-            asked = predict.Asked(batch, context, prompt)
+            asked = predict.Asked(batch, context, prompt, prefix)
             predict.of_recipe(named, site, (queries, keys), head_dim, asked, on, json)
         return
     if target == "cpp":

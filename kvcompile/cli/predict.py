@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -26,15 +26,20 @@ if TYPE_CHECKING:
 
 NOTE = "A model, not a measurement: no kernel was ever timed on a GPU. Assumptions: docs/kernels.md, Predicted times"
 _SHOWN = 12  # candidates of a tuner
+_EACH = "a token, each reading all"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """batch: sequences; context: tokens of each, the new ones among them; prompt: new tokens, 0: no prompt"""
+    """batch: sequences; context: tokens of each, the new ones among them; prompt: new tokens, 0: no prompt
+
+    prefix: of the context, tokens that all sequences have on the same pages
+    """
 
     batch: int
     context: int
     prompt: int
+    prefix: int = 0
 
 
 def machine_named(name: str, arch: int | None = None) -> Machine:
@@ -58,6 +63,7 @@ def of_recipe(
     """Print what is predicted of a step of a layer, and of a prompt where it is asked for."""
     import torch
 
+    from kvcompile.kernels.triton.attend import cascade
     from kvcompile.kernels.triton.predict.facts import facts
     from kvcompile.kernels.triton.predict.launch import predicted
     from kvcompile.kernels.triton.predict.memory import case_bytes
@@ -68,33 +74,69 @@ def of_recipe(
         raise InputError(
             f"--prompt: expected at most the {asked.context:,} tokens of --context, got {asked.prompt:,}"
         )
-    calls = [("a token", 1), ("a prompt", asked.prompt)][: 2 if asked.prompt else 1]
-    lengths = (asked.context,) * asked.batch
-    shapes = {when: Shape(site, heads, (dim, dim), torch.bfloat16, lengths, tokens) for when, tokens in calls}
-    made = {when: recorded(shape, on) for when, shape in shapes.items()}
+    _check_prefix(site, asked)
+    lengths, dtype = (asked.context,) * asked.batch, torch.bfloat16
+    step = Shape(site, heads, (dim, dim), dtype, lengths, prefix=asked.prefix)
+    shapes = {"a token": step}
+    made = {"a token": recorded(step, on)}
+    if asked.prefix:
+        with cascade.alone():
+            shapes[_EACH], made[_EACH] = step, recorded(step, on)
+    if asked.prompt:
+        shapes["a prompt"] = Shape(site, heads, (dim, dim), dtype, lengths, asked.prompt)
+        made["a prompt"] = recorded(shapes["a prompt"], on)
     with stages() as progress:
         found = facts((one.request for launches in made.values() for one in launches), progress)
     model = Model(on)
     times = {when: predicted(launches, shapes[when], found, model) for when, launches in made.items()}
+    kept = {
+        when: sum(one.seconds for one in predicted(launches, replace(step, kept=True), found, model))
+        for when, launches in made.items()
+        if asked.prefix and shapes[when] is step
+    }
     if json:
         steps = {
             when: {
                 "seconds": sum(one.seconds for one in launches),
                 "attention_bytes": case_bytes(shapes[when]),
+                **({"seconds_where_l2_keeps_the_prefix": kept[when]} if when in kept else {}),
                 "launches": [one.to_json() for one in launches],
             }
             for when, launches in times.items()
         }
-        head = {"recipe": recipe, "batch": asked.batch, "context": asked.context, "prompt": asked.prompt}
+        head = {"recipe": recipe, **asdict(asked)}
         typer.echo(jsonlib.dumps({**head, **_about(on, model.assumed), "calls": steps}, indent=2))
         return
     show(_launches(times))
     for when, launches in times.items():
         us = sum(one.seconds for one in launches) * 1e6
+        if when in kept:
+            moved = sum(one.bytes for one in launches) / 1e6
+            also = f"{kept[when] * 1e6:,.1f} us where the L2 cache keeps the prefix"
+            typer.echo(f"{when}: {us:,.1f} us a layer, {moved:,.0f} MB; {also}")
+            continue
         share = case_bytes(shapes[when]) / us * 1e6 / on.copied
         said = f"{when}: {us:,.1f} us a layer"
         typer.echo(f"{said}, {share:.0%} of a copy's bandwidth" if when == "a token" else said)
     stderr().print(NOTE, style="dim", highlight=False, soft_wrap=True)
+
+
+def _check_prefix(site: SiteSpec, asked: Asked) -> None:
+    """Refuse a prefix that sequences cannot have in common.
+
+    Raises:
+        InputError: says why.
+    """
+    from kvcompile.kernels.triton.attend.cascade import refusal
+
+    if not asked.prefix:
+        return
+    if asked.prefix >= asked.context:
+        raise InputError(
+            f"--prefix: expected less than the {asked.context:,} tokens of --context, got {asked.prefix:,}"
+        )
+    if reason := refusal(site):
+        raise InputError(f"--prefix: {reason}")
 
 
 def of_goals(on: Machine, json: bool) -> None:

@@ -13,6 +13,7 @@ from kvcompile.util.console import WIDTH, format_bytes, format_layers, render, t
 
 # Light on purpose: torch is imported when explain() is called.
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from kvcompile.layouts.sharing import Sharing
@@ -229,15 +230,16 @@ def _kernels(plan: Plan) -> list[str]:
     """What runs which layers, and why."""
     from rich.markup import escape
 
-    found: dict[tuple[str, str], list[int]] = {}
+    found: dict[tuple[str, str, str], list[int]] = {}
     for d in plan.decisions:
-        found.setdefault((d.kernels, d.kernels_because), []).append(d.layer)
+        step = _step(d, plan.torch_dtype) if d.kernels == "triton" else ""
+        found.setdefault((d.kernels, d.kernels_because, step), []).append(d.layer)
     return [
         kernels
         + ("" if len(found) == 1 else f" in {format_layers(tuple(layers))}")
         + (f": {escape(because)}" if because else "")
-        + (f"; {_shared_out()}" if kernels == "triton" else "")
-        for (kernels, because), layers in found.items()
+        + (f"; {step}" if step else "")
+        for (kernels, because, step), layers in found.items()
     ]
 
 
@@ -251,11 +253,14 @@ def _devices(plan: Plan) -> Iterator[str]:
         yield f"{device}: {'layers ' + format_layers(layers) if layers else 'recurrent state'}{size}"
 
 
-def _shared_out() -> str:
-    """How generated kernels share a step out over a GPU."""
+def _step(decision: Decision, dtype: torch.dtype) -> str:
+    """How generated kernels share a step out over a GPU, and what sequences have in common."""
+    from kvcompile.kernels.triton.attend.cascade import told
     from kvcompile.kernels.triton.attend.work_list import SAID, sharing
 
-    return f"{SAID} ({sharing(1).because})"
+    d = decision
+    common = told(d.site_spec(), (d.num_qo_heads, d.num_kv_heads), (d.head_dim, d.v_head_dim), dtype)
+    return f"{SAID} ({sharing(1).because})" + (f"; {common}" if common else "")
 
 
 def _path(decision: Decision, many: bool) -> str:

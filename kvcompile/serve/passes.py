@@ -76,6 +76,7 @@ class Passes:
         pages = [group.pages for group in room.groups]
         self.rows = Rows(module.cache.shape, module.device, room.rows, pages, newest)
         self._on_host: dict[int, dict[str, Tensor]] = {}
+        self._packed_order: list[int] = []  # texts of the last packed pass that had one token each
         program = module.program
         # Texts of other lengths come in other passes.
         self._apart = program.takes_past_length or not program.ragged
@@ -154,6 +155,7 @@ class Passes:
 
     def pass_packed(self, pieces: Sequence[Piece]) -> Tensor:
         """`run_packed` of pieces."""
+        asked, pieces = pieces, self._neighbours(pieces)
         for piece in pieces:
             self.rows.place(piece.text)
             self.rows.write_tables(piece.text, piece.tables)
@@ -164,7 +166,22 @@ class Passes:
             logits = self.module.packed.run(ids, seen, inputs)
         for piece in pieces:
             self.rows.note(piece.text, piece.seen + len(piece.ids))
+        if asked is not pieces:
+            place = {piece.text: number for number, piece in enumerate(pieces)}
+            logits = logits[[place[piece.text] for piece in asked]]
         return logits.float()
+
+    def _neighbours(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        """Pieces in the order in which a packed pass takes them.
+
+        Where kernels read common pages once, those of one token that begin with the same pages follow each other.
+        """
+        ones = {piece.text: piece for piece in pieces if len(piece.ids) == 1}
+        if not self.rows.in_bundles or len(ones) < 3:
+            return pieces
+        if frozenset(ones) != frozenset(self._packed_order):
+            self._packed_order = self.rows.by_pages({text: piece.tables for text, piece in ones.items()})
+        return [*(ones[text] for text in self._packed_order), *(p for p in pieces if p.text not in ones)]
 
     def pass_apart(self, pieces: Sequence[Piece]) -> tuple[list[int], Tensor]:
         """`run` of pieces of equally many tokens; returns the texts in the order of their rows, and the logits."""
@@ -173,7 +190,8 @@ class Passes:
             first = rows.place(pieces[0].text)
         else:
             by_text, first = {piece.text: piece for piece in pieces}, 0
-            pieces = [by_text[id] for id in rows.arrange(list(by_text))]
+            tables = {id: piece.tables for id, piece in by_text.items()}
+            pieces = [by_text[id] for id in rows.arrange(tables)]
         for piece in pieces:
             rows.write_tables(piece.text, piece.tables)
         seen = [piece.seen for piece in pieces]

@@ -4,12 +4,16 @@ What is not in pages (tables, rings of tokens in full, notes, recurrent state, c
 Texts that take a step together stand in rows next to each other, so a pass sees a slice of the buffers from the first
 of them to the last: no row is idle, and nothing is gathered or scattered. A text is moved where that needs it, which is
 once or twice in its life.
+
+Where kernels read pages that neighbours have in common once (`kernels/triton/attend/cascade.py`), texts that take a
+step together stand in the order of their pages, so that those which begin alike are neighbours. They are brought into
+it when others come or go.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +81,13 @@ class Rows:
         self._at: list[int | None] = [None] * rows  # which text is in a row
         self._row: dict[int, int] = {}
         self._tokens = [0] * rows
+        self.in_bundles = any(pool.triton for pool in shape.pools)
+        self._ordered: frozenset[int] = frozenset()  # the texts that stand in the order of their pages
+        # Pools whose pages say which texts begin alike: of all tokens, and those of windows that are released last.
+        groups = [pool.group for pool in shape.pools]
+        self._telling = sorted(
+            range(len(groups)), key=lambda pool: (groups[pool].released is not None, -groups[pool].slots)
+        )
         self._written: list[list[list[int]]] = [[[] for _ in shape.pools] for _ in range(rows)]
         self._inputs = shape.as_kernels_take(self.buffers)
 
@@ -94,8 +105,8 @@ class Rows:
 
     # ---- texts and their rows
 
-    def arrange(self, texts: Sequence[int]) -> list[int]:
-        """Let these texts stand in the first rows; returns which stands where."""
+    def arrange(self, texts: Mapping[int, Tables]) -> list[int]:
+        """Let these texts, by their tables, stand in the first rows; returns which stands where."""
         for text in texts:
             if text not in self._row:
                 self._enter(text)
@@ -106,7 +117,33 @@ class Rows:
                 continue
             other = next(self._row[t] for t in texts if self._row[t] >= len(texts))
             self._exchange(row, other)
-        return [text for text in self._at[: len(texts)] if text is not None]
+        standing = [text for text in self._at[: len(texts)] if text is not None]
+        # To move what is in no page is more than to read common pages again.
+        if self.in_bundles and not self._own and self._ordered != wanted:
+            standing = self.by_pages(texts)
+            self._reorder(standing)
+            self._ordered = frozenset(wanted)
+        return standing
+
+    def by_pages(self, texts: Mapping[int, Tables]) -> list[int]:
+        """These texts, those that begin with the same pages behind each other."""
+        return sorted(texts, key=lambda text: [texts[text][pool] for pool in self._telling])
+
+    def _reorder(self, texts: Sequence[int]) -> None:
+        """Texts that have the first rows, and nothing in them but tables, stand there in this order."""
+        came = [self._row[text] for text in texts]
+        if came == sorted(came):
+            return
+        index = torch.tensor(came)
+        if self.device.type == "cuda":
+            index = index.pin_memory().to(self.device, non_blocking=True)
+        for name in self._tables:
+            rows = self.buffers[name][: len(came)]
+            rows.copy_(rows[index])
+        lists: tuple[list[Any], ...] = (self._at, self._written, self._tokens)
+        for held in lists:
+            held[: len(came)] = [held[row] for row in came]
+        self._row.update(zip(texts, range(len(came)), strict=True))
 
     def place(self, text: int) -> int:
         """The row of a text, which gets one if it has none."""
@@ -118,6 +155,7 @@ class Rows:
         row = self._at.index(None)
         self._at[row], self._row[text] = text, row
         self._tokens[row] = 0
+        self._ordered = frozenset()
 
     def note(self, text: int, tokens: int) -> None:
         """So many tokens of a text are in its row."""
@@ -141,6 +179,7 @@ class Rows:
 
     def _exchange(self, one: int, other: int) -> None:
         """Texts of two rows, of which one may be nobody's, change places."""
+        self._ordered = frozenset()
         tokens = max(self._tokens[one], self._tokens[other])
         for name in self._own:
             parts = [self._used(name, self.buffers[name][row], tokens) for row in (one, other)]

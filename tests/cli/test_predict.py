@@ -111,3 +111,26 @@ def test_candidates_of_the_tuner(made_up: None, monkeypatch: pytest.MonkeyPatch)
 def test_bad_options_are_refused(arguments: list[str], said: str) -> None:
     shown = run("kernels", *arguments)
     assert shown.exit_code == 1 and said in " ".join(shown.stderr.split())
+
+
+def test_a_prefix_that_sequences_have_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for several, and by each; and what cannot be in common is refused with its reason."""
+    from kvcompile.kernels.triton.predict import facts as facts_module
+
+    monkeypatch.setattr(facts_module, "facts", facts)
+    asked = ("kernels", "--recipe", "paged", "--predict", "h200", "--batch", "8", "--context", "4096")
+    shown = run(*asked, "--prefix", "2048")
+    assert shown.exit_code == 0, shown.output
+    assert "a token: " in shown.stdout and "a token, each reading all: " in shown.stdout
+    calls = json.loads(run(*asked, "--prefix", "2048", "--json").stdout)["calls"]
+    once, each = calls["a token"], calls["a token, each reading all"]
+    for kind in ("seconds", "seconds_where_l2_keeps_the_prefix"):
+        assert 0 < once[kind] < each[kind]
+    assert once["seconds"] > once["seconds_where_l2_keeps_the_prefix"]
+    assert list(json.loads(run(*asked, "--json").stdout)["calls"]) == ["a token"]
+    for more, said in (
+        (("--prefix", "4096"), "--prefix: expected less than the 4,096 tokens of --context, got 4,096"),
+        (("--prefix", "64", "--recipe", "int8"), "their slots are not in pages"),
+    ):
+        refused = run(*asked, *more)
+        assert refused.exit_code == 1 and said in " ".join(refused.output.split())

@@ -333,6 +333,24 @@ def test_explain_tells_kernels_and_reasons(triton_plan: Any) -> None:
     assert "reference in 0: a reason" in told(mixed) and "triton in 1: the recipe" in told(mixed)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ("paged", "pages that sequences of a step have in common are read once for up to 4 of them"),
+        ("int8", ""),
+        ("paged kivi", "each sequence of a step reads its own pages: tokens stand in full beside the pages"),
+    ],
+)
+def test_explain_tells_what_sequences_have_in_common(runs: None, recipe: str, said: str) -> None:
+    changes: dict[str, Any] = {"compile": {"mode": "none", "kernels": "triton"}, "verify": "off"}
+    if "kivi" in recipe:
+        changes["cache"] = {"keys": {"dtype": "int8", "residual": 8}}
+    loaded = Recipe.load(recipe.split()[0], **changes)
+    plan = plan_for(understand(tiny_hf("llama", head_dim=16)), loaded)
+    text = " ".join(Explanation(plan, (), "export", (), 0.0, 0.0).render().split())
+    assert said in text and ("reads its own pages" in text or "in common" in text) == bool(said)
+
+
 # ---- the op
 
 

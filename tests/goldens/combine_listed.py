@@ -5,9 +5,9 @@
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
 # rotary    half, channels 0 to 127
-# tile      16 x 64, fp8 native, listed
-# key       9982166a7790857d
-# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["listed"], "role": "combine", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "paged", "page_size": 16, "pages": null}, "retention": {"kind": "full"}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
+# tile      16 x 64, fp8 native, cascade, listed
+# key       8be83017efd55c2a
+# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["cascade", "listed"], "role": "combine", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "paged", "page_size": 16, "pages": null}, "retention": {"kind": "full"}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl
@@ -19,15 +19,23 @@ def combine(
     sums_ptr,
     spans_ptr,
     positions_ptr, positions_s0,
+    prefixes_ptr,
     out_ptr,
 ):
     head = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
-    span = batch * 8 + head // 4
-    own = tl.load(spans_ptr + span * 2).to(tl.int64) * 4 + head % 4
+    # Parts of common tiles are those of the first of the bundle; they come before those of own tiles.
+    known = prefixes_ptr + batch * 4
+    common = tl.load(known) + tl.load(known + 1)
+    place = tl.load(known + 2)
+    span = spans_ptr + ((batch - place) * 8 + head // 4) * 4
+    mine = spans_ptr + (batch * 8 + head // 4) * 4 + 2
     # Of a sequence of no tokens nothing was written.
     position = tl.load(positions_ptr + batch * positions_s0)
-    splits = tl.where(position < 0, 0, tl.load(spans_ptr + span * 2 + 1))
+    shared = tl.load(span + 1, mask=common >= 64, other=0)
+    splits = tl.where(position < 0, 0, shared + tl.load(mine + 1))
+    ahead = tl.load(span, mask=common >= 64, other=0).to(tl.int64) * 16 + place * 4 + head % 4
+    rest = (tl.load(mine).to(tl.int64) - shared) * 16 + head % 4
     c = tl.arange(0, 128)
     top = -1.0e30
     total = 0.0
@@ -36,7 +44,7 @@ def combine(
     many = tl.where(splits > 16, splits, 0)
     for first in range(0, many, 64):
         s = first + tl.arange(0, 64)
-        row = own + s * 4
+        row = tl.where(s < shared, ahead, rest) + s * 16
         tops = tl.load(sums_ptr + row * 2, mask=s < splits, other=-1.0e30)
         totals = tl.load(sums_ptr + row * 2 + 1, mask=s < splits, other=0.0)
         there = s < splits
@@ -49,7 +57,7 @@ def combine(
         top = highest
     for first in range(many, splits, 16):
         s = first + tl.arange(0, 16)
-        row = own + s * 4
+        row = tl.where(s < shared, ahead, rest) + s * 16
         tops = tl.load(sums_ptr + row * 2, mask=s < splits, other=-1.0e30)
         totals = tl.load(sums_ptr + row * 2 + 1, mask=s < splits, other=0.0)
         there = s < splits

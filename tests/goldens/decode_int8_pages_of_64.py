@@ -5,9 +5,9 @@
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
 # rotary    half, channels 0 to 127
-# tile      16 x 64, fp8 native, joined, listed
-# key       ef0a3d424a3e9add
-# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["joined", "listed"], "role": "decode", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}, "placement": {"kind": "paged", "page_size": 64, "pages": null}, "retention": {"kind": "full"}, "values": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
+# tile      16 x 64, fp8 native, cascade, joined, listed
+# key       062a4246735efb32
+# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["cascade", "joined", "listed"], "role": "decode", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}, "placement": {"kind": "paged", "page_size": 64, "pages": null}, "retention": {"kind": "full"}, "values": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl
@@ -70,8 +70,8 @@ def tiles_of(position):
 
 
 @triton.jit
-def joined(partial_ptr, sums_ptr, out_ptr, first, parts, batch, own):
-    """The parts first .. first + parts - 1 of a head to its output."""
+def joined(partial_ptr, sums_ptr, out_ptr, spans_ptr, prefixes_ptr, batch, own):
+    """The parts of common and of own tiles of a head to its output."""
     g = tl.arange(0, 4)
     c = tl.arange(0, 128)
     real = g < 4
@@ -79,11 +79,18 @@ def joined(partial_ptr, sums_ptr, out_ptr, first, parts, batch, own):
     top = tl.full([4], -1.0e30, tl.float32)
     total = tl.zeros([4], tl.float32)
     acc = tl.zeros([4, 128], tl.float32)
-    sums_ptr += first * 8
-    partial_ptr += first * 512
+    known = prefixes_ptr + batch * 4
+    common = tl.load(known) + tl.load(known + 1)
+    place = tl.load(known + 2)
+    span = spans_ptr + (batch - place) * 32 + own * 4
+    mine = spans_ptr + batch * 32 + own * 4 + 2
+    shared = tl.load(span + 1, mask=common >= 64, other=0)
+    parts = shared + tl.load(mine + 1)
+    ahead = tl.load(span, mask=common >= 64, other=0).to(tl.int64) * 16 + place * 4
+    rest = (tl.load(mine).to(tl.int64) - shared) * 16
     for at in range(0, parts, 4):
         s = at + tl.arange(0, 4)
-        row = s[None, :] * 4 + g[:, None]
+        row = (tl.where(s < shared, ahead, rest) + s * 16)[None, :] + g[:, None]
         there = (s < parts)[None, :] & real[:, None]
         tops = tl.load(sums_ptr + row * 2, mask=there, other=-1.0e30)
         totals = tl.load(sums_ptr + row * 2 + 1, mask=there, other=0.0)
@@ -112,18 +119,19 @@ def empty(positions_ptr, positions_s0, batches, out_ptr):
 
 
 @triton.jit
-def tiles_of_all(positions_ptr, positions_s0, batches):
-    """How many tiles the queries of all sequences read."""
+def tiles_of_all(positions_ptr, positions_s0, batches, prefixes_ptr):
+    """How many tiles are read for the queries of all sequences."""
     found = 0
     for first in range(0, batches, 128):
         row = first + tl.arange(0, 128)
         position = tl.load(positions_ptr + row.to(tl.int64) * positions_s0, mask=row < batches, other=-1)
-        found += tl.sum(tiles_of(position.to(tl.int32)), 0)
+        own = tiles_of(position.to(tl.int32)) - tl.load(prefixes_ptr + row * 4, mask=row < batches, other=0) // 64
+        found += tl.sum(own, 0)
     return found
 
 
 @triton.jit
-def sequence_of(here, positions_ptr, positions_s0, batches):
+def sequence_of(here, positions_ptr, positions_s0, batches, prefixes_ptr):
     """The sequence whose tiles number `here` is one of, and how many tiles those before it have, in all heads."""
     sequence = 0
     before = 0
@@ -132,6 +140,7 @@ def sequence_of(here, positions_ptr, positions_s0, batches):
         row = first + tl.arange(0, 128)
         position = tl.load(positions_ptr + row.to(tl.int64) * positions_s0, mask=row < batches, other=-1)
         own = tiles_of(position.to(tl.int32))
+        own -= tl.load(prefixes_ptr + row * 4, mask=row < batches, other=0) // 64
         ends = (found + tl.cumsum(own, 0)) * 8
         # Sequences of no tiles end where the one before them does.
         passed = ends <= here
@@ -153,19 +162,21 @@ def decode_attention(
     partial_ptr,
     sums_ptr,
     batches,
+    prefixes_ptr,
+    spans_ptr,
     arrivals_ptr,
     out_ptr,
 ):
     n = tl.arange(0, 64)
     # The tiles of all sequences and heads stand in one line, of which each program takes the same length.
-    work = tiles_of_all(positions_ptr, positions_s0, batches) * 8
+    work = tiles_of_all(positions_ptr, positions_s0, batches, prefixes_ptr) * 8
     share = (work + tl.num_programs(0) - 1) // tl.num_programs(0)
     here = tl.program_id(0) * share
     beyond = tl.minimum(here + share, work)
     empty(positions_ptr, positions_s0, batches, out_ptr)
     while here < beyond:
         # Its tiles in one head of one sequence.
-        sequence, before = sequence_of(here, positions_ptr, positions_s0, batches)
+        sequence, before = sequence_of(here, positions_ptr, positions_s0, batches, prefixes_ptr)
         batch = sequence.to(tl.int64)
         position = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
         near = position
@@ -175,27 +186,38 @@ def decode_attention(
         plain_from = 0
         plain_end = near + 1
         plain_to = tl.maximum(plain_end, 0) // 64
-        own = (here - before) // tiles
-        begin = (here - before) % tiles
-        stop = tl.minimum(begin + beyond - here, tiles)
-        # Programs and heads follow each other: no two parts have the same sum of both.
-        part = tl.program_id(0) + batch * 8 + own
-        first = (here - begin) // share
-        parts = (before + (own + 1) * tiles - 1) // share - first + 1
-        first = part + first - tl.program_id(0)
+        # Tiles that it has in common with the next sequences are read for these as well, or were by the first of them.
+        known = prefixes_ptr + batch * 4
+        skipped = tl.load(known) // 64
+        common = tl.load(known + 1) // 64
+        own = (here - before) // (tiles - skipped)
+        begin = skipped + (here - before) % (tiles - skipped)
+        several = begin < common
+        members = tl.load(known + 3, mask=several, other=1)
+        last = tl.where(several, common, tiles)
+        stop = tl.minimum(begin + beyond - here, last)
+        # Programs and segments follow each other: no two parts have the same sum of both.
+        segment = (sequence * 8 + own) * 2 + tl.where(several, 0, 1)
+        part = tl.program_id(0) + segment
+        if (begin == skipped) | (begin == common):
+            span = spans_ptr + segment * 2
+            tl.store(span, part)
+            tl.store(span + 1, (before + own * (tiles - skipped) + last - skipped - 1) // share - tl.program_id(0) + 1)
         here += stop - begin
         head = own
         m = tl.arange(0, 16)
-        heads = head * 4 + m
-        real = m < 4
+        # Rows: the heads of the group of one sequence, then those of the next.
+        row_batch = batch + m // 4
+        heads = head * 4 + m % 4
+        real = m < members * 4
         kc0 = 2 * tl.arange(0, 64)[None, :]
         kw0 = tl.arange(0, 64)[None, :]
         kc1 = 1 + 2 * tl.arange(0, 64)[None, :]
         vc0 = 2 * tl.arange(0, 64)[None, :]
         vw0 = tl.arange(0, 64)[None, :]
         vc1 = 1 + 2 * tl.arange(0, 64)[None, :]
-        q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc0, mask=real[:, None], other=0.0)
-        q1 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc1, mask=real[:, None], other=0.0)
+        q0 = tl.load(q_ptr + row_batch[:, None] * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc0, mask=real[:, None], other=0.0)
+        q1 = tl.load(q_ptr + row_batch[:, None] * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc1, mask=real[:, None], other=0.0)
         q0 = q0.to(tl.float32)
         q1 = q1.to(tl.float32)
         norm = tl.maximum(tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1)), 1e-30)
@@ -282,7 +304,12 @@ def decode_attention(
             acc1 = tl.dot(w, v1, acc1)
 
         total = tl.sum(total, 1)
-        row = part * 4 + tl.arange(0, 16)
+        # All else follows from the number of its part: nothing more is kept beside the sums. Of common tiles, rows of
+        # nobody are written as well, and not read.
+        segment = part - tl.program_id(0)
+        several = segment % 2 == 0
+        real = m < tl.where(several, 16, 4)
+        row = part.to(tl.int64) * 16 + tl.arange(0, 16)
         tl.store(sums_ptr + row * 2, top, mask=real)
         tl.store(sums_ptr + row * 2 + 1, total, mask=real)
         row = row * 128
@@ -290,6 +317,14 @@ def decode_attention(
         tl.store(partial_ptr + row[:, None] + vc1, acc1, mask=real[:, None])
         # Who is last among the programs of a head joins its parts: see kernels/triton/attend/work_list.py.
         tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals_ptr + batch * 32 + own, 1, sem="acq_rel", scope="gpu")
-        if arrived == parts - 1:
-            joined(partial_ptr, sums_ptr, out_ptr, first, parts, batch, own)
+        sequence = segment // 16
+        own = segment // 2 % 8
+        members = tl.load(prefixes_ptr + sequence * 4 + 3, mask=several, other=1)
+        place = 0
+        while place < members:  # a loop that is never pipelined, since it has a branch
+            whose = tl.cast(sequence + place, tl.int64)
+            whole = tiles_of(tl.load(positions_ptr + whose * positions_s0).to(tl.int32))
+            arrived = tl.atomic_add(arrivals_ptr + whose * 32 + own, stop - begin, sem="acq_rel", scope="gpu")
+            if arrived + stop - begin == whole:
+                joined(partial_ptr, sums_ptr, out_ptr, spans_ptr, prefixes_ptr, whose, own)
+            place += 1

@@ -14,6 +14,7 @@ an output, that is zeros.
 | q_out | q [B, Hq, S, D] is transformed: by RoPE, and as the keys' storage turns; float32 where that is `one` |
 | k_out, v_out | k, v as they are kept and before they are encoded, in the model's dtype |
 | arrivals | zeros are written to an array [B, Hq], by which programs of a decode step count themselves |
+| prefixes | what sequences have in common is written to an array [B, 4], for bundles of block_m (`common_pages.py`) |
 | full | rows in full are written as well: tokens that stay |
 | only_full | nothing but the rows in full |
 | staged | the slot of a token is its place in the call: an array of the call's tokens alone |
@@ -34,11 +35,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvcompile.kernels.triton import packed
+from kvcompile.kernels.triton.append import common_pages, slots, transform
 from kvcompile.kernels.triton.append import residual as append_residual
-from kvcompile.kernels.triton.append import slots, transform
 from kvcompile.kernels.triton.append.encode import Tile, encoded
 from kvcompile.kernels.triton.append.encode.tile import power_of_two
 from kvcompile.kernels.triton.append.operands import Side, sides, store
+from kvcompile.kernels.triton.attend.cascade import PREFIXES
 from kvcompile.kernels.triton.helpers import module, stored
 from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, TensorParam
 from kvcompile.kernels.triton.render import rendered
@@ -48,9 +50,10 @@ from kvcompile.specs import RotaryForm
 
 OPTIONS = {
     *("one", "rope", "rope_q", "capped", "based", "q_out", "k_out", "v_out"),
-    *("full", "only_full", "staged", "packed", "in_basis", "interpreted", "arrivals"),
+    *("full", "only_full", "staged", "packed", "in_basis", "interpreted", "arrivals", "prefixes"),
 }
 _ELEMENTS = 2048  # of a tile of many tokens
+_COMMON = "pages in common"
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,9 @@ def generate(spec: KernelSpec) -> KernelSource:
         "append.py.jinja",
         params=params,
         rows=spec.block_n,
-        title=_title(spec, [branch.title for branch in branches]),
+        title=_title(spec, [branch.title for branch in branches if branch.title != _COMMON]),
         branches=branches,
+        compare=common_pages.compare(spec) if _has(spec, "prefixes") else "",
         needs_last=any("last - " in line for line in lines),
         needs_start=_has(spec, "based"),
         counts=spec.num_qo_heads if _has(spec, "arrivals") else 0,
@@ -160,6 +164,7 @@ def _params(spec: KernelSpec) -> tuple[Param, ...]:
     found += transform.tables() if _form(spec) else ()
     found += [] if _has(spec, "only_full") else slots.params(spec)
     found += [TensorParam("arrivals", torch.int32)] if _has(spec, "arrivals") else []
+    found += [PREFIXES] if _has(spec, "prefixes") else []
     if _has(spec, packed.OPTION):
         return (*found, packed.STARTS)
     return (*found, ScalarParam("tokens"))
@@ -184,6 +189,8 @@ def _branches(spec: KernelSpec) -> list[tuple[str, int, list[str]]]:
     for side in sides(spec):
         lines = _new(spec, side)
         found.append((side.name, spec.num_kv_heads, lines))
+    if _has(spec, "prefixes"):
+        found.append((_COMMON, 1, [common_pages.call()]))
     return found
 
 

@@ -11,6 +11,7 @@ split over programs (flash decoding, Dao et al. 2023): each writes acc, top and 
 |---|---|
 | `context.py` | the arguments; it says who takes part: readers, sources, rows in full |
 | `work_list.py` | which tiles a program of decode takes |
+| `cascade.py` | which of them it takes for several sequences |
 | `queries.py` | before the loops |
 | `keys.py`, `qk.py`, `softmax_pv.py` | of a tile: its keys, their scores, what these weigh |
 
@@ -18,6 +19,7 @@ Options of the two roles
     logits        decode: scores in base 2 are stored for `score` (`retention/score.py`): [B, Hkv, group, slots], less
                   the level of their tile, which is stored as well, float32 [B, Hkv, group, tiles]
     listed        decode: a program takes its share of the tiles of all sequences (`work_list.py`), else of one
+    cascade       decode over a list: tiles that sequences have in common are read once for these (`cascade.py`)
     joined        decode over a list: the last program of a head joins its parts, and no `combine` is launched
     lse           prefill: the log-sum-exp in base 2 of each query is stored, [B, Hq, tokens] float32, for `columns`
     slots16       the slots of a sequence are a multiple of 16, and come divided by it (`slots_16`), so that Triton sees
@@ -38,7 +40,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvcompile.kernels.triton import helpers, packed
-from kvcompile.kernels.triton.attend import keys, work_list
+from kvcompile.kernels.triton.attend import cascade, keys, work_list
 from kvcompile.kernels.triton.attend.combine import turns, weighed
 from kvcompile.kernels.triton.attend.context import Attend
 from kvcompile.kernels.triton.attend.qk import products
@@ -100,6 +102,7 @@ def generate(spec: KernelSpec) -> KernelSource:
         else [],
         row_tiles=work_list.row_tiles(spec),
         listed=listed,
+        cascade=attend.cascade,
         joined=work_list.JOINED in spec.options,
         join=join(spec) if work_list.JOINED in spec.options else "",
         tiles_of=work_list.tiles_of(loops[0]["bounds"].lines) if listed else "",
@@ -128,7 +131,7 @@ def generate(spec: KernelSpec) -> KernelSource:
 def join(spec: KernelSpec) -> str:
     """The function of a kernel's file that joins the parts of a head (`templates/join.jinja`)."""
     dim = weighed(spec)
-    rows, block = work_list.power_above(work_list.members(spec)), work_list.power_above(dim)
+    rows, block = work_list.power_above(work_list.joined_heads(spec)), work_list.power_above(dim)
     return rendered(
         "join.jinja",
         spec=spec,
@@ -137,6 +140,8 @@ def join(spec: KernelSpec) -> str:
         block=block,
         members=work_list.members(spec),
         row_tiles=work_list.row_tiles(spec),
+        cascade=cascade.CASCADE in spec.options,
+        segments=2 * work_list.heads(spec),
         at_once=work_list.together(spec, dim),
         sinks=spec.site.score.sinks,
         lse="logits" in spec.options,

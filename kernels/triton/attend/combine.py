@@ -9,6 +9,7 @@ Many channels are the work of several programs; of a result that is turned back,
 
 Options
     listed       decode ran over a list of tiles (`work_list.py`): `spans` says where a head's parts are
+    cascade      tiles that sequences have in common were read once for these (`cascade.py`), of spec.block_n slots
     lse          the log-sum-exp in base 2 is stored, [B, Hq] float32, for `score`
     interpreted  bfloat16 is rounded by its bits
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 import torch
 
 from kvcompile.kernels.triton import helpers
-from kvcompile.kernels.triton.attend import work_list
+from kvcompile.kernels.triton.attend import cascade, work_list
 from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, TensorParam
 from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.spec import KernelSpec
@@ -52,6 +53,7 @@ def generate(spec: KernelSpec) -> KernelSource:
     block = _CHANNELS if pieces(spec) > 1 else max(16, 1 << (dim - 1).bit_length())
     params: list[Param] = [TensorParam("partial", torch.float32), TensorParam("sums", torch.float32)]
     params += [TensorParam("spans", torch.int32), TensorParam("positions", torch.int64, 2)] if listed else []
+    params += [cascade.PREFIXES] if cascade.CASCADE in spec.options else []
     params += [TensorParam("sinks", torch.float32)] if spec.site.score.sinks else []
     params += [TensorParam("out", spec.torch_dtype)]
     params += [TensorParam("lse", torch.float32)] if "lse" in spec.options else []
@@ -65,6 +67,7 @@ def generate(spec: KernelSpec) -> KernelSource:
         block=block,
         pieces=pieces(spec),
         listed=listed,
+        cascade=cascade.CASCADE in spec.options,
         row_tiles=work_list.row_tiles(spec),
         members=work_list.members(spec),
         few=FEW,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcompile.kernels.triton import packed
-from kvcompile.kernels.triton.attend import work_list
+from kvcompile.kernels.triton.attend import cascade, work_list
 from kvcompile.kernels.triton.attend.combine import weighed
 from kvcompile.kernels.triton.params import Param, ScalarParam, TensorParam
 from kvcompile.kernels.triton.retention.score import logits_dtype
@@ -34,6 +34,11 @@ class Attend:
     def many(self) -> bool:
         """Whether there are many queries per sequence."""
         return self.spec.role != "decode"
+
+    @property
+    def cascade(self) -> bool:
+        """Whether rows of the products may be of several sequences (`cascade.py`)."""
+        return cascade.CASCADE in self.spec.options
 
     @property
     def packed(self) -> bool:
@@ -197,6 +202,8 @@ class Attend:
         found: list[Param] = [TensorParam("partial", torch.float32), TensorParam("sums", torch.float32)]
         if work_list.LISTED in options:
             found.append(ScalarParam("batches"))
+        if self.cascade:
+            found += [cascade.PREFIXES, TensorParam("spans", torch.int32)]
         if work_list.JOINED not in options:
             return [*found, *([TensorParam("spans", torch.int32)] if work_list.LISTED in options else [])]
         found += [TensorParam("arrivals", torch.int32), TensorParam("out", self.spec.torch_dtype)]

@@ -72,7 +72,8 @@ def _loaded(attend: Attend, index: int) -> list[str]:
     """Lines that load piece `index`."""
     piece = attend.keys.pieces[index]
     # In 64 bits: the queries of a long prompt are more than 2^31 elements.
-    at = "batch * q_s0 + heads[:, None].to(tl.int64) * q_s1"
+    of = "row_batch[:, None]" if attend.cascade else "batch"
+    at = f"{of} * q_s0 + heads[:, None].to(tl.int64) * q_s1"
     at += " + token[:, None].to(tl.int64) * q_s2" if attend.many else ""
     guard = "real[:, None]" + ("" if piece.whole else f" & (kc{index} < {piece.stop})")
     lines = [f"q{index} = tl.load(q_ptr + {at} + kc{index}, mask={guard}, other=0.0)"]

@@ -40,6 +40,7 @@ from typing import Any
 
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from kvcompile.kernels.triton.attend.cascade import CASCADE
 from kvcompile.kernels.triton.dead_lines import tidy
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.layouts import Paged, TopPages
@@ -86,7 +87,7 @@ def joins(spec: KernelSpec, channels: int) -> bool:
     pages = [placement.page_size] if isinstance(placement, Paged) else []
     pages += [selection.page_size] if isinstance(selection, TopPages) else []
     full = spec.layout.in_full or any(size % spec.block_n for size in pages)
-    return not (full or _apart.get()) and power_above(members(spec)) * power_above(channels) <= _SMALL
+    return not (full or _apart.get()) and power_above(joined_heads(spec)) * power_above(channels) <= _SMALL
 
 
 @contextmanager
@@ -101,7 +102,7 @@ def joined_apart() -> Iterator[None]:
 
 def together(spec: KernelSpec, channels: int) -> int:
     """Parts that are read at once."""
-    return min(16, _TOGETHER // (power_above(members(spec)) * power_above(channels)))
+    return min(16, _TOGETHER // (power_above(joined_heads(spec)) * power_above(channels)))
 
 
 def power_above(number: int) -> int:
@@ -113,9 +114,14 @@ def row_tiles(spec: KernelSpec) -> int:
     return -(-spec.group // spec.block_m)
 
 
-def members(spec: KernelSpec) -> int:
-    """Query heads of a part."""
+def joined_heads(spec: KernelSpec) -> int:
+    """Query heads of a sequence in a part."""
     return min(spec.group, spec.block_m)
+
+
+def members(spec: KernelSpec) -> int:
+    """Rows of a part: the query heads of a sequence, or of as many sequences as a bundle may have."""
+    return spec.block_m if CASCADE in spec.options else joined_heads(spec)
 
 
 def heads(spec: KernelSpec) -> int:

@@ -17,7 +17,7 @@ from kvcompile.kernels.shared.hadamard import hadamard
 from kvcompile.kernels.shared.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import packed
-from kvcompile.kernels.triton.attend import work_list
+from kvcompile.kernels.triton.attend import cascade, work_list
 from kvcompile.kernels.triton.attend.combine import turns, weighed
 from kvcompile.kernels.triton.device import device_of
 from kvcompile.kernels.triton.host import ops_attend, ops_write
@@ -89,6 +89,7 @@ class New(NamedTuple):
     """The new tokens as attention reads them.
 
     arrivals: int32 [B, Hq], zeros, of a step whose programs count themselves (`attend/work_list.py`)
+    prefixes: int32 [B, 4], of a step whose sequences may have pages in common (`attend/cascade.py`)
     q is as it meets keys; k and v are as they are kept, where any stand in full. parts: what the storage makes of them,
     where they are in no slot yet, dense
     """
@@ -98,6 +99,7 @@ class New(NamedTuple):
     v: Tensor
     parts: list[Tensor]
     arrivals: Tensor | None = None
+    prefixes: Tensor | None = None
 
 
 def most_read(site: SiteSpec, slots: Any, block_n: int) -> Any:
@@ -119,6 +121,11 @@ def joins(call: Call) -> bool:
     """Whether decode joins the parts of a head by itself."""
     made = call.kernels
     return call.one and work_list.joins(made.spec("decode"), weighed(made.spec("combine"))) and _listed(call)
+
+
+def shares(call: Call) -> bool:
+    """Whether decode reads once what sequences have in common."""
+    return call.one and _listed(call) and cascade.shares(call.kernels.spec("decode"))
 
 
 def _listed(call: Call) -> bool:
@@ -149,7 +156,8 @@ def decode(
     arrivals = new.arrivals
     if alone and arrivals is None:  # of a site whose tokens another has written
         arrivals = q.new_zeros(q.shape[:2], dtype=torch.int32)
-    spec = made.spec("decode", (*options, *wide, *few, *call.whole, *shared.options, *alone))
+    common = (cascade.CASCADE,) if new.prefixes is not None else ()
+    spec = made.spec("decode", (*options, *wide, *few, *call.whole, *shared.options, *alone, *common))
     heads = q.shape[0] * work_list.heads(spec)
     most = most_read(call.site, slots, own.block_n)
     selection = call.site.layout.selection
@@ -174,14 +182,17 @@ def decode(
         own.num_warps,
         own.num_stages,
         spec.to_json(),
+        new.prefixes,
     )
     if alone:
         return list(found)
     partial, sums, *found = found
     spans, logits = (found[0], found[1:]) if shared.listed else (None, found)
-    joined = made.spec("combine", (*(["lse"] if logits else []), *shared.options))
+    joined = made.spec("combine", (*(["lse"] if logits else []), *shared.options, *common))
     if shared.listed:
         joined = replace(joined, block_m=spec.block_m)
+    if common:
+        joined = replace(joined, block_n=spec.block_n)
     last = made.config("combine")
     out = ops_attend.combine(
         partial,
@@ -192,6 +203,7 @@ def decode(
         last.num_warps,
         last.num_stages,
         joined.to_json(),
+        new.prefixes,
     )
     return [*out, *logits]
 
@@ -217,6 +229,8 @@ def appended(call: Call, slots: Tensor | None) -> New:
         options.append("one")
     if joins(call):
         options.append("arrivals")
+    if shares(call):
+        options.append("prefixes")
     new = _as_kept(call, options, append(call, options, slots))
     groups(call, None if call.one else new.k, None if call.one else new.v, ("one",) if call.one else ())
     return new
@@ -250,7 +264,8 @@ def _as_kept(call: Call, options: Sequence[str], outs: Sequence[Tensor]) -> New:
     found = iter(outs)
     named = ((call.q, "q_out"), (call.k, "k_out"), (call.v, "v_out"))
     q, k, v = (next(found) if name in options else x for x, name in named)
-    return New(q, k, v, [], next(found) if "arrivals" in options else None)
+    arrivals, prefixes = (next(found) if name in options else None for name in ("arrivals", "prefixes"))
+    return New(q, k, v, [], arrivals, prefixes)
 
 
 def append(call: Call, options: Sequence[str], slots: Tensor | None = None) -> list[Tensor]:

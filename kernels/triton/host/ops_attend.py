@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.triton import packed
-from kvcompile.kernels.triton.attend import work_list
+from kvcompile.kernels.triton.attend import cascade, work_list
 from kvcompile.kernels.triton.attend.combine import pieces, weighed
 from kvcompile.kernels.triton.host.launch import launch
 from kvcompile.kernels.triton.host.source import Kernel, kernel_of
@@ -48,6 +48,7 @@ def decode(
     num_warps: int,
     num_stages: int,
     spec: str,
+    prefixes: Tensor | None = None,
 ) -> list[Tensor]:
     """One query per sequence against the slots, shared out over `splits` programs a head; see `attend/`.
 
@@ -61,22 +62,25 @@ def decode(
         pages: int32 [B, Hkv, K], with option chosen.
         sinks, arrivals: with option joined: float32 [Hq], where the site has sink logits; int32 [B, Hq], zeros.
         splits: with option listed, all programs.
+        prefixes: with option cascade: int32 [B, 4], what sequences have in common (`attend/cascade.py`).
 
     Returns:
         partial float32 [B, Hkv, splits, G, Dv] (anything where the total is 0), sums float32 [B, Hkv, splits, G, 2]
         (top and total), and with option logits, logits [B, Hkv, G, slots] and levels float32 [B, Hkv, G, tiles]
         (`retention/score.py`). With option listed, partial [parts, M, Dv]
         and sums [parts, M, 2] of M heads, then spans int32 [B, R, 2] (`attend/work_list.py`; anything of padding). With
-        option joined what `combine` returns, and then logits and levels.
+        option joined what `combine` returns, and then logits and levels. With option cascade M is all rows of a tile,
+        and spans are [B, 2 R, 2]: of common and of own tiles.
     """
     kernel = kernel_of(spec)
     own = kernel.spec
     batch, heads, group = q.shape[0], own.num_kv_heads, own.group
-    listed = work_list.LISTED in own.options
+    listed, shared = work_list.LISTED in own.options, cascade.CASCADE in own.options
+    segments = work_list.heads(own) * (2 if shared else 1)
     shape: tuple[int, ...] = (batch, heads, splits, group)
     grid = (splits, work_list.heads(own), batch)
     if listed:
-        shape = (splits + batch * work_list.heads(own), work_list.members(own))  # one is never written
+        shape = (splits + batch * segments, work_list.members(own))  # one is never written
         grid = (splits, 1, 1)
     outs = {
         "partial": q.new_empty((*shape, weighed(own)), dtype=torch.float32),
@@ -88,8 +92,9 @@ def decode(
         outs = {"out": q.new_empty((batch, own.num_qo_heads, 1, own.v_head_dim), dtype=own.torch_dtype)}
         if "logits" in own.options:
             outs["lse"] = q.new_empty((batch, own.num_qo_heads), dtype=torch.float32)
-    elif listed:
-        outs["spans"] = q.new_empty((batch, work_list.heads(own), 2), dtype=torch.int32)
+    spans = {"spans": q.new_empty((batch, segments, 2), dtype=torch.int32)} if listed else {}
+    if not joined:
+        outs |= spans
     if "logits" in own.options:
         # Of slots that hold nothing yet nothing is written, and nobody asks.
         slots = own.layout.slots(None)
@@ -98,7 +103,7 @@ def decode(
         outs["levels"] = q.new_empty((batch, heads, group, tiles), dtype=torch.float32)
     given = {"q": q, "positions": positions, "bias": bias, "page_table": page_table, **parts, **outs}
     given |= {"slots_token": token, "slots_place": place, "pages_read": pages}
-    given |= {"sinks": sinks, "arrivals": arrivals}
+    given |= {"sinks": sinks, "arrivals": arrivals, "prefixes": prefixes, **spans}
     given |= {**_tables(rope), **_parts(kernel, buffers)}
     given |= _leaves(kernel, leaves)
     sizes = _sizes(kernel, buffers, bias, rope) | _leaf_sizes(kernel, leaves) | {"batches": batch}
@@ -116,10 +121,12 @@ def combine(
     num_warps: int,
     num_stages: int,
     spec: str,
+    prefixes: Tensor | None = None,
 ) -> list[Tensor]:
     """The parts of a decode step joined: out [B, Hq, 1, Dv], and with option lse, float32 [B, Hq] in base 2.
 
-    spans, positions: with option listed, as of `decode`; sinks: float32 [Hq], where the site has sink logits
+    spans, positions: with option listed, as of `decode`; prefixes: with option cascade, as there
+    sinks: float32 [Hq], where the site has sink logits
     """
     kernel = kernel_of(spec)
     own = kernel.spec
@@ -129,6 +136,7 @@ def combine(
     if "lse" in own.options:
         outs["lse"] = partial.new_empty((batch, own.num_qo_heads))
     given = {"partial": partial, "sums": sums, "spans": spans, "positions": positions, "sinks": sinks, **outs}
+    given["prefixes"] = prefixes
     sizes = {} if spans is not None else {"splits": partial.shape[2]}
     _launch(kernel, (own.num_qo_heads, batch, pieces(own)), given, sizes, num_warps, num_stages)
     return list(outs.values())

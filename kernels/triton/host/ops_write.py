@@ -23,6 +23,7 @@ from kvcompile.kernels.triton.append import group as group_role
 from kvcompile.kernels.triton.append import page_copy as page_copy_role
 from kvcompile.kernels.triton.append.encode.tile import power_of_two
 from kvcompile.kernels.triton.append.operands import sides
+from kvcompile.kernels.triton.attend.cascade import NUMBERS, PREFIXES
 from kvcompile.kernels.triton.host.launch import launch
 from kvcompile.kernels.triton.host.source import kernel_of
 from kvcompile.kernels.triton.params import TensorParam
@@ -60,8 +61,8 @@ def append(
             returned, and buffers that are an array of the call's tokens, then have one row, [1, .., S, ..].
 
     Returns:
-        q_out [B, Hq, S, D], k_out [B, Hkv, S, D], v_out [B, Hkv, S, Dv], arrivals int32 [B, Hq]: those that the spec
-        has, dense.
+        q_out [B, Hq, S, D], k_out [B, Hkv, S, D], v_out [B, Hkv, S, Dv], arrivals int32 [B, Hq], prefixes int32
+        [B, 4]: those that the spec has, dense.
 
     Raises:
         TypeError: an argument that the kernel needs is missing, or one that it does not is there.
@@ -89,6 +90,9 @@ def append(
     if any(param.name == "arrivals" for param in wanted):
         outs.append(k.new_empty((batch, own.num_qo_heads), dtype=torch.int32))
         given["arrivals"] = outs[-1]
+    if any(param.name == PREFIXES.name for param in wanted):
+        outs.append(k.new_empty((batch, NUMBERS), dtype=torch.int32))
+        given[PREFIXES.name] = outs[-1]
     found = ((param.name, given.get(param.name)) for param in wanted)
     tensors = {name: tensor for name, tensor in found if tensor is not None}
     sizes = {"tokens": tokens, **({"table_rows": rope[0].shape[0]} if "cos" in tensors else {})}

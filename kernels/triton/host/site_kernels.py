@@ -10,7 +10,7 @@ import torch
 
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.append import append as append_role
-from kvcompile.kernels.triton.attend import needs_stages
+from kvcompile.kernels.triton.attend import cascade, needs_stages
 from kvcompile.kernels.triton.config import Config, case_of, config
 from kvcompile.kernels.triton.device import Fp8Form, device_of, fp8_of, interpreted
 from kvcompile.kernels.triton.roles import ROLES
@@ -60,7 +60,10 @@ class Kernels:
     def appends(self, options: Sequence[str]) -> str:
         """The spec of an append, as a text."""
         block = append_role.block_n(self.head_dim, self.v_head_dim, "one" in options)
-        return replace(self.spec("append", options), block_n=block).to_json()
+        made = replace(self.spec("append", options), block_n=block)
+        if "prefixes" in options:
+            made = replace(made, block_m=cascade.most(self.spec("decode")))
+        return made.to_json()
 
     @property
     def fp8(self) -> Fp8Form:

@@ -6,6 +6,8 @@ of roles that write or forget, their tensors, of which those of the cache count 
 
 from __future__ import annotations
 
+from kvcompile.kernels.triton.append.common_pages import LEAST
+from kvcompile.kernels.triton.attend import cascade
 from kvcompile.kernels.triton.predict.recorded import Made, Shape
 from kvcompile.kernels.triton.tools.synthetic_cache import seen_bytes
 from kvcompile.layouts import Paged, TopPages
@@ -15,6 +17,7 @@ _PAGE = 4  # bytes of a page's number
 _TABLES = ("cos", "sin", "page_table", "slots_token", "slots_place", "positions", "sinks")
 _BOTH = ("score", "columns")  # read, and written; but evict writes one slot of a head
 _SLOTS = ("keys_", "values_")
+_PARTS = ("partial", "sums")
 
 
 def seen(shape: Shape, length: int) -> int:
@@ -23,6 +26,15 @@ def seen(shape: Shape, length: int) -> int:
     most = layout.slots(None) if layout.bounded else length
     found = min(length, most, shape.site.mask.window or length)
     return min(found, selection.tokens) if isinstance(selection, TopPages) and shape.tokens == 1 else found
+
+
+def common_slots(shape: Shape) -> int:
+    """Slots of whole pages that all sequences have in common, which are before the newest token of each."""
+    placement = shape.site.layout.placement
+    if not isinstance(placement, Paged) or shape.tokens > 1:
+        return 0
+    found = min(shape.prefix, min(shape.lengths) - 1) // placement.page_size * placement.page_size
+    return found if found >= LEAST else 0
 
 
 def slot_bytes(shape: Shape) -> float:
@@ -48,8 +60,9 @@ def cache_bytes(shape: Shape) -> float:
 def other_bytes(made: Made, shape: Shape) -> float:
     """Bytes of a launch besides the slots that attention reads."""
     own = made.bytes
+    rows = _rows(made, shape)
     found: float = sum(
-        size * (2 if name in _BOTH and made.spec.role != "evict" else 1)
+        size * (2 if name in _BOTH and made.spec.role != "evict" else rows if name in _PARTS else 1)
         for name, size in own.items()
         if not name.startswith(_SLOTS) and name not in _TABLES and not name.startswith("new_")
     )
@@ -57,3 +70,13 @@ def other_bytes(made: Made, shape: Shape) -> float:
         tokens = shape.tokens if made.spec.role == "append" else max(1, made.spec.layout.keys.group)
         found += len(shape.lengths) * tokens * slot_bytes(shape) * shape.heads[1]
     return found
+
+
+def _rows(made: Made, shape: Shape) -> float:
+    """Of the rows of a decode step's parts, what is written: of own tiles a sequence's, of common ones a bundle's."""
+    spec = made.spec
+    if cascade.CASCADE not in spec.options:
+        return 1.0
+    sequences = len(shape.lengths)
+    bundles = -(-sequences // cascade.most(spec)) if common_slots(shape) else 0
+    return (sequences * spec.group / spec.block_m + bundles) / (sequences + bundles)

@@ -29,6 +29,8 @@ class Shape:
     lengths:     tokens of each sequence, the new ones among them
     tokens:      of those, new ones
     limit:       of a sequence's tokens, which splits follow from; None: the longest
+    prefix:      tokens that all sequences begin with, on pages that they have in common (a step of one token)
+    kept:        whether the L2 cache keeps these from one program to the next, and so memory gives them once
     """
 
     site: SiteSpec
@@ -38,6 +40,8 @@ class Shape:
     lengths: tuple[int, ...]
     tokens: int = 1
     limit: int | None = None
+    prefix: int = 0
+    kept: bool = False
 
 
 @dataclass(frozen=True)

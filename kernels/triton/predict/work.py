@@ -8,7 +8,8 @@
 | combine | a query head of a sequence | shares, some at once |
 | others | a tile | one |
 
-The tiles at the ends of a sequence, which have masks, count as the others do.
+The tiles at the ends of a sequence, which have masks, count as the others do. With option cascade, tiles in common are
+one program's for all sequences of a bundle.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
+from kvcompile.kernels.triton.attend import cascade
 from kvcompile.kernels.triton.predict import memory
 from kvcompile.kernels.triton.predict.recorded import Made, Shape
 
@@ -58,12 +60,32 @@ def _decode(made: Made, shape: Shape) -> Work:
     row_tiles = -(-spec.group // spec.block_m)
     tiles = [-(-memory.seen(shape, length) // spec.block_n) for length in shape.lengths]
     heads = shape.heads[1] * row_tiles
-    deal = _listed if _LISTED in spec.options else _split
-    programs = deal(tiles, heads, made.grid[0])
-    near = spec.block_n * memory.slot_bytes(shape)
-    others = memory.other_bytes(made, shape) * _filled(programs) / sum(programs)
+    common = memory.common_slots(shape) // spec.block_n
+    if _LISTED in spec.options:
+        bundle = cascade.most(spec) if cascade.CASCADE in spec.options else 1
+        programs = _listed(_segments(tiles, heads, common, bundle), made.grid[0])
+    else:
+        programs = _split(tiles, heads, made.grid[0])
+    turns, near = sum(programs), spec.block_n * memory.slot_bytes(shape)
+    others = memory.other_bytes(made, shape) * _filled(programs) / turns
+    own = near / row_tiles
+    if shape.kept:
+        own = near * shape.heads[1] * (sum(tiles) - common * (len(tiles) - 1)) / turns
     lookups = (shape.site.layout.placement.kind == "paged") + shape.site.layout.selection.selects
-    return Work(tuple(programs), near / row_tiles + others, near + others, _BEFORE + lookups, 0)
+    return Work(tuple(programs), own + others, near + others, _BEFORE + lookups, 0)
+
+
+def _segments(tiles: list[int], heads: int, common: int, bundle: int) -> list[int]:
+    """The line of all tiles, sequence by sequence and head by head: how many follow each other of one kind.
+
+    tiles: of each sequence; common: those that all begin with; bundle: sequences for which these are read at once
+    """
+    found = []
+    for row, count in enumerate(tiles):
+        several = bundle > 1 and len(tiles) - row // bundle * bundle > 1 and common > 0
+        first = [common] if several and row % bundle == 0 else []
+        found += [*first, count - common if several else count] * heads
+    return found
 
 
 def _split(tiles: list[int], heads: int, splits: int) -> list[float]:
@@ -75,12 +97,12 @@ def _split(tiles: list[int], heads: int, splits: int) -> list[float]:
     return programs
 
 
-def _listed(tiles: list[int], heads: int, programs: int) -> list[float]:
-    """Turns where each program takes the same length of the line of all tiles, sequence by sequence and head by head.
+def _listed(segments: list[int], programs: int) -> list[float]:
+    """Turns where each program takes the same length of the line of all tiles.
 
-    One that goes on with another head starts anew there, which counts as a turn.
+    One that goes on with another segment starts anew there, which counts as a turn.
     """
-    ends = list(accumulate(count for count in tiles for _ in range(heads)))
+    ends = list(accumulate(segments))
     share = -(-ends[-1] // programs)
     found = []
     for program in range(programs):

@@ -88,6 +88,7 @@ GOLDENS: dict[str, KernelSpec] = {
         "append_int4_pages_of_16": spec(
             "append", cache(keys=INT4, values=INT4, placement={"kind": "paged", "page_size": 16})
         ),
+        "append_int8_pages_of_64": launched("append", cache(keys=INT8, values=INT8, **PAGES_OF_64)),
         "append_h2o": spec("append", cache(retention=H2O), "smollm2", "one"),
         "append_streaming_in_cache": launched(
             "append", cache(retention=SINK_WINDOW | {"positions": "in_cache"})

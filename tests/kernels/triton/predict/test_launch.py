@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcompile.errors import KernelError
-from kvcompile.kernels.triton.predict import work
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton.attend import cascade
+from kvcompile.kernels.triton.predict import memory, work
 from kvcompile.kernels.triton.predict.assumptions import HARSH, KIND
 from kvcompile.kernels.triton.predict.launch import ahead, one_launch, turn_of
 from kvcompile.kernels.triton.predict.memory import case_bytes, seen, slot_bytes
@@ -177,13 +180,13 @@ def test_turns_of_a_decode_step_cover_its_tiles_once() -> None:
 def test_a_line_of_tiles_is_shared_out_equally_and_whole() -> None:
     """Each tile once, no program more than its share but for heads that it begins, and skew costs nothing."""
     tiles = [1, 1, 5, 40]
-    found = work._listed(tiles, 2, 10)
+    found = work._listed(work._segments(tiles, 2, 0, 1), 10)
     share = -(-2 * sum(tiles) // 10)
     starts = [sum(tiles[: row // 2]) * 2 + tiles[row // 2] * (row % 2) for row in range(8)]
     for program, turns in enumerate(found):
         own = range(program * share, min((program + 1) * share, 2 * sum(tiles)))
         assert turns == len(own) + sum(start in own[1:] for start in starts)
-    assert work._listed([3], 1, 5) == [1.0, 1.0, 1.0, 0.0, 0.0]
+    assert work._listed([3], 5) == [1.0, 1.0, 1.0, 0.0, 0.0]
     assert work._split([3, 5], 1, 2) == [2.0, 1.0, 3.0, 2.0]
     of = shape(CacheLayout(placement=Paged(64)), (1024,) * 63 + (65536,))
     split = split_of(of, 1)
@@ -191,6 +194,37 @@ def test_a_line_of_tiles_is_shared_out_equally_and_whole() -> None:
     listed = replace(split, request=replace(split.request, spec=spec), grid=(396, 1, 1))
     even, skewed = (one_launch(one, GOOD, work.work(one, of), H200) for one in (listed, split))
     assert even.seconds < skewed.seconds / 3 and max(work.work(listed, of).programs) < 50
+
+
+def test_common_tiles_are_read_once_for_a_bundle() -> None:
+    """Of all sequences' tiles those in common once for four of them; and what the L2 cache keeps, once of all."""
+    tiles = [9, 9, 9, 9, 7]
+    assert work._segments(tiles, 1, 4, 1) == tiles and work._segments(tiles, 1, 0, 4) == tiles
+    # The last sequence is alone in its bundle.
+    assert work._segments(tiles, 2, 4, 4) == [4, 5, 4, 5, *[5] * 6, 7, 7]
+    site = SiteSpec(CacheLayout(placement=Paged(64)), 128**-0.5)
+    lengths = (64 * 64 + 10,) * 8
+    of = Shape(site, (32, 8), (128, 128), torch.bfloat16, lengths, prefix=56 * 64 + 3)
+    together = {one.spec.role: one for one in recorded(of, H200.machine)}
+    with cascade.alone():
+        each = {one.spec.role: one for one in recorded(of, H200.machine)}
+    assert memory.common_slots(of) == 56 * 64
+    assert memory.common_slots(replace(of, prefix=127)) == memory.common_slots(replace(of, tokens=2)) == 0
+    read = {}
+    for name, made in (("together", together), ("each", each)):
+        for kept in (False, True):
+            own = work.work(made["decode"], replace(of, kept=kept))
+            read[name, kept] = sum(own.programs) * own.bytes / (64 * 8 * memory.slot_bytes(of))
+    # In tiles of 64 slots and a head: 8 sequences of 65, of which two bundles read 56 once; and partial results.
+    for key, wanted in {
+        ("each", False): 8 * 65,
+        ("together", False): 8 * 9 + 2 * 56,
+        ("each", True): 8 * 9 + 56,
+        ("together", True): 8 * 9 + 56,
+    }.items():
+        assert wanted <= read[key] < 1.25 * wanted, key
+    written = memory.other_bytes(together["combine"], of) if "combine" in together else None
+    assert written is None or written < 2 * memory.other_bytes(each["combine"], of)
 
 
 def test_turns_of_a_prompt_are_those_of_causal_tiles() -> None:
