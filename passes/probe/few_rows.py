@@ -22,7 +22,7 @@ _LARGE = 1 << 15  # numbers of a weight that is not in a cache anyway
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [.., K], weight [N, K], bias [N] -> [.., N], contiguous, as `aten.linear` gives it."""
     if not _is_slow(x, weight):
-        return LINEAR(x, weight, bias)
+        return LINEAR(x, weight, bias)  # type: ignore[no-any-return]
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
     if count == 1:

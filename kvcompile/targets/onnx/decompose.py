@@ -12,6 +12,7 @@ only looks at a shape becomes the reshape that it is. That is done here, in the 
 | flatten, unflatten | reshape |
 | expand_as | expand |
 | chunk | split |
+| mT | transpose |
 | contiguous | nothing: a value has no layout |
 | argsort | the second of what sort gives |
 
@@ -60,27 +61,30 @@ _BITWISE = {
 @contextmanager
 def node_by_node() -> Iterator[None]:
     """Meanwhile PyTorch's exporter decomposes programs as told above, where that can be."""
-    original = _fx_passes.decompose_with_registry
+    passes: Any = _fx_passes
+    original = passes.decompose_with_registry
 
     def decompose(program: ExportedProgram, registry: Any) -> ExportedProgram:
         found = decomposed(program, set(_decomp.get_onnx_implemented_overloads(registry)))
-        return original(program, registry) if found is None else found
+        whole: ExportedProgram = original(program, registry) if found is None else found
+        return whole
 
-    _fx_passes.decompose_with_registry = decompose
+    passes.decompose_with_registry = decompose
     try:
         yield
     finally:
-        _fx_passes.decompose_with_registry = original
+        passes.decompose_with_registry = original
 
 
 def decomposed(program: ExportedProgram, known: Collection[Any]) -> ExportedProgram | None:
     """The program in operators among `known` alone, changed in place; None, and as it was: it has others."""
     graph = Graph()
-    outputs = graph.graph_copy(program.graph, {})
+    outputs: Any = graph.graph_copy(program.graph, {})
     if not all(isinstance(node, Node) for node in outputs):
         return None
     graph.output(outputs)
     module = module_of(program.graph_module, graph, "Decomposed")
+    _drop_casts_of_nothing(graph)
     if mutates(module) and functionalize(module):
         return None
     sizes = _Sizes(graph)
@@ -105,8 +109,18 @@ def decomposed(program: ExportedProgram, known: Collection[Any]) -> ExportedProg
     return program
 
 
+def _drop_casts_of_nothing(graph: Graph) -> None:
+    """A cast to the dtype that a tensor has is that tensor, written to or not."""
+    for node in list(graph.nodes):
+        if node.target is aten.to.dtype and len(node.args) == 2 and not node.kwargs:
+            source = _first(node)
+            if value(source).dtype == value(node).dtype:
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+
+
 def _is_known(node: Node, known: Collection[Any]) -> bool:
-    target = node.target
+    target: Any = node.target
     if target in (operator.getitem, _RESHAPE):
         return True
     # PyTorch takes apart what may be a view and is made of other operators, known or not.
@@ -181,17 +195,15 @@ def _nothing(node: Node, _: _Sizes) -> Node:
 def _flatten(node: Node, sizes: _Sizes) -> Node:
     source = _first(node)
     dims = len(shape(source))
-    start, end = (
-        (node.args[place] if len(node.args) > place else default) % max(dims, 1)  # type: ignore[operator]
-        for place, default in ((1, 0), (2, -1))
-    )
+    given: Any = [*node.args[1:], *(0, -1)[len(node.args) - 1 :]]
+    start, end = (dim % max(dims, 1) for dim in given)
     return _reshaped(node, [*sizes.of(source, 0, start, node), -1, *sizes.of(source, end + 1, dims, node)])
 
 
 def _unflatten(node: Node, sizes: _Sizes) -> Node:
     source = _first(node)
     dims = len(shape(source))
-    dim = node.args[1] % dims  # type: ignore[operator]
+    dim: Any = node.args[1] % dims  # type: ignore[operator]
     inner = list(node.args[2])  # type: ignore[arg-type]
     return _reshaped(node, [*sizes.of(source, 0, dim, node), *inner, *sizes.of(source, dim + 1, dims, node)])
 
@@ -205,11 +217,15 @@ def _expand_as(node: Node, sizes: _Sizes) -> Node:
 
 def _chunk(node: Node, _: _Sizes) -> Node | None:
     source, count = _first(node), node.args[1]
-    dim = (node.args[2] if len(node.args) > 2 else 0) % len(shape(source))  # type: ignore[operator]
+    dim: Any = (node.args[2] if len(node.args) > 2 else 0) % len(shape(source))  # type: ignore[operator]
     size = shape(source)[dim]
     if not isinstance(size, int) or not isinstance(count, int) or size == 0:
         return None
     return call(node.graph, aten.split.Tensor, (source, -(-size // count), dim), node, val=value(node))
+
+
+def _transposed(node: Node, _: _Sizes) -> Node:
+    return call(node.graph, aten.transpose.int, (_first(node), -2, -1), node, val=value(node))
 
 
 def _argsort(node: Node, _: _Sizes) -> Node:
@@ -236,6 +252,7 @@ _RULES: dict[Any, Rule] = {
     aten.unflatten.int: _unflatten,
     aten.expand_as.default: _expand_as,
     aten.chunk.default: _chunk,
+    aten.mT.default: _transposed,
     aten.argsort.default: _argsort,
     aten.argsort.stable: _argsort,
 }
