@@ -16,6 +16,7 @@ import gc
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -51,7 +52,7 @@ def _quick(tmp_path_factory: pytest.TempPathFactory) -> None:
 
     torch.set_num_threads(1)
     torch._dynamo.config.fake_tensor_cache_enabled = False
-    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(400_000, 50, 100)
     own = tmp_path_factory.getbasetemp()
     compiled_once.install((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "compiled")
     quick_tracing.install()
@@ -131,8 +132,8 @@ OTHERS = [
 ]
 
 
-# Folders and files whose tests need verification as users have it: they are of what it sees.
-LONG = ("verify/", "soundness/", "fuzz/", "passes/score_mod/test_scores", "passes/rewrite/test_positions")
+# Folders whose tests need verification as users have it: they are of what it sees.
+LONG = ("verify/", "soundness/", "fuzz/")
 
 
 @pytest.fixture(autouse=True)
@@ -207,3 +208,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(_name(item.path), len(order)))
+
+
+# Files of the same models, which one worker understands for all of them.
+TOGETHER = {
+    "serve/test_packed": "serve/test_numerics",
+    "serve/test_shared_bits": "serve/test_numerics",
+}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files of `TOGETHER` go to one worker; all others as `--dist loadfile` says."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler.loadfile import LoadFileScheduling
+
+    class ByModels(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            name = _name(Path(__file__).parent.parent / file)
+            return TOGETHER.get(name, name)
+
+    return ByModels(config, log)

@@ -276,7 +276,7 @@ class ReleasedSettling(Served):
     room = 12
 
 
-QUICK = settings(max_examples=80, stateful_step_count=30, deadline=None)
+QUICK = settings(max_examples=50, stateful_step_count=30, deadline=None)
 UNSHRUNK = settings(
     QUICK,
     max_examples=3000,
@@ -531,7 +531,7 @@ BREAKS = [
     (_settled_at_once, Settling),
     (_settles_unseen, Settling),
     (_in_any_pieces, Aligned),
-    (_in_any_pieces, Summed),
+    pytest.param(_in_any_pieces, Summed, marks=pytest.mark.slow),  # as above, found late
     (_damaged_is_taken, Lowered),
     (_released_early, Released),
     (_sinks_released, Released),
