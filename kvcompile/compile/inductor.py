@@ -160,8 +160,8 @@ def _patches(mode: str, serial: bool = False) -> dict[str, Any]:
     # the slots of made-up positions writes anywhere. Nothing needs it: kernels are compiled all the same.
     options |= {"triton.autotune_at_compile_time": False}
     if serial:
-        # What comes in are weights, whose sizes and strides are looked at before a step (`runtime/weights.py`), buffers of
-        # ours, and what regions before gave: looking at each once more, in Python, is 3 % of a small model's step.
+        # What comes in are weights, whose sizes and strides are looked at before a step (`runtime/weights.py`), buffers
+        # of ours, and what regions before gave: looking at each once more, in Python, is 3 % of a small model's step.
         options |= {"cpp.min_chunk_size": SERIAL, "size_asserts": False}
     # A scale is rounded to what is stored before it divides; without this, the rounding is optimized away.
     return options | {"emulate_precision_casts": True}
