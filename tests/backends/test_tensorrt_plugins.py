@@ -23,6 +23,7 @@ from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.reference import attention as reference
 from kvcompile.kernels.shared.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton.attend.cascade import alone
 from kvcompile.kernels.triton.attend.work_list import joined_apart
 from kvcompile.kernels.triton.device import acting_as
 from kvcompile.kernels.triton.host.launch import Recorded, arguments, recording
@@ -54,7 +55,14 @@ PAGES = 23
 def real(layout: str, batch: int, tokens: int) -> list[Recorded]:
     """The launches of a call with these sizes."""
     own = shape("bfloat16")
-    with joined_apart(), recording() as found, acting_as(DEVICES[90]), FakeTensorMode(), torch.no_grad():
+    with (
+        joined_apart(),
+        alone(),
+        recording() as found,
+        acting_as(DEVICES[90]),
+        FakeTensorMode(),
+        torch.no_grad(),
+    ):
         call(own.site(LAYOUTS[layout]), own.heads, own.dims, torch.bfloat16, LIMIT, batch, tokens, PAGES)
     return found
 

@@ -18,6 +18,7 @@ import torch
 from kvcompile.compile.inductor import ShapeClass, Tracer
 from kvcompile.errors import KernelError
 from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton.attend.cascade import alone
 from kvcompile.kernels.triton.attend.work_list import joined_apart
 from kvcompile.kernels.triton.device import Device, acting_as
 from kvcompile.kernels.triton.host.launch import recording
@@ -66,8 +67,9 @@ def launched(
     """
     _check(site, leaves)
     tracer = Tracer(ShapeClass(False, one, True))
-    # A plugin's inputs are not written, so that programs of one cannot count themselves in what append made.
-    with joined_apart(), recording() as found, acting_as(device), tracer.mode, torch.no_grad():
+    # A plugin's inputs are not written, so that programs of one cannot count themselves in what append made. Nor does
+    # one tell the next what sequences have in common: each reads its own pages.
+    with joined_apart(), alone(), recording() as found, acting_as(device), tracer.mode, torch.no_grad():
         call(site, heads, dims, dtype, limit, tracer.batch, tracer.tokens, tracer.size("pages"), leaves)
     names = {size.node.expr: _symbol(name) for name, size in tracer.symbols().items()}
 

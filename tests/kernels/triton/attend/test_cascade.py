@@ -52,6 +52,12 @@ from tests.support.triton_write import kernels_folder  # noqa: F401  (a fixture)
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 TILE = 16  # slots, as the interpreter's kernels have them
 LEAST = 8  # less than a tile
+# To shrink what fails takes minutes in the interpreter.
+UNSHRUNK = settings(
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +122,7 @@ def compared(table: Tensor, newest: Tensor, size: int, group: int) -> Tensor:
     return prefixes
 
 
-@settings(max_examples=25, deadline=None)
+@settings(UNSHRUNK, max_examples=25)
 @given(st.data(), st.integers(1, 11), st.sampled_from((1, 4, 8, 3)), st.sampled_from((4, 8, 16)))
 def test_who_is_in_a_bundle(data: st.DataObject, batch: int, group: int, size: int) -> None:
     """Against loops: tables that begin alike, for any number of pages, and differ anywhere."""
@@ -156,7 +162,7 @@ def listed(*more: str) -> str:
     return spec.to_json()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(UNSHRUNK, max_examples=25)
 @given(st.data(), st.integers(1, 10), st.integers(1, 40))
 def test_every_tile_of_every_sequence_is_taken_once(data: st.DataObject, batch: int, programs: int) -> None:
     """By programs that take equally many; all keys weigh alike, and the value of a token is the number of its tile."""
@@ -389,12 +395,7 @@ def alike(draw: st.DrawFn) -> Alike:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@settings(
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
-    max_examples=60,
-)
+@settings(UNSHRUNK, max_examples=60)
 @given(alike())
 def test_any_storage_in_any_batch(case: Alike) -> None:
     check(case)
