@@ -50,7 +50,9 @@ PLAIN = Case(CacheLayout(), chunks=CHUNKS, pads=PADS)
 LONG = replace(PLAIN, chunks=(90, 1))  # shares of several tiles
 SEVERAL = replace(LONG, heads=(4, 2), pads=(50, 2, 0))  # sequences, so that decode goes over a list
 INT8 = Case(CacheLayout(int8(), int8(), Paged(8)), chunks=CHUNKS, pads=PADS)
-GATHERED = replace(INT8, chunks=(90, 1), heads=(4, 2), pads=(50, 0))  # over a list, joined by a launch
+# Over a list, joined by a launch: sequences that may have common pages, and such as have none.
+BUNDLED = replace(INT8, chunks=(90, 1), heads=(4, 2), pads=(50, 0))
+GATHERED = replace(BUNDLED, score=ScoreSpec(bias=BiasSpec("alibi")))
 INT4 = Case(CacheLayout(uint(4, 16), uint(4, 16)), (2, 1), (32, 32), chunks=CHUNKS, pads=PADS)
 GROUPS = Case(
     CacheLayout(uint(4, 16), uint(4, 16)), (2, 1), (64, 64), torch.float16, chunks=CHUNKS, pads=PADS
@@ -109,6 +111,10 @@ BROKEN: dict[str, tuple[Break, Case]] = {
         ),
         GATHERED,
     ),
+    "two parts of a bundle's list in one place": (
+        Break(("decode",), "segment = (sequence * 2 + own) * 2", "segment = sequence * 2 * 2"),
+        BUNDLED,
+    ),
     "a part that is not joined": (Break(("decode",), "// share - first + 1", "// share - first"), SEVERAL),
     "who comes first joins the parts": (Break(("decode",), "arrived == parts - 1", "arrived == 0"), SEVERAL),
     "parts of another head": (Break(("decode",), "* 2 + g[:, None]", "* 2 + 1 - g[:, None]"), SEVERAL),
@@ -123,6 +129,10 @@ BROKEN: dict[str, tuple[Break, Case]] = {
     "parts of a list of another head, joined by a launch": (
         Break(("combine",), "* 2 + head % 2", "* 2 + (head + 1) % 2"),
         GATHERED,
+    ),
+    "parts of a bundle's list of another head, joined by a launch": (
+        Break(("combine",), "* 16 + head % 2", "* 16 + (head + 1) % 2"),
+        BUNDLED,
     ),
     "no scale of scores": (Break(BOTH, "s = s * 0.36067376022224085", "s = s"), PLAIN),
     "scores in base e": (Break(BOTH, "tl.exp2(s - highest[:, None])", "tl.exp(s - highest[:, None])"), PLAIN),

@@ -80,7 +80,7 @@ def test_a_forward_without_is_run_once_for_each_length(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(own_positions, "_noted", counting)
     capture(Asks(OWN["the same"][0]).eval())
-    assert came == [(7, ()), (7, BOTH[1:]), (12, ()), (12, BOTH[1:])]
+    assert came == [(8, ()), (8, BOTH[1:]), (12, ()), (12, BOTH[1:])]
     came.clear()
     capture(Asks(OWN["other logits"][0]).eval())
-    assert [inputs for inputs in came if not inputs[1]] == [(7, ()), (12, ())]
+    assert [inputs for inputs in came if not inputs[1]] == [(8, ()), (12, ())]
