@@ -1,4 +1,4 @@
-"""`benchmarks/cpu_attention.py` calls the op as compiled code does, and compares a case with PyTorch before it is timed."""
+"""`benchmarks/cpu_attention.py` calls the op as compiled code does; a case is compared with PyTorch first."""
 
 from __future__ import annotations
 

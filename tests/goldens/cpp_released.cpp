@@ -151,7 +151,7 @@ inline void with_rows(const State& state, Place at, const Block& block, int64_t 
     for (int start = 0; start < block.count; start += RUN) {
       const uint8_t* first = bytes(start);
       for (int i = 0; i < RUN; ++i) found[start + i] = first + i * stride;
-      const int64_t slot = block.slot[start] + AHEAD * BLOCK;
+      const int64_t slot = block.slot[start] + BLOCKS_AHEAD * BLOCK;
       ahead[start / RUN] = slot < length ? reinterpret_cast<const uint8_t*>(row<Data>(state, KEYS_DATA, at, slot)) : first;
     }
     return use(Listed<RUN>{found, block.count == BLOCK ? ahead : nullptr, stride});
@@ -262,7 +262,7 @@ inline void with_rows(const State& state, Place at, const Block& block, int64_t 
     for (int start = 0; start < block.count; start += RUN) {
       const uint8_t* first = bytes(start);
       for (int i = 0; i < RUN; ++i) found[start + i] = first + i * stride;
-      const int64_t slot = block.slot[start] + AHEAD * BLOCK;
+      const int64_t slot = block.slot[start] + BLOCKS_AHEAD * BLOCK;
       ahead[start / RUN] = slot < length ? reinterpret_cast<const uint8_t*>(row<Data>(state, VALUES_DATA, at, slot)) : first;
     }
     return use(Listed<RUN>{found, block.count == BLOCK ? ahead : nullptr, stride});

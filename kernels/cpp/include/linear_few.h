@@ -6,8 +6,8 @@
 
 namespace kv {
 
-constexpr int64_t PIECE = 96 * 1024;  // bytes of weights
-constexpr int64_t AHEAD = 4096;       // bytes ahead that are asked for, into the second cache
+constexpr int64_t PIECE = 96 * 1024;   // bytes of weights
+constexpr int64_t BYTES_AHEAD = 4096;  // that are asked for, into the second cache
 
 // Rows of k weights that are taken at a time.
 template <class Model>
@@ -15,7 +15,7 @@ inline int64_t rows_of_piece(int64_t k) {
   return std::max<int64_t>(4, PIECE / std::max<int64_t>(1, k * sizeof(Model)));
 }
 
-inline void ask_ahead(const void* at) { __builtin_prefetch(static_cast<const char*>(at) + AHEAD, 0, 2); }
+inline void ask_ahead(const void* at) { __builtin_prefetch(static_cast<const char*>(at) + BYTES_AHEAD, 0, 2); }
 
 // The sum of a row with the vector x, which is `raw` in its own dtype. Rows follow each other in memory and are read one by
 // one: a processor foresees that, and not where four at a time go on that are short.

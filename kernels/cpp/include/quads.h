@@ -28,7 +28,7 @@ inline KV_INLINE void each(const F& f) {
 
 // Blocks ahead whose rows are asked for, into the processor's second cache: codes are met faster than memory gives them
 // where they are asked for when they are needed, and their short rows do not tell a processor where they go on.
-constexpr int AHEAD = 2;
+constexpr int BLOCKS_AHEAD = 2;
 inline void fetch_line(const uint8_t* at) { __builtin_prefetch(at, 0, 2); }
 
 // Rows at addresses `base + i * stride`, in bytes.
@@ -36,15 +36,15 @@ struct Strided {
   const uint8_t* base;
   int64_t stride;
   const uint8_t* at(int i) const { return base + i * stride; }
-  // Asks for what stands AHEAD blocks behind rows i .. i + n - 1, of BYTES each.
+  // Asks for what stands BLOCKS_AHEAD blocks behind rows i .. i + n - 1, of BYTES each.
   template <int BYTES>
   void fetch(int i, int n) const {
-    const uint8_t* next = base + (i + AHEAD * BLOCK) * stride;
+    const uint8_t* next = base + (i + BLOCKS_AHEAD * BLOCK) * stride;
     for (int at = 0; at < n * BYTES; at += 64) fetch_line(next + at);
   }
 };
 
-// Rows wherever they are. ahead: null, or where RUN rows each of a block that is AHEAD begin, which are apart by `stride`.
+// Rows wherever they are. ahead: null, or where RUN rows each of a block that is BLOCKS_AHEAD begin, which are apart by `stride`.
 template <int RUN>
 struct Listed {
   const uint8_t* const* rows;

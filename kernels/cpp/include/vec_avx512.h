@@ -59,6 +59,8 @@ inline Pairs set1_pair(const bf16* p) {
   std::memcpy(&pair, p, sizeof pair);
   return (__m512bh)_mm512_set1_epi32(pair);
 }
+// In the processor's own words: of GCC 12's builtins each result has a register of its own, and where all are sums, half
+// of them are moved to memory and back at every step.
 inline Vec dot(Pairs a, Pairs b, Vec c) {
   asm("vdpbf16ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
   return c;
@@ -171,7 +173,7 @@ inline Quads set_halves(const void* low, const void* high) {
   return _mm512_mask_set1_epi32(set1_quad(low), 0xff00, quad);
 }
 inline Vec set_halves(float low, float high) { return _mm512_mask_mov_ps(set1(low), 0xff00, set1(high)); }
-// sum + the products of unsigned bytes with signed ones, of each lane.
+// sum + the products of unsigned bytes with signed ones, of each lane; written so for the reason of the `dot` of pairs.
 inline Ints dot(Quads bytes, Quads signs, Ints sum) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(bytes), "v"(signs));
   return sum;
