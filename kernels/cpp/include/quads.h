@@ -170,43 +170,6 @@ inline void scores_of_bytes(const D& q, int first, const Row& rows, int n, const
 }
 
 // Codes of four bits, the first half of the channels in the low ones; spans have factors, and a least number each.
-template <int B, int Q, int N, int P, int SPAN, class D>
-inline void scores_of_some_nibbles(const D& q, int first, const uint8_t* const* row, const float (*factor)[BLOCK],
-                                   const float (*least)[BLOCK], int start, float* scores) {
-  Vec total[B * Q];
-  each<B * Q>([&](auto g) KV_INLINE { total[g] = set1(0.0f); });
-#pragma GCC unroll 1
-  for (int c = 0; c < N / 2; c += 2 * W) {
-    Quads column[B][W / 2];
-    each<B>([&](auto b) KV_INLINE { columns(row + b * W, c, column[b]); });
-    each<2>([&](auto half) KV_INLINE {
-      const int at = half * (N / 2) + c;
-      Ints sums[B * Q * P];
-      each<B * Q * P>([&](auto s) KV_INLINE { sums[s] = set1_int(0); });
-      each<W / 2>([&](auto j) KV_INLINE {
-        Quads codes[B];
-        each<B>([&](auto b) KV_INLINE { codes[b] = half ? high_nibbles(column[b][j]) : low_nibbles(column[b][j]); });
-        each<Q * P>([&](auto s) KV_INLINE {
-          const Quads own = set1_quad(q.byte[first + s / P][s % P] + at + 4 * j);
-          each<B>([&](auto b) KV_INLINE { sums[b * Q * P + s] = dot(codes[b], own, sums[b * Q * P + s]); });
-        });
-      });
-      each<B>([&](auto b) KV_INLINE {
-        const Vec by = load(factor[at / SPAN] + start + b * W);
-        each<Q>([&](auto g) KV_INLINE {
-          total[b * Q + g] = fma(joined<P>(sums + (b * Q + g) * P), by, total[b * Q + g]);
-        });
-      });
-    });
-  }
-  each<B * Q>([&](auto bg) KV_INLINE {
-    const int b = bg / Q, g = bg % Q;
-    Vec x = mul(total[bg], set1(q.scale[first + g]));
-    for (int s = 0; s < N / SPAN; ++s) x = fma(load(least[s] + start + b * W), set1(q.span[first + g][s]), x);
-    store(scores + g * BLOCK + b * W, x);
-  });
-}
-
 template <int Q, int N, int P, int SPAN, class D, class Row>
 inline void scores_of_nibbles(const D& q, int first, const Row& rows, int n, const float (*factor)[BLOCK],
                               const float (*least)[BLOCK], float* scores) {
@@ -214,7 +177,31 @@ inline void scores_of_nibbles(const D& q, int first, const Row& rows, int n, con
   for (int start = 0; start < n; start += W) {
     rows_from(rows, start, n, row);
     rows.template fetch<N / 2>(start, W);
-    scores_of_some_nibbles<1, Q, N, P, SPAN>(q, first, row, factor, least, start, scores + first * BLOCK + start);
+    Vec total[Q];
+    each<Q>([&](auto g) KV_INLINE { total[g] = set1(0.0f); });
+#pragma GCC unroll 1
+    for (int c = 0; c < N / 2; c += 2 * W) {
+      Quads column[W / 2];
+      columns(row, c, column);
+      each<2>([&](auto half) KV_INLINE {
+        const int at = half * (N / 2) + c;
+        Ints sums[Q * P];
+        each<Q * P>([&](auto s) KV_INLINE { sums[s] = set1_int(0); });
+        each<W / 2>([&](auto j) KV_INLINE {
+          const Quads codes = half ? high_nibbles(column[j]) : low_nibbles(column[j]);
+          each<Q * P>([&](auto s) KV_INLINE {
+            sums[s] = dot(codes, set1_quad(q.byte[first + s / P][s % P] + at + 4 * j), sums[s]);
+          });
+        });
+        const Vec by = load(factor[at / SPAN] + start);
+        each<Q>([&](auto g) KV_INLINE { total[g] = fma(joined<P>(sums + g * P), by, total[g]); });
+      });
+    }
+    each<Q>([&](auto g) KV_INLINE {
+      Vec x = mul(total[g], set1(q.scale[first + g]));
+      for (int s = 0; s < N / SPAN; ++s) x = fma(load(least[s] + start), set1(q.span[first + g][s]), x);
+      store(scores + (first + g) * BLOCK + start, x);
+    });
   }
 }
 

@@ -28,6 +28,7 @@ from kvcompile.layouts import (
 )
 from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 from tests.support import carried_scores
+from tests.support.generated import forgotten
 from tests.support.triton_attention import H2O, Case, check
 from tests.support.triton_write import kernels_folder  # noqa: F401  (a fixture)
 
@@ -288,12 +289,8 @@ BROKEN: dict[str, tuple[Break, Case]] = {
 @pytest.fixture
 def forgets() -> Iterator[None]:
     """Kernels that were generated before or in a test are not taken for those of another."""
-    caches = (source.kernel, source.kernel_of)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
+    with forgotten():
+        yield
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -25,7 +25,6 @@ from kvcompile.kernels.triton.append import common_pages
 from kvcompile.kernels.triton.attend import cascade, work_list
 from kvcompile.kernels.triton.device import acting_as
 from kvcompile.kernels.triton.host import ops_attend, ops_write
-from kvcompile.kernels.triton.host import source as source_module
 from kvcompile.kernels.triton.host.launches import launches
 from kvcompile.kernels.triton.host.site_kernels import kernels_of
 from kvcompile.layouts import (
@@ -44,6 +43,7 @@ from kvcompile.layouts import (
 )
 from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 from tests.support.budget import within
+from tests.support.generated import forgotten
 from tests.support.kernel_specs import DEVICES
 from tests.support.runner import known, run, shuffled
 from tests.support.triton_attention import H2O, STORAGES, Case, oracle
@@ -65,12 +65,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels that make bundles of short prefixes, and compare few pages in a turn."""
     monkeypatch.setattr(common_pages, "LEAST", LEAST)
     monkeypatch.setattr(common_pages, "_AT_ONCE", 4)
-    caches = (source_module.kernel, source_module.kernel_of)
-    for own in caches:
-        own.cache_clear()
-    yield
-    for own in caches:
-        own.cache_clear()
+    with forgotten():
+        yield
 
 
 # ---- who is in a bundle

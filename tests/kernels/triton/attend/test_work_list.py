@@ -22,11 +22,11 @@ from kvcompile.kernels.triton.config import Config
 from kvcompile.kernels.triton.device import acting_as
 from kvcompile.kernels.triton.generate import generate
 from kvcompile.kernels.triton.host import ops_attend
-from kvcompile.kernels.triton.host import source as source_module
 from kvcompile.kernels.triton.host.site_kernels import kernels_of
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.layouts import CacheLayout, SinkWindow
 from kvcompile.specs import MaskSpec
+from tests.support.generated import forgotten
 from tests.support.kernel_specs import H200
 from tests.support.kernel_specs import cache as cache_of
 from tests.support.triton_write import kernels_folder  # noqa: F401  (a fixture)
@@ -40,12 +40,8 @@ SLOTS = TILE * MOST
 def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels that count the tiles of few sequences in a turn, and so of a batch in several, or of all in one."""
     monkeypatch.setattr(work_list, "AT_ONCE", request.param)
-    caches = (source_module.kernel, source_module.kernel_of)
-    for own in caches:
-        own.cache_clear()
-    yield
-    for own in caches:
-        own.cache_clear()
+    with forgotten():
+        yield
 
 
 @cache
