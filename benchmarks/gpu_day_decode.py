@@ -3,6 +3,9 @@
 Part of `gpu_day.sh`. Each variant runs in a process of its own, with the model made on the GPU, so that its peak memory
 is its own and a failure stops no other. What is measured is written at once: a stopped run goes on after it.
 
+With --together N, up to N processes get ready at once (made and compiled), and then measure one after the other while
+the others wait: compiling is most of the time, and needs no GPU for itself.
+
 A variant is `static` (transformers' StaticCache sized for the context, its decode step under
 torch.compile(mode="reduce-overhead"), its prompt eager), `dynamic`, or a recipe, with `+MODE` for another compile mode:
 `int8+cudagraphs`. The loop is the bare one (forward, argmax) on all sides. The limit is the copy bandwidth measured in
@@ -14,12 +17,14 @@ the same process, over the bytes of weights and cache that a token must read.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -64,6 +69,7 @@ TINY["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
 LEAST = 60  # seconds under which no variant is begun
 WARM, STEPS = 8, 3  # tokens of a prompt and of decode before anything is measured
 EXTRA = STEPS + 1
+READY = "ready\n"
 
 
 def build(rehearse: bool) -> Any:
@@ -102,26 +108,34 @@ def measure(options: argparse.Namespace) -> None:
 
     rehearse, name = options.rehearse, options.worker
     device = torch.device("cpu" if rehearse else "cuda")
-    bandwidth = copy_bandwidth(device, (1 << 20) if rehearse else (2 << 30), 20)
     model = build(rehearse)
     weights, decoded = weight_bytes(model), options.rounds * options.tokens
     longest = max(options.contexts) + decoded + EXTRA
     text = torch.randint(3, model.config.vocab_size, (1, max(options.contexts)), device=device)
-    variant: Variant | None = None
-    for context in options.contexts:
+
+    def made(context: int) -> tuple[Variant, float]:
         started = time.perf_counter()
-        if variant is None or name == "static":
-            if variant is not None:
-                variant.free()
-                torch.compiler.reset()
-            variant = make(name, model, context + decoded + EXTRA, longest, rehearse)
-            token = variant.prefill(text[:, :WARM])
-            for _ in range(STEPS):  # a CUDA graph is captured in the second or the third
-                token = variant.step(token)
+        variant = make(name, model, context + decoded + EXTRA, longest, rehearse)
+        token = variant.prefill(text[:, :WARM])
+        for _ in range(STEPS):  # a CUDA graph is captured in the second or the third
+            token = variant.step(token)
+        settle(device)
+        return variant, time.perf_counter() - started
+
+    variant, ready = made(options.contexts[0])
+    print(READY, end="", flush=True)
+    if options.worker_waits:
+        sys.stdin.readline()
+    bandwidth = copy_bandwidth(device, (1 << 20) if rehearse else (2 << 30), 20)
+    for context in options.contexts:
+        if name == "static" and context != options.contexts[0]:
+            variant.free()
+            torch.compiler.reset()
+            variant, ready = made(context)
         row: dict[str, Any] = {"variant": name, "context": context}
         gc.collect()
         settle(device, reset=True)
-        row["ready_s"] = round(time.perf_counter() - started, 1)
+        row["ready_s"] = round(ready, 1)
         began = time.perf_counter()
         token = variant.prefill(text[:, :context])
         settle(device)
@@ -167,6 +181,54 @@ def peak(device: Any) -> int | None:
     return int(torch.cuda.max_memory_allocated()) if device.type == "cuda" else None
 
 
+class Worker:
+    """A variant in a process of its own, which says when it is ready, and measures when it is told to.
+
+    rows: what it measured, by context; status: "ok", "failed" or "stopped"; error: the end of what it said
+    """
+
+    def __init__(self, name: str, contexts: list[int], options: argparse.Namespace) -> None:
+        command = [sys.executable, "-W", "ignore", __file__, "--worker", name]
+        command += ["--rehearse"] if options.rehearse else []
+        command += ["--contexts", ",".join(map(str, contexts))]
+        command += ["--tokens", str(options.tokens), "--rounds", str(options.rounds)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.name, self.began, self.rows, self.said = name, time.monotonic(), dict[str, Any](), ""
+        self.process = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
+        self.ready = threading.Event()
+        self.readers = [threading.Thread(target=of, daemon=True) for of in (self._rows, self._errors)]
+        for reader in self.readers:
+            reader.start()
+
+    def _rows(self) -> None:
+        for line in self.process.stdout:
+            if line == READY:
+                self.ready.set()
+            elif line.startswith("{"):
+                row = json.loads(line)
+                self.rows[str(row["context"])] = row
+        self.ready.set()  # it is over
+
+    def _errors(self) -> None:
+        for line in self.process.stderr:
+            self.said = (self.said + line)[-3000:]
+
+    def measure(self, ends: float) -> str:
+        """Let it measure, until `ends` on the monotonic clock; its status."""
+        with contextlib.suppress(OSError):
+            self.process.stdin.write("go\n")
+            self.process.stdin.close()
+        try:
+            code = self.process.wait(max(1.0, ends - time.monotonic()))
+            status = "ok" if code == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            status = "stopped"
+        for reader in self.readers:
+            reader.join(5)
+        return status
+
+
 def run(options: argparse.Namespace) -> int:
     """All variants that are not measured yet, each in a process of its own."""
     ends = time.monotonic() + float(os.environ.get("GPU_DAY_SECONDS", "570")) - 5
@@ -174,56 +236,38 @@ def run(options: argparse.Namespace) -> int:
     found = {name: row for name, row in found.items() if row.get("rehearsal", False) == options.rehearse}
     shape = {"shape": "tiny" if options.rehearse else "Llama-3.1-8B, bfloat16, random weights"}
     update("decode", **shape, tokens_per_round=options.tokens, variants=found)
+    left = []
     for name in options.variants:
-        rows: dict[str, Any] = dict(found.get(name, {}).get("contexts", {}))
-        contexts = [context for context in options.contexts if str(context) not in rows]
-        if not contexts:
-            continue
-        left = ends - time.monotonic()
-        if left < LEAST:
-            print(f"{name}: no time left in this call")
+        contexts = _left(name, found, options)
+        # A static cache is made for one context, and compiled for it.
+        left += (
+            [(name, [one]) for one in contexts] if name == "static" else [(name, contexts)] * bool(contexts)
+        )
+    while left:
+        if ends - time.monotonic() < LEAST:
+            print(f"{left[0][0]}: no time left in this call")
             return 124
-        began = time.monotonic()
-        status, error = worker(name, contexts, options, left, rows)
-        found[name] = {"status": status, "seconds": round(time.monotonic() - began, 1), "contexts": rows}
-        found[name] |= {"rehearsal": options.rehearse} | ({"error": error} if status != "ok" else {})
-        update("decode", variants=found)
-        print(f"{name}: {status} {error[-600:] if status != 'ok' else ''}")
-        for context, row in rows.items():
-            said = f"{row['tokens_s']} tokens/s, {row['of_limit']:.0%} of {row['limit_tokens_s']}"
-            print(f"  {context} tokens: {said}, first token {row['first_token_s']} s")
+        group, left = left[: options.together], left[options.together :]
+        workers = [Worker(name, contexts, options) for name, contexts in group]
+        for worker in workers:
+            worker.ready.wait(max(0.0, ends - time.monotonic()))
+        for worker in workers:
+            status = worker.measure(ends)
+            rows = dict(found.get(worker.name, {}).get("contexts", {})) | worker.rows
+            row = {"status": status, "seconds": round(time.monotonic() - worker.began, 1), "contexts": rows}
+            row |= {"rehearsal": options.rehearse} | ({"error": worker.said} if status != "ok" else {})
+            found[worker.name] = row
+            update("decode", variants=found)
+            print(f"{worker.name}: {status} {worker.said[-600:] if status != 'ok' else ''}")
+            for context, one in rows.items():
+                said = f"{one['tokens_s']} tokens/s, {one['of_limit']:.0%} of {one['limit_tokens_s']}"
+                print(f"  {context} tokens: {said}, first token {one['first_token_s']} s")
     return int(any(row["status"] != "ok" for row in found.values()))
 
 
-def worker(
-    name: str, contexts: list[int], options: argparse.Namespace, seconds: float, rows: dict[str, Any]
-) -> tuple[str, str]:
-    """How the variant's process ended, and the end of what it said. rows: gets what it measured."""
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        __file__,
-        "--worker",
-        name,
-        *(["--rehearse"] if options.rehearse else []),
-    ]
-    command += ["--contexts", ",".join(map(str, contexts))]
-    command += ["--tokens", str(options.tokens), "--rounds", str(options.rounds)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-        out, error, status = done.stdout, done.stderr, "ok" if done.returncode == 0 else "failed"
-    except subprocess.TimeoutExpired as stopped:
-        out, error = (
-            part.decode("utf-8", "replace") if isinstance(part, bytes) else part or ""
-            for part in (stopped.stdout, stopped.stderr)
-        )
-        status = "stopped"
-    for line in out.splitlines():
-        if line.startswith("{"):
-            row = json.loads(line)
-            rows[str(row["context"])] = row
-    return status, error[-3000:]
+def _left(name: str, found: dict[str, Any], options: argparse.Namespace) -> list[int]:
+    rows = found.get(name, {}).get("contexts", {})
+    return [context for context in options.contexts if str(context) not in rows]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -236,10 +280,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--tokens", type=int, default=32, help="in a round")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--together", type=int, default=1, help="processes that get ready at once")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.contexts = [int(part) for part in options.contexts.split(",")]
     options.variants = options.variants.split(",")
+    options.worker_waits = bool(options.worker)
     if options.worker:
         measure(options)
         return 0

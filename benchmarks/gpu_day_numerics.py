@@ -1,6 +1,6 @@
 """The tests that need a GPU, with each result written down as it comes, so that a stopped run goes on.
 
-Part of `gpu_day.sh`. pytest's plugins are used where they are there (xdist: 8 processes), and said where they are not.
+Part of `gpu_day.sh`. pytest's plugins are used where they are there (xdist: 12 processes at most), and said where they are not.
 This module is also the pytest plugin that writes results and leaves out the tests that passed before.
 """
 
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     command += ["-o", "addopts=", "-o", "minversion=0", "--import-mode=importlib", "--tb=short"]
     command += ["-m", "gpu or not gpu" if options.rehearse else "gpu"]
     if "pytest-xdist" not in missing and not options.rehearse and not options.sanitize:
-        command += ["-n", str(min(8, os.cpu_count() or 1)), "--dist", "worksteal"]
+        command += ["-n", str(max(1, min(12, (os.cpu_count() or 1) - 2))), "--dist", "worksteal"]
     process = subprocess.Popen([*command, *chosen], cwd=ROOT, env=environment)
     try:
         code = process.wait()

@@ -137,43 +137,14 @@ def measure_append(
     case: Any, device: Any, dtype: Any, bandwidth: float, options: argparse.Namespace
 ) -> dict[str, Any]:
     """RoPE on queries and keys, encoding, and the write of one token a sequence: one launch."""
-    from dataclasses import replace
+    from kernel_problem import append_of, problem_of
 
-    import torch
-    from kernel_problem import problem_of
-
-    from kvcompile.kernels.triton.append import append
-    from kvcompile.kernels.triton.device import interpreted
-    from kvcompile.kernels.triton.host import ops_write
-    from kvcompile.kernels.triton.spec import KernelSpec
     from kvcompile.kernels.triton.tools.timing import Timed, medians
-    from kvcompile.specs import RotaryForm
 
     problem = problem_of(case, device, dtype, 0)
-    site = replace(problem.site, rotary=RotaryForm("half", 0, case.dim), share="none", kernels="reference")
-    flags = ("one", "rope", "q_out", *(("interpreted",) if interpreted() else ()))
-    spec = KernelSpec(
-        "append",
-        site,
-        *case.heads,
-        case.dim,
-        case.dim,
-        str(dtype).removeprefix("torch."),
-        block_n=append.block_n(case.dim, case.dim, one=True),
-        fp8="bits" if interpreted() else "native",
-        options=tuple(sorted(flags)),
-    ).to_json()
-    turns = torch.rand(max(case.lengths), case.dim, device=device)
-    rope = [turns.cos(), turns.sin()]
-    buffers = problem.caches[0]
-
-    def call() -> object:
-        return ops_write.append(
-            problem.q, problem.k, problem.v, buffers, problem.positions, rope, None, problem.table, spec
-        )
-
+    call = append_of(problem)
     moved = 2 * problem.q.nbytes + problem.k.nbytes + problem.v.nbytes
-    moved += sum(buffer[:, :, :1].nbytes for buffer in buffers)
+    moved += sum(buffer[:, :, :1].nbytes for buffer in problem.caches[0])
     row = {"case": case.name, "batch": case.batch, "context": case.context, "heads": list(case.heads)}
     row |= {"layout": str(problem.site.layout), "bytes": moved}
     found = medians({"ours": Timed([call] * (1 if options.dry_run else 20), device)}, options.rounds)

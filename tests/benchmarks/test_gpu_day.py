@@ -102,7 +102,11 @@ def test_decode_measures_what_its_file_has(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     decode = module("gpu_day_decode", monkeypatch)
-    decode.measure(argparse.Namespace(rehearse=True, worker=name, contexts=[12, 24], tokens=2, rounds=2))
+    decode.measure(
+        argparse.Namespace(
+            rehearse=True, worker=name, worker_waits=False, contexts=[12, 24], tokens=2, rounds=2
+        )
+    )
     rows: list[dict[str, Any]] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["variant"], row["context"]) for row in rows] == [(name, 12), (name, 24)]
     for row in rows:

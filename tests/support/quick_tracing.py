@@ -33,7 +33,7 @@ class Forwards:
             if (
                 code.co_name == "forward"
                 or code.co_filename.endswith("torch/__init__.py")
-                or (code.co_filename, code.co_name) in proxy._STACK_TRACE_ANCHORS
+                or (code.co_filename, code.co_name) in getattr(proxy, "_STACK_TRACE_ANCHORS", ())
             ):
                 frames.append(FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False))
             frame = frame.f_back
