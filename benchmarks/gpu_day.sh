@@ -2,6 +2,7 @@
 # One day with a GPU: everything that needs one, in pieces of at most ten minutes, with no network.
 #
 #   benchmarks/gpu_day.sh wheels                  # before, with a network: what that machine may lack, into wheels/
+#   benchmarks/gpu_day.sh ahead                   # before, without a GPU: kernels into build/gpu_day/triton, to take along
 #   benchmarks/gpu_day.sh import numerics         # there: pieces in this order
 #   benchmarks/gpu_day.sh --total 590 all         # all of them within 590 seconds; what is left goes on in the next call
 #   benchmarks/gpu_day.sh --rehearse all          # no GPU: tiny, in Triton's interpreter; figures mean nothing
@@ -37,8 +38,8 @@ while (($#)); do
       exit 0
       ;;
     all) pieces+=("${all[@]}") ;;
-    wheels | import | numerics | kernels | tune | kernels-tuned | decode | sanitize) pieces+=("$1") ;;
-    *) fail "no piece '$1': expected wheels, ${all[*]}, sanitize or all" ;;
+    wheels | ahead | import | numerics | kernels | tune | kernels-tuned | decode | sanitize) pieces+=("$1") ;;
+    *) fail "no piece '$1': expected wheels, ahead, ${all[*]}, sanitize or all" ;;
   esac
   shift
 done
@@ -57,7 +58,7 @@ OUT=$(realpath -m "${OUT:-$root/benchmarks/results/gpu_day}")
 if [[ ${pieces[*]} == wheels ]]; then
   exec "$PYTHON" "$root/benchmarks/gpu_day_setup.py" wheels
 fi
-if ((!${#rehearse[@]})) && ! nvidia-smi -L 2>/dev/null | grep -q GPU && ! compgen -G "/dev/nvidia[0-9]*" >/dev/null; then
+if ((!${#rehearse[@]})) && [[ ${pieces[*]} != ahead ]] && ! nvidia-smi -L 2>/dev/null | grep -q GPU && ! compgen -G "/dev/nvidia[0-9]*" >/dev/null; then
   fail "needs an NVIDIA GPU, and there is none here; --rehearse shows that the script works"
 fi
 
@@ -111,6 +112,7 @@ for name in "${pieces[@]}"; do
   echo "== $name, $(date -u '+%Y-%m-%d %H:%M:%S') UTC" | tee -a "$log"
   case $name in
     wheels) "$PYTHON" benchmarks/gpu_day_setup.py wheels ;;
+    ahead) TRITON_STORE_BINARY_ONLY=1 "$PYTHON" -W ignore benchmarks/gpu_day_ahead.py ;;
     import) piece import "$PYTHON" benchmarks/gpu_day_import.py ;;
     numerics) piece numerics "$PYTHON" benchmarks/gpu_day_numerics.py ;;
     sanitize) piece sanitize "$PYTHON" benchmarks/gpu_day_numerics.py --sanitize ;;

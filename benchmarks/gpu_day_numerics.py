@@ -22,6 +22,7 @@ from gpu_day_record import read, update
 ROOT = Path(__file__).resolve().parent.parent
 PLUGINS = {"xdist": "pytest-xdist", "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis"}
 REHEARSED = "tests/kernels/triton/tools/test_tune.py"  # a few seconds in Triton's interpreter
+POISONS = ("illegal memory access", "misaligned address", "unspecified launch failure", "device-side assert")
 LONGEST = 1200  # characters of a message; the log has the rest
 
 
@@ -103,6 +104,21 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item.nodeid not in passed]
+
+
+_poisoned = False
+
+
+def pytest_runtest_makereport(call: Any) -> None:
+    """A process that has met an illegal address answers every later call with it: it gets no more tests."""
+    global _poisoned
+    _poisoned |= call.excinfo is not None and any(text in str(call.excinfo.value) for text in POISONS)
+
+
+def pytest_runtest_setup() -> None:
+    """xdist has a new process in its place; the test that stood next is told as failed, and the next call runs it."""
+    if _poisoned and "PYTEST_XDIST_WORKER" in os.environ:
+        os._exit(86)
 
 
 def pytest_runtest_logreport(report: Any) -> None:

@@ -53,7 +53,7 @@ def test_the_script_is_valid_and_names_its_pieces(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["decod"], "no piece 'decod': expected wheels, import"),
+        (["decod"], "no piece 'decod': expected wheels, ahead, import"),
         (["--seconds", "ten", "decode"], "--seconds: expected a number of seconds, got 'ten'"),
         (["--total"], "--total: expected a number of seconds, got ''"),
     ],
