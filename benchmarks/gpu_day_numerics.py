@@ -1,7 +1,7 @@
 """The tests that need a GPU, with each result written down as it comes, so that a stopped run goes on.
 
-Part of `gpu_day.sh`. pytest's plugins are used where they are there (xdist: 12 processes at most), and said where they are not.
-This module is also the pytest plugin that writes results and leaves out the tests that passed before.
+Part of `gpu_day.sh`. pytest's plugins are used where they are there (xdist: at most 12 processes), and it is said where
+they are not. This module is also the pytest plugin that writes results and leaves out the tests that passed before.
 """
 
 from __future__ import annotations
