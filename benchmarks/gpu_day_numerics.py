@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PLUGINS = {"xdist": "pytest-xdist", "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis"}
 REHEARSED = "tests/kernels/triton/tools/test_tune.py"  # a few seconds in Triton's interpreter
 POISONS = ("illegal memory access", "misaligned address", "unspecified launch failure", "device-side assert")
-LONGEST = 1200  # characters of a message; the log has the rest
+LONGEST = 2000  # characters of a message; the log has the rest
 
 
 def files() -> list[str]:
@@ -67,7 +67,12 @@ def main(arguments: list[str] | None = None) -> int:
     command += ["-o", "addopts=", "-o", "minversion=0", "--import-mode=importlib", "--tb=short"]
     command += ["-m", "gpu or not gpu" if options.rehearse else "gpu"]
     if "pytest-xdist" not in missing and not options.rehearse and not options.sanitize:
-        command += ["-n", str(max(1, min(12, (os.cpu_count() or 1) - 2))), "--dist", "worksteal"]
+        command += [
+            "-n",
+            str(max(1, min(int(os.environ.get("GPU_DAY_PROCESSES", "12")), (os.cpu_count() or 1) - 2))),
+            "--dist",
+            "worksteal",
+        ]
     process = subprocess.Popen([*command, *chosen], cwd=ROOT, env=environment)
     try:
         code = process.wait()
@@ -133,9 +138,17 @@ def pytest_runtest_logreport(report: Any) -> None:
     if outcome == "skipped" and isinstance(report.longrepr, tuple):
         row["message"] = report.longrepr[2]
     elif outcome != "passed":
-        row["message"] = "\n".join(str(report.longrepr).splitlines()[-12:])[-LONGEST:]
+        row["message"] = _told(str(report.longrepr))
     with open(lines, "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def _told(text: str) -> str:
+    """Where it failed, and the first lines of the error: C++ frames may be the last sixty."""
+    lines = text.splitlines()
+    errors = [place for place, line in enumerate(lines) if line.startswith("E ")]
+    first = errors[0] if errors else max(0, len(lines) - 12)
+    return "\n".join(lines[max(0, first - 6) : first + 10])[:LONGEST]
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
+from kvcompile.util.faking import faking
 from kvcompile.util.own_code import TORCH
 
 _BARE = ("aten::", "kvcompile::")  # the libraries whose operators go by their bare names
@@ -128,7 +129,7 @@ def call(
     fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs or {}), value)
     modes = [v.fake_mode for v in _leaves((fake_args, fake_kwargs, value(like))) if hasattr(v, "fake_mode")]
     if modes:
-        with modes[0], torch.no_grad():
+        with faking(modes[0]):
             node.meta["val"] = target(*fake_args, **fake_kwargs)
     return node
 

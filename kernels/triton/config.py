@@ -49,6 +49,7 @@ __all__ = [
 ]
 
 _SMALLEST = 16  # what a product takes at least
+_FEW_SLOTS = 32  # of a tile whose products would take too many descriptors
 _ONE_PAGE = 64  # a page that is smaller makes tiles too small: then slots are gathered
 _USED: ContextVar[Mapping[str, Config]] = ContextVar("configurations that are measured", default={})  # noqa: B039
 
@@ -186,6 +187,8 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
             config = replace(config, num_warps=min(config.num_warps, 2))
     if _ONE_PAGE <= case.page < block_n and case.page & (case.page - 1) == 0:
         block_n = case.page  # one address for all slots of a tile
+    if case.role == "prefill" and device.arch == 90 and _many_pieces(case, site):
+        block_n = min(block_n, _FEW_SLOTS)
     rows = step_rows(case) if case.role == "decode" else config.block_m
     smallest = max(1, _SMALLEST // case.stack)
     if case.role == "prefill" and site.score.mod is not None:
@@ -205,6 +208,15 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
         else:
             config = replace(config, num_stages=1)
     return config
+
+
+def _many_pieces(case: Case, site: SiteSpec) -> bool:
+    """Whether a tile's products have more descriptors than sm_90 has uniform registers, 64 slots of it.
+
+    ptxas of Triton 3.6 then loses some (`tools/descriptors.py`): on an H200 an illegal access.
+    """
+    layout = site.layout
+    return case.bits == 8 and not layout.in_keys and bits_of(layout.values, case.dim, torch.float16) <= 4
 
 
 def step_rows(case: Case) -> int:

@@ -24,6 +24,7 @@ from kvcompile.compile import ahead
 from kvcompile.compile.gemv import with_gemv
 from kvcompile.errors import CompileError
 from kvcompile.util.code_digest import code_digest
+from kvcompile.util.faking import faking
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class Tracer:
 
     def run(self, module: GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """The module's outputs as fake tensors."""
-        with self.mode, torch.no_grad():
+        with faking(self.mode):
             return tuple(module(*inputs))
 
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcompile.errors import ModelError
 from kvcompile.passes.graph import call, expr, source_line, value
+from kvcompile.util.faking import faking
 
 aten = torch.ops.aten
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
@@ -75,7 +76,7 @@ def cast_call(graph: Graph, inner: Node, known: Mapping[Node, Any], cast: Cast) 
 
     leaves, spec = pytree.tree_flatten((fake_args, fake_kwargs))
     plain, seen = _Seen(), _Seen()
-    with mode, torch.no_grad():
+    with faking(mode):
         with plain:
             run(*leaves)
         with torch.autocast(cast.device, cast.dtype, cache_enabled=False), seen:
@@ -122,7 +123,7 @@ def _parts(
             every[place] = found
         return run(*every)
 
-    with mode, torch.no_grad(), torch.autocast(cast.device, cast.dtype, cache_enabled=False):
+    with faking(mode), torch.autocast(cast.device, cast.dtype, cache_enabled=False):
         parts = make_fx(of_places)(*(leaves[place] for place in places))
     known: dict[Node, Any] = {}
     sources = iter(given[place] for place in places)

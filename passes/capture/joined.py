@@ -23,6 +23,7 @@ from kvcompile.passes.capture.guards import Threshold
 from kvcompile.passes.graph import expr, shape, target_name, value
 from kvcompile.passes.probe.evaluate import fetch_attr
 from kvcompile.passes.rewrite.clean import eliminate_dead_code
+from kvcompile.util.faking import faking
 
 
 def worth_it(graph_module: GraphModule, threshold: Threshold) -> bool:
@@ -160,7 +161,7 @@ def _propagate(module: GraphModule, example: Sequence[Tensor]) -> bool:
                 )
             elif node.op == "call_function":
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                with mode:
+                with faking(mode):
                     values[node] = node.target(*args, **kwargs)
             else:
                 continue

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic
@@ -28,6 +27,7 @@ from kvcompile.errors import ModelError
 from kvcompile.passes.graph import expr, shape, source_line, value
 from kvcompile.passes.probe.evaluate import fetch_attr
 from kvcompile.passes.table import graph_pass
+from kvcompile.util.faking import faking
 
 aten = torch.ops.aten
 KEEP = "logits_to_keep"
@@ -169,7 +169,7 @@ def _reshape(graph: Graph, nodes: set[Node]) -> None:
         args, kwargs = map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
         mode = next(n.meta["val"].fake_mode for n in graph.nodes if n.op == "placeholder")
         try:
-            with mode, torch.no_grad(), enable_python_dispatcher():
+            with faking(mode):
                 node.meta["val"] = node.target(*args, **kwargs)
         except Exception as error:  # an operator raises anything for shapes that it does not take
             at = source_line(node) or str(node.target)

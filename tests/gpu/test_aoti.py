@@ -28,7 +28,9 @@ def test_a_package_has_the_kernels_and_is_the_module(
     assert {decision.kernels for decision in source.plan.decisions} == {"triton"}
     with zipfile.ZipFile(tmp_path / "out" / "model.pt2") as package:
         names = package.namelist()
-    assert any("decode_attention" in name and name.endswith(".cubin") for name in names), names
+        sources = [package.read(name) for name in names if name.endswith((".cpp", ".so"))]
+    assert any(name.endswith(".cubin") for name in names), names
+    assert any(b"decode_attention" in source for source in sources), names
     engine = Manifest.read(tmp_path / "out").machine
     assert engine is not None and engine["compute_capability"] == list(
         torch.cuda.get_device_capability(device)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from kvcompile.errors import KernelError
 from kvcompile.kernels.triton.params import KernelSource, TensorParam
 from kvcompile.kernels.triton.spec import KernelSpec
-from kvcompile.kernels.triton.tools import ptx, sass, ttgir
+from kvcompile.kernels.triton.tools import descriptors, ptx, sass, ttgir
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -78,6 +78,7 @@ class Assembled:
     byte_loads:   of single bytes from shared memory, in one turn of the main loop
     handovers:    what is wrong with each atomic, by its PTX (`ptx.handovers`); "": nothing
     overtaken:    buffers that a copy may fill before they are read, by its TTGIR (`ttgir.overtaken`)
+    lost:         products that read another tile than they were given, by its machine code (`descriptors.lost`)
     pipeline:     of the main loop, by its TTGIR (`ttgir.Pipeline`); None: it has no product
     opcodes:      with their modifiers, of the main loop (or, where there is none, of all of it) -> how many
     outside:      instructions that are in no loop
@@ -102,6 +103,7 @@ class Assembled:
     outside: int = 0
     handovers: tuple[str, ...] = ()
     overtaken: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
     main_loop: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -118,6 +120,7 @@ class Assembled:
                 "main_loop": tuple(data["main_loop"]),
                 "handovers": tuple(data["handovers"]),
                 "overtaken": tuple(data["overtaken"]),
+                "lost": tuple(data["lost"]),
                 "pipeline": pipeline,
             }
         )
@@ -234,6 +237,7 @@ def _assembled(request: Request, listing: bool) -> Assembled:
         outside=sass.outside(code, loops),
         handovers=ptx.handovers(compiled.asm["ptx"]),
         overtaken=ttgir.overtaken(compiled.asm["ttgir"]),
+        lost=descriptors.lost(code),
         main_loop=tuple(i.text for i in loop.body) if listing and loop is not None else (),
     )
 
