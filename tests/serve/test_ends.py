@@ -104,7 +104,9 @@ def test_whole_characters_come_at_once() -> None:
     text = ""
     for count, token in enumerate(words, 1):
         text += ends.take(token).text
-        assert text == decode("smollm2", words[:count]).rstrip("�")
+        # A space waits for what it is with where a tokenizer has more than bytes (transformers 5.17, from GGUF files).
+        assert text.rstrip() == decode("smollm2", words[:count]).rstrip("� ")
+    assert text == decode("smollm2", words)
 
 
 def test_a_leading_space_stays_in_the_middle_of_a_text() -> None:

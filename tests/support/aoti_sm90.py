@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch._inductor.codecache import CpuTritonKernelCache
@@ -46,7 +48,8 @@ def programs(recipe: str) -> dict[str, Any]:
     GraphLowering.codegen_with_cpp_wrapper = printed  # type: ignore[method-assign]
     for entry in entries(4):
         try:
-            compiled(function, entry, "default", "native")
+            with TemporaryDirectory() as folder:
+                compiled(function, entry, "default", "native", Path(folder))
         except ExportError as error:
             if "printed" not in str(error):
                 raise

@@ -98,11 +98,11 @@ def instruction_sets(level: str, own: set[str]) -> set[str]:
     return _OF_LEVEL[level] | (set(picked) & own)
 
 
-def compiled(function: Functional, entry: Entry, mode: str, level: str) -> Compiled:
+def compiled(function: Functional, entry: Entry, mode: str, level: str, folder: Path) -> Compiled:
     """Trace and compile one graph of a function that updates its caches in place.
 
     Args:
-        mode: of the recipe's `compile`. level: one of LEVELS.
+        mode: of the recipe's `compile`. level: one of LEVELS. folder: for the files of this graph, which stay there.
 
     Raises:
         ExportError: torch.export or Inductor refuses the graph.
@@ -124,7 +124,7 @@ def compiled(function: Functional, entry: Entry, mode: str, level: str) -> Compi
         linked = kernels.options(named, isa)
         with torch.no_grad(), quiet("torch._inductor"):
             made: Any = torch._inductor.aot_compile(
-                module, given, options=_options(entry, mode, level) | linked
+                module, given, options=_options(entry, mode, level, folder) | linked
             )
     except Exception as error:  # Inductor and the C++ compiler raise many kinds
         reason = " ".join(str(error).split())[:600]
@@ -169,7 +169,7 @@ def _lay_out(module: nn.Module) -> None:
                 owner._buffers[name] = rows
 
 
-def _options(entry: Entry, mode: str, level: str) -> dict[str, Any]:
+def _options(entry: Entry, mode: str, level: str, folder: Path) -> dict[str, Any]:
     options = dict(torch._inductor.list_mode_options(mode)) if mode == "max-autotune" else {}
     options |= {
         "triton.cudagraphs": False,
@@ -186,6 +186,9 @@ def _options(entry: Entry, mode: str, level: str) -> dict[str, Any]:
         "aot_inductor.package_constants_on_disk_format": "pickle_weights",
         "aot_inductor.check_lowerbound": False,
         "aot_inductor.model_name_for_generated_files": entry.name,
+        # Else AOTInductor names the folder by the text of the graph, which says nothing of the sizes of weights or of
+        # PyTorch's version, and takes C++ that lies there already for its own.
+        "aot_inductor.output_path": str(folder.absolute() / entry.name),
         # What is linked in is among the flags, so no other graph has the same: headers would be compiled for this one.
         "aot_inductor.precompile_headers": False,
     }

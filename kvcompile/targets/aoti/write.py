@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -52,11 +53,12 @@ def write(
     needed = machine.needs(source.front.device, instruction_sets(level, machine.has()))
     function = functional(source.front, source.plan, AOTI, in_place=True)
     wanted, made = entries(source.plan.limits.max_batch), []
-    for number, entry in enumerate(wanted):
-        tell(f"compile {entry.name}", number, len(wanted))
-        made.append(compiled(function, entry, source.recipe.compile.mode, level))
-    tell("write", len(wanted), len(wanted))
-    package(folder / PACKAGE, tuple(made))
+    with TemporaryDirectory(prefix="kvcompile-aoti-") as scratch:
+        for number, entry in enumerate(wanted):
+            tell(f"compile {entry.name}", number, len(wanted))
+            made.append(compiled(function, entry, source.recipe.compile.mode, level, Path(scratch)))
+        tell("write", len(wanted), len(wanted))
+        package(folder / PACKAGE, tuple(made))
     save_file(weights(tuple(made)), folder / WEIGHTS)
     named = {name: text for each in made for name, text in each.kernels.items()}
     if named:

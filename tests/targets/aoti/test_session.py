@@ -28,14 +28,16 @@ from kvcompile.kernels.cpp import available as cpp_available
 from kvcompile.kernels.cpp.generate import generate
 from kvcompile.kernels.cpp.isa import VARIABLE, isa, multiplies_rows
 from kvcompile.kernels.cpp.spec import CppSpec
+from kvcompile.kernels.shared.dialect import AOTI
 from kvcompile.models import load_model
 from kvcompile.recipe import Recipe, shipped_recipes
 from kvcompile.targets import machine
 from kvcompile.targets.aoti.kernels import isa_of
-from kvcompile.targets.aoti.package import LEVELS, entries, instruction_sets
+from kvcompile.targets.aoti.package import LEVELS, compiled, entries, instruction_sets
 from kvcompile.targets.aoti.session import Package
+from kvcompile.targets.functional import functional
 from kvcompile.targets.manifest import Manifest
-from kvcompile.targets.source import Source
+from kvcompile.targets.source import Source, source_of
 from kvcompile.targets.verify import CHUNKS, check_session, source_for
 from kvcompile.verify.compare import Check
 from tests.support.exports import SHIPPED, small, tiny, written
@@ -276,6 +278,20 @@ def test_one_process_runs_packages_that_hold_kernels_of_one_name(int8: Made, tmp
     ids = ids_of(1, 9)
     assert torch.equal(first.prefill(ids), second.prefill(ids))
     assert torch.equal(first.decode(ids[:, :1]), second.decode(ids[:, :1]))
+
+
+def test_models_whose_graphs_read_alike_have_code_of_their_own(tmp_path: Path) -> None:
+    """The text of a graph says nothing of the sizes of its weights."""
+    texts = []
+    for size in (96, 160):
+        source = source_of(
+            tiny(layers=1, intermediate_size=size), small("int8", max_batch=1), lambda *_: None, {}, "aoti"
+        )
+        function = functional(source.front, source.plan, AOTI, in_place=True)
+        compiled(function, entries(1)[1], "default", "native", tmp_path / str(size))
+        (code,) = (tmp_path / str(size)).rglob("*.kernel.cpp")
+        texts.append(code.read_text())
+    assert texts[0] != texts[1]
 
 
 # ---- without the model's code
