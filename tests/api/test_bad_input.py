@@ -143,7 +143,14 @@ NO_DECODER: dict[str, tuple[Any, str]] = {
     "images and text": (transformers.CLIPConfig(), "clip: .*continues no text"),
     "sound": (transformers.Wav2Vec2Config(), "wav2vec2: .*continues no text"),
     "masks": (transformers.DistilBertConfig(), "distilbert: .*masked lm.*continues no text"),
-    "two models": ({"model_type": "encoder-decoder"}, "an encoder-decoder model"),
+    "two models": (
+        {
+            "model_type": "encoder-decoder",
+            "encoder": {"model_type": "bert"},
+            "decoder": {"model_type": "bert"},
+        },
+        "an encoder-decoder model",
+    ),
     "no layers": (LLAMA | {"num_hidden_layers": 0}, "num_hidden_layers: expected a whole number from 1"),
     "a billion layers": (
         LLAMA | {"num_hidden_layers": 10**9},
