@@ -107,7 +107,9 @@ def test_decode_measures_what_its_file_has(
             rehearse=True, worker=name, worker_waits=False, contexts=[12, 24], tokens=2, rounds=2
         )
     )
-    rows: list[dict[str, Any]] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    ready, *lines = capsys.readouterr().out.splitlines()
+    assert ready == decode.READY.strip()
+    rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
     assert [(row["variant"], row["context"]) for row in rows] == [(name, 12), (name, 24)]
     for row in rows:
         assert row["tokens_s"] > 0 and row["limit_tokens_s"] > 0 and len(row["rounds"]) == 2
