@@ -216,9 +216,9 @@ def _many_pieces(case: Case, site: SiteSpec) -> bool:
     ptxas of Triton 3.6 then loses some (`tools/descriptors.py`): on an H200 an illegal access. So it is with values of
     four bits and fewer, in four pieces and more, beside keys of eight, and with those of three bits beside any codes.
     """
-    if site.layout.in_keys:
-        return False
     values = site.layout.values
+    if not isinstance(values, Storage):
+        return False
     if case.bits == 8:
         return bits_of(values, case.dim, torch.float16) <= 4
     return case.bits <= 4 and values.of_slots.element.kind == "uint" and values.of_slots.element.bits == 3

@@ -15,8 +15,8 @@ KERNELS = (
     broken(
         "a descriptor's constant may be added to anything",
         "kernels/triton/tools/descriptors.py",
-        "return next((said for part in named if (said := _traced(code, place, part, _SMALL))), \"\")",
-        "return \"\"",
+        'return next((said for part in named if (said := _traced(code, place, part, _SMALL))), "")',
+        'return ""',
         "tests/kernels/triton/tools/test_descriptors.py",
     ),
     broken(
