@@ -246,7 +246,7 @@ def _prompt(layout: CacheLayout) -> Request:
 
 
 def test_tiles_of_many_pieces_are_small() -> None:
-    """Of 64 slots, Triton 3.6 makes kernels of them that fail on an H200; of other layouts it does not."""
+    """Of 64 slots, Triton 3.6 to 3.7.1 make kernels of them that fail on an H200; of other layouts they do not."""
     assert {name: _prompt(layout).spec.block_n for name, layout in PIECES.items()} == dict.fromkeys(
         PIECES, 32
     )
