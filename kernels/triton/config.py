@@ -213,8 +213,9 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
 def _many_pieces(case: Case, site: SiteSpec) -> bool:
     """Whether a tile's products have more descriptors than sm_90 has uniform registers, 64 slots of it.
 
-    ptxas of Triton 3.6 to 3.7.1 then loses some (`tools/descriptors.py`): on an H200 an illegal access. So it is with values of
-    four bits and fewer, in four pieces and more, beside keys of eight, and with those of three bits beside any codes.
+    ptxas of Triton 3.6 to 3.7.1 then loses some (`tools/descriptors.py`): on an H200 an illegal access. So it is with
+    values of four bits and fewer, in four pieces and more, beside keys of eight, and with those of three bits beside
+    any codes.
     """
     values = site.layout.values
     if not isinstance(values, Storage):

@@ -77,7 +77,7 @@ def test_without_its_constant_each_is_lost(name: str) -> None:
 
 
 def test_a_sum_with_an_address_is_lost() -> None:
-    """As ptxas of Triton 3.6 to 3.7.1 has it, in a prompt over int8 keys and int4 values: the register has a pointer still."""
+    """As ptxas of Triton 3.6 to 3.7.1 has it of a prompt over int8 keys and int4 values: a pointer is there still."""
     found = lost(
         listing(
             "ULEA.HI.X UR11, UR23, UR25, UR22, 0x7, UP1",
