@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import operator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 from weakref import ref
 
 import torch
@@ -63,21 +64,27 @@ class CacheHandle:
         """Whether tokens can be forgotten again, however many there are."""
         return self.cache.shape.back.always
 
-    def crop(self, tokens: int) -> None:
+    def crop(self, tokens: SupportsIndex) -> None:
         """Keep the first `tokens` columns, or without the last `-tokens` where that is negative; 0 keeps all, as
         transformers calls it (`fast.reset()` forgets all).
+
+        tokens: a whole number; transformers 5.17 gives it as a tensor []
 
         Raises:
             InputError: the layout cannot step back (see `kvcompile.layouts.stepping`), or has fewer columns; the cache
                 is as it was.
         """
-        if isinstance(tokens, bool) or not isinstance(tokens, int):
-            raise InputError(f"crop: expected a whole number of tokens, got {tokens!r}")
+        try:
+            if isinstance(tokens, bool):
+                raise TypeError
+            wanted = operator.index(tokens)
+        except TypeError:
+            raise InputError(f"crop: expected a whole number of tokens, got {tokens!r}") from None
         with self.module.turns.alone():
             columns = self.cache.columns
-            keep = tokens if tokens > 0 else columns + tokens
+            keep = wanted if wanted > 0 else columns + wanted
             if not 0 <= keep <= columns:
-                raise InputError(f"crop({tokens}): the cache holds {columns} tokens")
+                raise InputError(f"crop({wanted}): the cache holds {columns} tokens")
             self.cache.crop(keep)
 
     def fork(self) -> CacheHandle:

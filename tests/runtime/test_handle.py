@@ -123,7 +123,12 @@ def test_crop_of_nonsense(llama: nn.Module) -> None:
             fast.handle.crop(tokens)
     fast.handle.crop(0)  # as transformers calls it where nothing is to be forgotten
     assert len(fast.handle) == 10
-    fast.handle.crop(-10)
+    for nonsense in (True, 2.0, torch.tensor(2.0), torch.tensor([1, 2]), "2"):
+        with pytest.raises(InputError, match="expected a whole number"):
+            fast.handle.crop(nonsense)  # type: ignore[arg-type]
+    fast.handle.crop(torch.tensor(-1))  # as transformers 5.17 counts
+    assert len(fast.handle) == 9
+    fast.handle.crop(-9)
     assert len(fast.handle) == 0
     close(fast(text(7)), fast.model(text(7)))
 

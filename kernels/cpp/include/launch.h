@@ -17,6 +17,11 @@
 #include "call.h"
 #include "workers.h"
 
+// PyTorch 2.12 and older know the check by its former name only.
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK
+#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
+#endif
+
 namespace {
 
 using At = torch::stable::Tensor;

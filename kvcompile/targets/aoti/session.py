@@ -59,7 +59,7 @@ class Package(session.Session):
             if missing:
                 raise ArtifactError(f"{self.path / WEIGHTS} has no {missing[0]!r}; export again")
             # user_managed: the graph reads these very tensors, which must live as long as it does.
-            model.load_constants(own, False, True, True, False)
+            model.load_constants(own, False, True, True)
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:400]
             raise ArtifactError(f"{file}: PyTorch cannot load {entry!r}: {reason}; export again") from error

@@ -401,10 +401,10 @@ def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
 
 
 def test_another_torch(copied: Path) -> None:
-    edited(copied, lambda data: data["versions"].update(torch="2.11.0"))
+    edited(copied, lambda data: data["versions"].update(torch="2.1.0"))
     with pytest.raises(ArtifactError) as caught:
         load(copied)
-    assert "PyTorch 2.11.0" in str(caught.value) and f"this is {torch.__version__}" in str(caught.value)
+    assert "PyTorch 2.1.0" in str(caught.value) and f"this is {torch.__version__}" in str(caught.value)
 
 
 def test_another_build_of_the_same_torch(copied: Path) -> None:
