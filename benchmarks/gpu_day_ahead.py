@@ -1,4 +1,4 @@
-"""Compiles what `numerics` and `kernels` launch before there is a GPU, so that its time goes to running.
+"""Compiles what `numerics`, `kernels` and `tune` launch before there is a GPU, so that its time goes to running.
 
 Tensors stand on the CPU and act as those of a chip; Triton's driver is replaced by one that compiles and launches
 nothing. What Triton finds in its cache (TRITON_CACHE_DIR) on the chip's machine is what it would have compiled there,
@@ -53,11 +53,6 @@ class Compiling:
     def unload_module(self, module: Any) -> None: ...
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        """The C code of a launch is compiled as well, where a libcuda can be linked."""
-        with contextlib.suppress(Exception):
-            from triton.backends.nvidia.driver import CudaLauncher
-
-            CudaLauncher(source, metadata)
         return lambda *arguments: None
 
 
@@ -103,11 +98,9 @@ def asked(module: Any) -> Iterator[tuple[Any, list[str]]]:
                 yield kind, list(mark.args[1])
 
 
-def kernels(name: str) -> None:
-    """What a case of the benchmark launches, over caches of which no page of memory is touched."""
+def without_memory() -> None:
+    """Caches of samples from here on are memory that nobody touches, however large they are."""
     import torch
-    from kernel_cases import APPENDS, CASES
-    from kernel_problem import append_of, call_of, problem_of
 
     from kvcompile.kernels.triton.tools import synthetic_cache
 
@@ -115,12 +108,44 @@ def kernels(name: str) -> None:
         return torch.empty((rows, *spec.shape), dtype=spec.dtype)
 
     synthetic_cache._filled = untouched
+
+
+def kernels(name: str) -> None:
+    """What a case of the benchmark launches."""
+    import torch
+    from kernel_cases import APPENDS, CASES
+    from kernel_problem import append_of, call_of, problem_of
+
+    without_memory()
     case = next(case for case in (*CASES, *APPENDS) if case.name == name)
     problem = problem_of(case, torch.device("cpu"), torch.bfloat16, 0)
     (append_of(problem) if case in APPENDS else call_of(problem))()
 
 
-WHAT: dict[str, Callable[[str], None]] = {"numerics": numerics, "kernels": kernels}
+def tune(name: str) -> None:
+    """What the tuner tries of a recipe and role, at each of its points."""
+    import torch
+    from gpu_day_tune import BATCHES, CONTEXTS, HEAD_DIM, HEADS
+
+    from kvcompile.cli.tune import _subject
+    from kvcompile.kernels.triton.device import device_of
+    from kvcompile.kernels.triton.tools import tune as tuner
+
+    without_memory()
+    recipe, role = name.split()
+    heads, dim = tuple(map(int, HEADS.split("/"))), int(HEAD_DIM)
+    points = [tuple(map(int, text.split(","))) for text in (BATCHES, CONTEXTS)]
+    of = _subject(recipe, role, heads, dim, torch.bfloat16, *points, 1024)  # type: ignore[arg-type]
+    device = torch.device("cpu")
+    tried = tuner._hopeful(of, device_of(device), lambda *told: None)
+    for point in of.points:
+        sample = tuner._sample(of, point, device, 0)
+        for candidate in tried:
+            with contextlib.suppress(*tuner._too_large()):  # as the tuner leaves it out
+                tuner._call(of.role, candidate, sample, 0)()
+
+
+WHAT: dict[str, Callable[[str], None]] = {"numerics": numerics, "kernels": kernels, "tune": tune}
 
 
 def names_of(what: str) -> list[str]:
@@ -128,6 +153,10 @@ def names_of(what: str) -> list[str]:
         from tests.gpu.sites import SITES
 
         return list(SITES)
+    if what == "tune":
+        from gpu_day_tune import RECIPES, ROLES
+
+        return [f"{recipe} {role}" for role in ROLES.split(",") for recipe in RECIPES.split(",")]
     from kernel_cases import APPENDS, CASES
 
     return [case.name for case in (*CASES, *APPENDS)]

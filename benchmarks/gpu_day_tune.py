@@ -19,6 +19,8 @@ from typing import Any
 from gpu_day_record import read, update
 
 LEAST = 45  # seconds under which no subject is begun
+RECIPES, ROLES = "baseline,int8,fp8,int4,kivi4,paged,paged_int8", "decode,prefill"
+HEADS, HEAD_DIM, BATCHES, CONTEXTS = "32/8", "128", "1,32", "4096,32768"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,12 +29,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--again", action="store_true")
-    parser.add_argument("--recipes", default="baseline,int8,fp8,int4,kivi4,paged,paged_int8")
-    parser.add_argument("--roles", default="decode,prefill")
-    parser.add_argument("--heads", default="32/8")
-    parser.add_argument("--head-dim", default="128")
-    parser.add_argument("--batch", default="1,32")
-    parser.add_argument("--context", default="4096,32768")
+    parser.add_argument("--recipes", default=RECIPES)
+    parser.add_argument("--roles", default=ROLES)
+    parser.add_argument("--heads", default=HEADS)
+    parser.add_argument("--head-dim", default=HEAD_DIM)
+    parser.add_argument("--batch", default=BATCHES)
+    parser.add_argument("--context", default=CONTEXTS)
     parser.add_argument("--rounds", default="5")
     options = parser.parse_args(arguments)
     ends = time.monotonic() + float(os.environ.get("GPU_DAY_SECONDS", "570")) - 5

@@ -167,9 +167,8 @@ def _generate(
         streamer=streamer,
         return_dict_in_generate=True,
     )
-    run.cache_bytes = sum(
-        layer.keys.nbytes + layer.values.nbytes for layer in getattr(result.past_key_values, "layers", ())
-    )
+    cache = result["cache" if "cache" in result.keys() else "past_key_values"]  # its name since transformers 5.24
+    run.cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in getattr(cache, "layers", ()))
     return run
 
 

@@ -213,10 +213,16 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
 def _many_pieces(case: Case, site: SiteSpec) -> bool:
     """Whether a tile's products have more descriptors than sm_90 has uniform registers, 64 slots of it.
 
-    ptxas of Triton 3.6 then loses some (`tools/descriptors.py`): on an H200 an illegal access.
+    ptxas of Triton 3.6 to 3.7.1 then loses some (`tools/descriptors.py`): on an H200 an illegal access. So it is with
+    values of four bits and fewer, in four pieces and more, beside keys of eight, and with those of three bits beside
+    any codes.
     """
-    layout = site.layout
-    return case.bits == 8 and not layout.in_keys and bits_of(layout.values, case.dim, torch.float16) <= 4
+    values = site.layout.values
+    if not isinstance(values, Storage):
+        return False
+    if case.bits == 8:
+        return bits_of(values, case.dim, torch.float16) <= 4
+    return case.bits <= 4 and values.of_slots.element.kind == "uint" and values.of_slots.element.bits == 3
 
 
 def step_rows(case: Case) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvcompile.kernels.triton.predict.launch import Predicted
     from kvcompile.kernels.triton.tools.tune import Subject
 
-NOTE = "A model, not a measurement: no kernel was ever timed on a GPU. Assumptions: docs/kernels.md, Predicted times"
+NOTE = "A model, not a measurement; how they compare: docs/kernels.md, Predicted times"
 _SHOWN = 12  # candidates of a tuner
 _EACH = "a token, each reading all"
 

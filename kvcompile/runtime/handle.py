@@ -30,6 +30,8 @@ class CacheHandle:
     """
 
     is_compileable = False
+    # transformers 5.24 asks of each layer whether it keeps no tokens; what it sees here is one, and it counts tokens.
+    is_linear = (False,)
 
     def __init__(self, module: CachedModel, cache: KVCache):
         self._module = ref(module)  # which has this

@@ -1,11 +1,13 @@
 """Hugging Face models keep their generate(): sampling, beams, streamers, stopping criteria, pipelines.
 
 `generate` makes a cache and hands it to every forward; ours is the module's own, so a handle travels in its
-place. A new `generate` starts from an empty cache, unless a handle is passed as `past_key_values`.
+place. A new `generate` starts from an empty cache, unless a handle is passed as `past_key_values`, which transformers
+5.24 calls `cache`: both names are taken, with any transformers.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +33,18 @@ _MODES = (
     GenerationMode.BEAM_SEARCH,
     GenerationMode.BEAM_SAMPLE,
 )
+_NAMES = ("past_key_values", "cache")
+_STEPS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+# What the installed transformers calls a cache: in the arguments of each step, and in what a step returns.
+_CACHE = "cache" if "cache" in _STEPS else "past_key_values"
+
+
+def _one_cache(**given: Any) -> Any:
+    """Return the cache that comes under one of its two names, or None."""
+    caches = [cache for cache in given.values() if cache is not None]
+    if len(caches) > 1 and caches[0] is not caches[1]:
+        raise InputError("past_key_values and cache: they are two names of one argument; pass one of them")
+    return caches[0] if caches else None
 
 
 @contextmanager
@@ -64,6 +78,7 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         *,
         past_key_values: CacheHandle | None = None,
+        cache: CacheHandle | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         return_dict: bool | None = None,
@@ -73,6 +88,7 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
 
         Args:
             past_key_values: this module's own handle, or None, which is the same; or a fork of it.
+            cache: another name of `past_key_values`.
             use_cache: not False.
             logits_to_keep: logits of the last n tokens only; 0 is all.
             kwargs: position_ids that say what the cache and `attention_mask` say; nothing else.
@@ -89,15 +105,16 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
         # A bool is an int to Python.
         if not isinstance(logits_to_keep, int) or isinstance(logits_to_keep, bool) or logits_to_keep < 0:
             raise InputError(f"logits_to_keep: expected a count of last tokens, got {logits_to_keep!r}")
-        with self._at(past_key_values):
+        given = _one_cache(past_key_values=past_key_values, cache=cache)
+        with self._at(given):
             if positions is not None:
                 self._check_positions(input_ids, attention_mask, positions)
             flat = self._call(
                 input_ids, attention_mask, keep=logits_to_keep or (1 if self.program.last else None)
             )
         output = self.program.rebuild(flat)
-        if past_key_values is not None:
-            output["past_key_values"] = past_key_values
+        if given is not None:
+            output[_CACHE] = given
         if return_dict is False:
             return output.to_tuple()
         return output
@@ -106,9 +123,10 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Hugging Face's generate(): greedy, sampling, beams; see there for the arguments.
 
-        It starts from an empty cache. With `past_key_values=fast.handle` (or a fork of it) a whole text keeps what it
-        has in common with what the cache holds, where the layout can step back; else it is computed anew. Tokens
-        without the text before them go on where an attention_mask of all columns comes with them.
+        It starts from an empty cache. With `past_key_values=fast.handle` (or a fork of it; `cache=` is the same) a
+        whole text keeps what it has in common with what the cache holds, where the layout can step back; else it is
+        computed anew. Tokens without the text before them go on where an attention_mask of all columns comes with
+        them.
 
         Raises:
             InputError: what the cache inside cannot serve (inputs_embeds, another cache, assisted generation where the
@@ -142,11 +160,15 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
         if kwargs.get("inputs_embeds") is not None:
             raise InputError("generate: this module takes input_ids, not inputs_embeds")
         self._check_use_cache(kwargs.get("use_cache"))
+        # Under the name that transformers reads, so that it neither overlooks a cache nor warns of an old name.
+        handle = _one_cache(**{name: kwargs.pop(name, None) for name in _NAMES})
+        if handle is not None:
+            kwargs[_CACHE] = handle
         if self.group is not None:
             self.group.share_randomness()
         self._prompt = (kwargs.get("input_ids") if inputs is None else inputs, kwargs.get("attention_mask"))
         try:
-            with self._at(kwargs.get("past_key_values")):
+            with self._at(handle):
                 return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
         finally:
             self._prompt, self._from_start = (None, None), False
@@ -280,7 +302,7 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
         *args: Any,
     ) -> Any:
         """Hand generate() our handle, and refuse before the first token what would not fit at the end."""
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(_CACHE)
         handle = self.handle if given is None else self._checked_handle(given)
         self._check_use_cache(generation_config.use_cache)
         if generation_config.cache_implementation is not None:
@@ -317,7 +339,7 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
         self._from_start = generation_mode == GenerationMode.ASSISTED_GENERATION and not alone
         # Every step is one token long; without this, generate() would send the whole sequence again.
         generation_config.use_cache = True
-        model_kwargs["past_key_values"] = handle
+        model_kwargs[_CACHE] = handle
         return False
 
     @contextmanager
@@ -333,6 +355,7 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         is_first_iteration: bool | None = False,
         *,
+        cache: Any = None,
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
@@ -341,7 +364,7 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
             raise InputError(
                 f"generate: the cache holds {self.cache.columns} tokens, and the input has "
                 f"{input_ids.shape[1]}: to go on, pass the whole conversation or only what is new; to start "
-                "over, leave out past_key_values"
+                f"over, leave out {_CACHE}"
             )
         # The prompt says where each sequence starts; what generate() adds is never padding.
         first = is_first_iteration or self.cache.columns == 0
@@ -356,7 +379,7 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
             "input_ids": new.contiguous(),
             "attention_mask": attention_mask if first else None,
             "position_ids": given,
-            "past_key_values": past_key_values,
+            _CACHE: _one_cache(past_key_values=past_key_values, cache=cache),
             "logits_to_keep": 1,
         }
 

@@ -185,6 +185,7 @@ FOREIGN: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "inputs_embeds": ({"input_ids": None, "inputs_embeds": torch.ones(2, 5, 48)}, ("inputs_embeds",)),
     "hidden states": ({"output_hidden_states": True}, ("output_hidden_states",)),
     "another cache": ({"past_key_values": object()}, ("past_key_values", "handle", "object")),
+    "another cache, by its new name": ({"cache": object()}, ("handle", "object")),
     "no cache": ({"use_cache": False}, ("use_cache=False", "original")),
     "logits_to_keep": ({"logits_to_keep": -1}, ("logits_to_keep", "-1")),
     "logits_to_keep tensor": ({"logits_to_keep": torch.arange(2)}, ("logits_to_keep",)),

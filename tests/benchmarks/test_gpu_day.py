@@ -97,6 +97,26 @@ def test_a_failed_piece_stops_no_other_and_a_done_one_is_left_out(tmp_path: Path
     assert late.returncode == 1 and "decode: no time left in this call" in late.stdout
 
 
+def test_kernels_are_compiled_ahead(tmp_path: Path) -> None:
+    """Machine code of what a case launches lies in Triton's cache, and nothing has run."""
+    script = ROOT / "benchmarks" / "gpu_day_ahead.py"
+    asked = ["--what", "kernels", "--only", "append int8 B1", "--jobs", "1"]
+    own = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    own["KVCOMPILE_CACHE_DIR"] = str(tmp_path / "own")
+    (tmp_path / "own").mkdir(mode=0o700)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), *asked],
+        env={**os.environ, **own},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"kernels, append int8 B1: 1 kernels, \d+ s, ok\n", done.stdout)
+    assert [path.name for path in (tmp_path / "triton").rglob("*.cubin")] == ["append.cubin"]
+
+
 @pytest.mark.parametrize("name", ["static", "int8+cudagraphs"])
 def test_decode_measures_what_its_file_has(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -107,7 +127,9 @@ def test_decode_measures_what_its_file_has(
             rehearse=True, worker=name, worker_waits=False, contexts=[12, 24], tokens=2, rounds=2
         )
     )
-    rows: list[dict[str, Any]] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    ready, *lines = capsys.readouterr().out.splitlines()
+    assert ready == decode.READY.strip()
+    rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
     assert [(row["variant"], row["context"]) for row in rows] == [(name, 12), (name, 24)]
     for row in rows:
         assert row["tokens_s"] > 0 and row["limit_tokens_s"] > 0 and len(row["rounds"]) == 2

@@ -6,6 +6,20 @@ from tests.breaks.broken import broken
 
 KERNELS = (
     broken(
+        "tiles of many pieces are as large as others on sm_90",
+        "kernels/triton/config.py",
+        "block_n = min(block_n, _FEW_SLOTS)",
+        "block_n = min(block_n, 2 * _FEW_SLOTS)",
+        "tests/kernels/triton/tools/test_releases.py",
+    ),
+    broken(
+        "a descriptor's constant may be added to anything",
+        "kernels/triton/tools/descriptors.py",
+        'return next((said for part in named if (said := _traced(code, place, part, _SMALL))), "")',
+        'return ""',
+        "tests/kernels/triton/tools/test_descriptors.py",
+    ),
+    broken(
         "a step skips a block of slots that the window reaches",
         "kernels/cpp/templates/slots.cpp.jinja",
         "low / BLOCK * BLOCK - SINK_SLOTS",

@@ -50,7 +50,7 @@ def test_a_step_from_its_machine_code(tmp_path: Path) -> None:
     assert told.exit_code == 0, told.output
     found = json.loads(told.stdout)
     assert found["recipe"] == "int8" and found["machine"]["name"] == "h200" and found["assumed"]["launch"] > 0
-    assert "no kernel was ever timed" in found["note"]
+    assert "A model, not a measurement" in found["note"]
     call = found["calls"]["a token"]
     decode = next(one for one in call["launches"] if one["role"] == "decode")
     least = 32 * 4096 * 8 * (2 * 128 + 4) / 4.3e12

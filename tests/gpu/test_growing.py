@@ -17,20 +17,19 @@ LONG = 131_072
 
 
 @pytest.fixture
-def mapped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes that the driver has given memory to, and not taken it back from, with their signs: what others take of the
-    GPU meanwhile is not among them."""
-    gc.collect()
-    found: list[int] = []
+def mapped(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Address -> bytes that the test has had memory given to, and that were not taken back: neither what others take of
+    the GPU meanwhile is among them, nor what a test before gives back late."""
+    found: dict[int, int] = {}
     plain_map, plain_unmap = CudaDriver.map, CudaDriver.unmap
 
     def map_(self: CudaDriver, address: int, size: int) -> None:
         plain_map(self, address, size)
-        found.append(size)
+        found[address] = size
 
     def unmap(self: CudaDriver, address: int, size: int) -> None:
         plain_unmap(self, address, size)
-        found.append(-size)
+        found.pop(address, None)
 
     monkeypatch.setattr(CudaDriver, "map", map_)
     monkeypatch.setattr(CudaDriver, "unmap", unmap)
@@ -40,7 +39,9 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # A head's slots must be several of the driver's pieces (2 MiB): of 131,072 tokens those of 128 channels are.
 @pytest.mark.parametrize("recipe", ["baseline", "int8", "kivi4"])
 @pytest.mark.parametrize("mode", ["none", "cudagraphs"])
-def test_a_text_takes_its_memory(recipe: str, mode: str, device: torch.device, mapped: list[int]) -> None:
+def test_a_text_takes_its_memory(
+    recipe: str, mode: str, device: torch.device, mapped: dict[int, int]
+) -> None:
     driver = driver_of(torch.device("cuda", torch.cuda.current_device()))
     assert driver is not None
     model = tiny_hf("llama", layers=2, head_dim=128, max_position_embeddings=LONG).to(device, torch.bfloat16)
@@ -56,8 +57,8 @@ def test_a_text_takes_its_memory(recipe: str, mode: str, device: torch.device, m
             for fast in (long, short)
         ]
     assert torch.equal(*texts)
-    assert long.cache._growing and long.cache.nbytes < 0.6 * long.cache.reserved
-    assert sum(mapped) > 0
+    assert long.cache._growing and long.cache.nbytes < 0.7 * long.cache.reserved
+    assert sum(mapped.values()) > 0
     held = long.cache.nbytes
     with torch.no_grad():
         for _ in range(40):  # far beyond a piece of each head
@@ -68,4 +69,4 @@ def test_a_text_takes_its_memory(recipe: str, mode: str, device: torch.device, m
     short.release()
     del long, short
     gc.collect()
-    assert sum(mapped) == 0
+    assert not mapped

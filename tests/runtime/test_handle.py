@@ -226,6 +226,26 @@ def test_a_refused_call_keeps_the_text(llama: nn.Module) -> None:
     assert torch.equal(fast.handle.input_ids, ids)
 
 
+def test_both_names_of_a_cache(llama: nn.Module) -> None:
+    """transformers 5.24 calls `cache` what was `past_key_values`; with any transformers, either is taken."""
+    fast = made(llama, "baseline")
+    answer = fast.generate(text(12), max_new_tokens=5, do_sample=False)
+    fork = fast.handle.fork()
+    longer = torch.cat([answer, text(4, seed=9)], 1)
+    got = []
+    for name in ("past_key_values", "cache"):
+        steps = Steps(fast)
+        got.append(fast.generate(longer, max_new_tokens=5, do_sample=False, **{name: fast.handle}))
+        assert steps.sizes[0] < longer.shape[1], name  # it went on
+        columns = len(fork)
+        fast(longer[:, :1], **{name: fork})
+        assert len(fork) == columns + 1, name
+    assert torch.equal(*got)
+    for call in (fast, fast.generate):
+        with pytest.raises(InputError, match="two names of one argument"):
+            call(longer, past_key_values=fork, cache=fast.handle)
+
+
 @pytest.mark.parametrize("recipe", [*BACK, *ONWARD])
 def test_forks_go_their_own_ways(llama: nn.Module, recipe: str) -> None:
     more = BACK[recipe] if recipe in BACK else ONWARD[recipe][0]

@@ -1,8 +1,9 @@
 """Constants of the model that neither data sheets (`util/machines.py`) nor machine code say, with where they are from.
 
 Upper-case names are of the architectures, from NVIDIA's documentation. What nobody publishes is a field of `Assumed`:
-nothing was measured for these, and the first day with a GPU replaces them. `KIND` and `HARSH` are the ends between
-which each is believed to be; what is said of a goal holds where both ends and the middle say it.
+nothing was fitted to a measurement; how predictions compare with what an H200 took stands in docs/kernels.md.
+`KIND` and `HARSH` are the ends between which each is believed to be; what is said of a goal holds where both ends and
+the middle say it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SHARED_CLOCK = 128  # bytes of shared memory that a multiprocessor reads or writ
 # ---- The tuner
 
 # A candidate that is predicted to take so many times as long as the best predicted one is not tried. Wide, because the
-# model has never met a measurement of these kernels.
+# model is up to a half too kind to what instructions bind.
 HOPELESS = 2.0
 
 

@@ -1,8 +1,8 @@
 """Whether warp-group products (sm_90) read the tiles that they were given: descriptors in the machine code.
 
 `HGMMA` finds a tile in shared memory by a descriptor, two uniform registers. There are 63 of these, kernels of many
-products need more, and ptxas 12.9 (with Triton 3.6) once forgot to bring one back: the product read the loop's bounds
-as an address. On an H200 that is an illegal access, at worst another tile.
+products need more, and the ptxas that comes with Triton 3.6 to 3.7.1 has then added to registers that held something
+else: the product reads an address of nobody. On an H200 that was an illegal access; at worst it is another tile.
 
 The upper word of a descriptor is a constant, for each of the three ways in which tiles are laid out: so what is in the
 upper register is traced back over copies, and must be one of them.

@@ -16,7 +16,7 @@ from tests.gpu.sites import SITES, vectors
 from tests.support.in_bounds import OutOfBounds, in_bounds
 from tests.support.runner import run
 
-FEW = ("model, pages of 16", "mixed", "kivi", "h2o int8", "model, ring")
+FEW = ("model, pages of 16", "mixed")
 H200 = Device("NVIDIA H200", 90, 132)
 
 
@@ -37,7 +37,9 @@ def asked(name: str, chunks: tuple[int, ...]) -> None:
         run(sized.site(), qkv, chunks, pads, **sized.extra(cpu))
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in SITES]
+)
 def test_a_site_touches_its_own(name: str) -> None:
     asked(name, (40, 1, 5, 1))
 

@@ -141,6 +141,8 @@ def check(
             wrong.append(f"programs hand over by {made.handovers}, expected {expected}")
         if made.overtaken:
             wrong.append(f"buffers are filled before they are read: {made.overtaken}")
+        if made.lost:
+            wrong.append(f"products read other tiles than theirs: {made.lost}")
         if (one := pipeline_of(made)) is not None and (accepts or name in pipelines):
             if accepts:
                 pipelines[name] = one

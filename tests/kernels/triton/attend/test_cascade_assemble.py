@@ -58,6 +58,8 @@ def problems(asked_for: list[Request], made: list[Assembled]) -> list[str]:
     joined = ("",) if work_list.JOINED in asked_for[0].spec.options else ()
     if decode.handovers != joined:
         wrong.append(f"programs hand over by {decode.handovers}, expected {joined}")
+    if decode.lost:
+        wrong.append(f"products read other tiles than theirs: {decode.lost}")
     if decode.overtaken:
         wrong.append(f"buffers are filled before they are read: {decode.overtaken}")
     return wrong

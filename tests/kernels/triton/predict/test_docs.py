@@ -5,11 +5,13 @@ KVCOMPILE_ACCEPT=1 writes what both tests expect; the predictions of goals assem
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,22 @@ def goals(found: Iterable[Judged]) -> str:
         low, high = sorted((one.value, one.kind, one.harsh))[::2]
         goal = f"{one.goal.number}: {one.goal.text} | {one.goal.sign} {one.goal.wanted:g}"
         rows.append(f"| {goal} | {one.value:.2f} | {low:.2f} and {high:.2f} | {one.verdict} |")
+    return "\n".join(rows)
+
+
+def measured() -> dict[str, float]:
+    """Microseconds that an H200 took for cases (`benchmarks/kernels.py`)."""
+    path = PAGE.parents[1] / "benchmarks" / "results" / "kernels-nvidia-h200.json"
+    return {row["case"]: row["us"] for row in json.loads(path.read_text("utf-8"))["cases"]}
+
+
+def compared(found: Mapping[str, CaseTime]) -> str:
+    """The table of what was measured beside what is predicted."""
+    rows = ["| case | predicted, us | measured, us | measured over predicted |", "|---|---|---|---|"]
+    for name, us in measured().items():
+        if name in found:
+            own = found[name].seconds * 1e6
+            rows.append(f"| {name} | {own:,.1f} | {us:,.1f} | {us / own:.2f} |")
     return "\n".join(rows)
 
 
@@ -129,6 +147,22 @@ def test_goals_are_as_predicted() -> None:
     made, found = prepared(machine)
     runs = [times(Model(machine, each), made, found) for each in (EXPECTED, KIND, HARSH)]
     check("goals", goals(judged(*(_figures(run.values()) for run in runs))))
+    check("compared", compared(runs[0]))
+
+
+def test_predictions_are_in_the_order_of_measurements() -> None:
+    """Without assembling, by the table: no two cases that are a third apart stand the other way round, and none is
+    further from what it is predicted to be than a half."""
+    text = PAGE.read_text("utf-8")
+    table = text[text.index("<!-- predicted:compared -->") : text.index("<!-- /predicted:compared -->")]
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines()[3:] if line]
+    known = measured()
+    assert len(rows) >= 20 and {row[0] for row in rows} <= {*known}
+    own, true = ([float(row[place].replace(",", "")) for row in rows] for place in (1, 2))
+    assert true == [round(known[row[0]], 1) for row in rows]
+    for (one, first), (other, second) in product(zip(own, true, strict=True), repeat=2):
+        assert one > other or first <= 1.3 * second
+    assert all(0.85 < one / other < 1.5 for one, other in zip(true, own, strict=True) if other > 20)
 
 
 @pytest.mark.slow

@@ -14,11 +14,16 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
+from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import attend
 from kvcompile.kernels.triton.attend import work_list
+from kvcompile.kernels.triton.device import Device, acting_as
+from kvcompile.kernels.triton.host.site_kernels import kernels_of
 from kvcompile.kernels.triton.tools.assemble import Request, assemble
 from kvcompile.kernels.triton.tools.ttgir import overtaken
+from kvcompile.layouts import CacheLayout, fp8, int8, uint
 from tests.kernels.triton.attend.test_assemble import BUDGETS, SPILLS, name_of, pipeline_of, request, worse
 from tests.support.tritons import RELEASES, folder_of
 
@@ -88,6 +93,12 @@ CASES = (
     ("prefill", "baseline:causal", "llama", 90),
     ("prefill", "int4:causal", "llama", 100),
 )
+# Prompts whose products have so many tiles that descriptors were lost (`tools/descriptors.py`).
+PIECES = {
+    "int8 beside int4": CacheLayout(int8(), uint(4, 32)),
+    "fp8 beside int2": CacheLayout(fp8(), uint(2, 32)),
+    "int4 beside int3": CacheLayout(uint(4, 32), uint(3, 32)),
+}
 # Instructions of a main loop over those of the budgets: of rows that each have an address, the oldest prints more.
 MORE = {"3.6.0": 1.3, "3.7.0": 1.3, "3.7.1": 1.3, "3.8.0": 1.1}
 
@@ -207,6 +218,8 @@ def test_a_release_that_torch_brings(release: str, monkeypatch: pytest.MonkeyPat
         joined = ("",) if work_list.JOINED in cases[name].spec.options else ()
         if made.handovers != joined:
             wrong.append(f"{name}: programs hand over by {made.handovers}")
+        if made.lost:
+            wrong.append(f"{name}: products read other tiles than theirs: {made.lost}")
         if made.overtaken:
             wrong.append(f"{name}: buffers are filled before they are read: {made.overtaken}")
         if made.loop_spills or made.spills > SPILLS:
@@ -218,4 +231,23 @@ def test_a_release_that_torch_brings(release: str, monkeypatch: pytest.MonkeyPat
         if made.role == "decode" and (one := pipeline_of(made)) is not None:
             ideal = {"buffers": 2, "wait": 1, "sync_loads": 0, "barriers": one["barriers"], "byte_loads": 0}
             wrong += [f"{name}: {problem}" for problem in worse(one, ideal)]
+    for name, made in zip(PIECES, assemble(map(_prompt, PIECES.values())), strict=True):
+        wrong += [f"{name}: products read other tiles than theirs: {made.lost}"] if made.lost else []
     assert not wrong, "\n".join(wrong)
+
+
+def _prompt(layout: CacheLayout) -> Request:
+    """A prompt's kernel on an H200, in the tile that it has there."""
+    with acting_as(Device("NVIDIA H200", 90, 132)):
+        site = SiteSpec(layout, 128**-0.5, kernels="triton")
+        made = kernels_of(site, (8, 2), (128, 128), torch.bfloat16, torch.device("cpu"), False)
+        own = made.config("prefill")
+        return Request(made.spec("prefill"), 90, own.num_warps, own.num_stages)
+
+
+def test_tiles_of_many_pieces_are_small() -> None:
+    """Of 64 slots, Triton 3.6 to 3.7.1 make kernels of them that fail on an H200; of other layouts they do not."""
+    assert {name: _prompt(layout).spec.block_n for name, layout in PIECES.items()} == dict.fromkeys(
+        PIECES, 32
+    )
+    assert _prompt(CacheLayout(int8(), int8())).spec.block_n == 64
