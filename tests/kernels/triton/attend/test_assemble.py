@@ -2,6 +2,7 @@
 whole vectors, takes no more instructions per element than accepted (`tests/budgets.json`), and has the pipeline that
 its stages ask for (`tests/pipelines.json`).
 
+With other releases of Triton than 3.9, which made both files, they are left out, and the rest holds.
 KVCOMPILE_ACCEPT=1 writes the budgets that it meets; `-m slow` assembles every recipe, shape and architecture.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import triton
 
 from kvcompile.errors import KernelError
 from kvcompile.kernels.triton.attend import work_list
@@ -34,6 +36,8 @@ from tests.support.kernel_specs import DEVICES, SHAPES, cache, of_recipes, spec
 
 BUDGETS = Path(__file__).parents[3] / "budgets.json"
 PIPELINES = Path(__file__).parents[3] / "pipelines.json"
+# Both files are of this release: others make other code of a loop.
+MEASURED = triton.__version__.startswith("3.9.")
 TOLERANCE = 1.05  # what another minor version of the compiler may add
 # Outside of the main loop: so many the assembler trades for one more program on a multiprocessor.
 SPILLS = 48
@@ -111,7 +115,7 @@ def check(
     """What is wrong. budgeted: each of them must have a budget; found: what they were assembled to already."""
     budgets = json.loads(BUDGETS.read_text("utf-8")) if BUDGETS.exists() else {}
     pipelines = json.loads(PIPELINES.read_text("utf-8")) if PIPELINES.exists() else {}
-    accepts = budgeted and bool(os.environ.get("KVCOMPILE_ACCEPT"))
+    accepts = budgeted and MEASURED and bool(os.environ.get("KVCOMPILE_ACCEPT"))
     for name, made in zip(cases, assemble(cases.values()) if found is None else found, strict=True):
         wrong = []
         if made.loop_spills > SPILLED.get(name, 0) or made.spills > OUTSIDE.get(name, SPILLS):
@@ -133,7 +137,7 @@ def check(
             pass
         elif limit is None:
             wrong.append("has no budget: KVCOMPILE_ACCEPT=1 writes one")
-        elif taken > limit * TOLERANCE:
+        elif MEASURED and taken > limit * TOLERANCE:
             wrong.append(f"{taken} instructions per element, the budget is {limit}")
         wrong += _unpipelined(name, made)
         expected = ("",) if work_list.JOINED in cases[name].spec.options else ()
@@ -143,7 +147,7 @@ def check(
             wrong.append(f"buffers are filled before they are read: {made.overtaken}")
         if made.lost:
             wrong.append(f"products read other tiles than theirs: {made.lost}")
-        if (one := pipeline_of(made)) is not None and (accepts or name in pipelines):
+        if MEASURED and (one := pipeline_of(made)) is not None and (accepts or name in pipelines):
             if accepts:
                 pipelines[name] = one
             wrong += worse(one, pipelines[name])
