@@ -167,7 +167,8 @@ def _generate(
         streamer=streamer,
         return_dict_in_generate=True,
     )
-    cache = result["cache" if "cache" in result else "past_key_values"]  # its name since transformers 5.24
+    # Its name since transformers 5.24, and before.
+    cache = result["cache" if "cache" in result else "past_key_values"]
     run.cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in getattr(cache, "layers", ()))
     return run
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import triton
+from torch._dynamo.device_interface import CpuInterface
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
 from torch.fx import GraphModule
@@ -41,6 +42,8 @@ def act_as_sm90() -> None:
     """From here on Triton and Inductor take this machine to have such a GPU."""
     triton.runtime.driver.set_active(Driver())
     DeviceProperties.create = classmethod(lambda cls, device: _PROPERTIES)  # type: ignore[method-assign,assignment]
+    # torch 2.14 asks it before it prints a kernel, of the device that the tensors have.
+    CpuInterface.raise_if_triton_unavailable = staticmethod(lambda device=None: None)  # type: ignore[method-assign]
 
 
 def program_of(region: GraphModule, inputs: list[Any], tracer: Tracer) -> dict[str, Any]:

@@ -381,7 +381,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """examples/cpp, compiled."""
     program = tmp_path_factory.mktemp("cpp") / "run_artifact"
     libraries = library_paths()
-    command = ["g++", "-std=c++17", "-w", str(ROOT / "examples/cpp/run_artifact.cpp"), "-o", str(program)]
+    command = ["g++", "-std=c++20", "-w", str(ROOT / "examples/cpp/run_artifact.cpp"), "-o", str(program)]
     command += [f"-I{path}" for path in include_paths()]
     command += [f"-L{path}" for path in libraries] + [f"-Wl,-rpath,{path}" for path in libraries]
     done = subprocess.run([*command, "-ltorch_cpu", "-ltorch", "-lc10"], capture_output=True, text=True)
