@@ -31,7 +31,9 @@ _ALIASES = {
     "dtype": ("torch_dtype",),
 }
 _NO_ATTENTION = ("linear_attention", "conv", "moe", "mlp", "mamba", "mamba2", "recurrent", "sparse", "dense")
-_CAUSAL = ("full_attention", "attention", "global", "hybrid", "indexed_attention")
+# Newer transformers have the first name for all of them.
+_INDEXED = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
+_CAUSAL = ("full_attention", "attention", "global", "hybrid", *_INDEXED)
 _SLIDING = ("sliding_attention", "hybrid_sliding", "local")
 _CHUNKED = ("chunked_attention",)
 _MOST_LAYERS = 10_000
@@ -295,7 +297,7 @@ class _Reader:
             )
         if shared:
             notes.append(f"the last {shared} layers read the K/V of earlier layers and add none")
-        if "indexed_attention" in types:
+        if any(kind in _INDEXED for kind in types):
             notes.append("the keys of the sparse-attention indexer are not counted")
         return tuple(notes)
 

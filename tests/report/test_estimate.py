@@ -246,6 +246,15 @@ def test_what_fits_is_the_most_that_fits(recipe: Any, batch: int, tokens: int, m
     assert size(fit.sequences, tokens) <= memory < size(fit.sequences + 1, tokens)
 
 
+@pytest.mark.parametrize("kind", ["indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"])
+def test_layers_with_an_indexer_keep_all_tokens(kind: str) -> None:
+    """By their name, and by those that transformers had for them until it took the first for all."""
+    plain = estimate(TINY, "baseline")
+    found = estimate({**TINY, "layer_types": [kind, "full_attention"]}, "baseline")
+    assert found.bytes_per_token == plain.bytes_per_token
+    assert any("indexer are not counted" in note for note in found.notes)
+
+
 def test_fit_of_mixed_layers_solves_one_expression() -> None:
     config = {**TINY, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 100}
     slot = 2 * 2 * 16 * 2
