@@ -12,7 +12,7 @@
 # One piece's failure stops no other; the exit code tells whether any failed.
 #
 # Environment: OUT (folder of results), PYTHON, WHEELS (folder of wheels), GPU_DAY_DECODE (arguments for the decode piece,
-# such as "--contexts 1024 --variants int8"), GPU_DAY_TUNE (likewise).
+# such as "--contexts 1024 --variants int8"), GPU_DAY_TUNE (likewise), GPU_DAY_PROCESSES (of tests at once; 12).
 set -uo pipefail
 
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; }

@@ -18,19 +18,19 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-CHIP, ARCH, MULTIPROCESSORS = "NVIDIA H200", 90, 132
-SHARED = 227 << 10
+if TYPE_CHECKING:
+    from kvcompile.kernels.triton.device import Device
 
 
 class Compiling:
     """A driver of Triton that compiles for a chip and launches nothing."""
 
-    def __init__(self, arch: int) -> None:
+    def __init__(self, chip: Device) -> None:
         from triton.backends.compiler import GPUTarget
 
-        self.target = GPUTarget("cuda", arch, 32)
+        self.chip, self.target = chip, GPUTarget("cuda", chip.arch, 32)
         self.utils = self
         self.kernels = 0
 
@@ -44,7 +44,7 @@ class Compiling:
         return 0
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": SHARED}
+        return {"max_shared_mem": self.chip.shared}
 
     def load_binary(self, *about: Any) -> tuple[Any, ...]:
         self.kernels += 1
@@ -58,14 +58,15 @@ class Compiling:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[Compiling]:
-    """Within it kernels are compiled for the chip, and nothing runs."""
+    """Within it devices are the chip; from here on nothing that this process launches runs."""
     from triton.runtime.driver import driver
 
     from kvcompile.kernels.triton.device import Device, acting_as
 
-    own = Compiling(ARCH)
+    chip = Device("NVIDIA H200", 90, 132)
+    own = Compiling(chip)
     driver.set_active(own)  # type: ignore[arg-type]
-    with acting_as(Device(CHIP, ARCH, MULTIPROCESSORS)):
+    with acting_as(chip):
         yield own
 
 
@@ -127,22 +128,15 @@ def tune(name: str) -> None:
     import torch
     from gpu_day_tune import BATCHES, CONTEXTS, HEAD_DIM, HEADS
 
-    from kvcompile.cli.tune import _subject
-    from kvcompile.kernels.triton.device import device_of
-    from kvcompile.kernels.triton.tools import tune as tuner
+    from kvcompile.cli.tune import subject_of
+    from kvcompile.kernels.triton.tools.tune import run_once
 
     without_memory()
     recipe, role = name.split()
     heads, dim = tuple(map(int, HEADS.split("/"))), int(HEAD_DIM)
     points = [tuple(map(int, text.split(","))) for text in (BATCHES, CONTEXTS)]
-    of = _subject(recipe, role, heads, dim, torch.bfloat16, *points, 1024)  # type: ignore[arg-type]
-    device = torch.device("cpu")
-    tried = tuner._hopeful(of, device_of(device), lambda *told: None)
-    for point in of.points:
-        sample = tuner._sample(of, point, device, 0)
-        for candidate in tried:
-            with contextlib.suppress(*tuner._too_large()):  # as the tuner leaves it out
-                tuner._call(of.role, candidate, sample, 0)()
+    of = subject_of(recipe, role, heads, dim, torch.bfloat16, *points, 1024)  # type: ignore[arg-type]
+    run_once(of, torch.device("cpu"))
 
 
 WHAT: dict[str, Callable[[str], None]] = {"numerics": numerics, "kernels": kernels, "tune": tune}
@@ -169,7 +163,7 @@ def one(what: str, name: str) -> str:
         try:
             WHAT[what](name)
             said = "ok"
-        except Exception:
+        except Exception:  # the others are compiled all the same; the exit code tells
             said = traceback.format_exc()
     return f"{what}, {name}: {own.kernels} kernels, {time.perf_counter() - began:.0f} s, {said}"
 
@@ -188,6 +182,8 @@ def main(arguments: list[str] | None = None) -> int:
         for name in names_of(what)
         if not options.only or any(text in name for text in options.only)
     ]
+    if not work:
+        parser.error(f"no case has {' or '.join(options.only)} in its name")
     wrong = 0
     with ProcessPoolExecutor(options.jobs) as pool:
         for line in pool.map(one, *zip(*work, strict=True)):

@@ -124,8 +124,8 @@ def measure(options: argparse.Namespace) -> None:
 
     variant, ready = made(options.contexts[0])
     print(READY, end="", flush=True)
-    if options.worker_waits:
-        sys.stdin.readline()
+    if not sys.stdin.readline():  # who would have asked is gone
+        return
     bandwidth = copy_bandwidth(device, (1 << 20) if rehearse else (2 << 30), 20)
     for context in options.contexts:
         if name == "static" and context != options.contexts[0]:
@@ -243,6 +243,7 @@ def run(options: argparse.Namespace) -> int:
         left += (
             [(name, [one]) for one in contexts] if name == "static" else [(name, contexts)] * bool(contexts)
         )
+    failed: dict[str, Any] = {}
     while left:
         if ends - time.monotonic() < LEAST:
             print(f"{left[0][0]}: no time left in this call")
@@ -256,7 +257,11 @@ def run(options: argparse.Namespace) -> int:
             rows = dict(found.get(worker.name, {}).get("contexts", {})) | worker.rows
             row = {"status": status, "seconds": round(time.monotonic() - worker.began, 1), "contexts": rows}
             row |= {"rehearsal": options.rehearse} | ({"error": worker.said} if status != "ok" else {})
-            found[worker.name] = row
+            # Of a variant of several processes, one that failed is not forgotten for the next.
+            failed |= {worker.name: row} if status != "ok" else {}
+            found[worker.name] = row | {
+                key: failed[worker.name][key] for key in ("status", "error") if worker.name in failed
+            }
             update("decode", variants=found)
             print(f"{worker.name}: {status} {worker.said[-600:] if status != 'ok' else ''}")
             for context, one in rows.items():
@@ -285,7 +290,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.contexts = [int(part) for part in options.contexts.split(",")]
     options.variants = options.variants.split(",")
-    options.worker_waits = bool(options.worker)
     if options.worker:
         measure(options)
         return 0

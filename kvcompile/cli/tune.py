@@ -86,7 +86,7 @@ def tune(
         raise InputError(f"--roles: expected {' or '.join(tuner.ROLES)}, got {unknown[0]!r}")
     kind = getattr(torch, dtype_name(dtype or "bfloat16"))
     subjects = [
-        _subject(name.strip(), role, sizes, head_dim, kind, batches, contexts, prompt)
+        subject_of(name.strip(), role, sizes, head_dim, kind, batches, contexts, prompt)
         for name in recipes.split(",")
         for role in tuner.ROLES
         if role in asked
@@ -116,7 +116,7 @@ def tune(
     stderr().print(str(where), style="dim", highlight=False, soft_wrap=True)
 
 
-def _subject(
+def subject_of(
     name: str,
     role: Role,
     heads: tuple[int, int],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import json
 import os
 import re
@@ -122,11 +123,8 @@ def test_decode_measures_what_its_file_has(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     decode = module("gpu_day_decode", monkeypatch)
-    decode.measure(
-        argparse.Namespace(
-            rehearse=True, worker=name, worker_waits=False, contexts=[12, 24], tokens=2, rounds=2
-        )
-    )
+    monkeypatch.setattr("sys.stdin", io.StringIO("go\n"))
+    decode.measure(argparse.Namespace(rehearse=True, worker=name, contexts=[12, 24], tokens=2, rounds=2))
     ready, *lines = capsys.readouterr().out.splitlines()
     assert ready == decode.READY.strip()
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines]

@@ -36,7 +36,7 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     return found
 
 
-# A head's slots must be several of the driver's pieces (2 MiB): of 131,072 tokens those of 128 channels are.
+# A head's slots must be several of the driver's pieces (2 MiB): of 131,072 tokens those of 256 channels are.
 @pytest.mark.parametrize("recipe", ["baseline", "int8", "kivi4"])
 @pytest.mark.parametrize("mode", ["none", "cudagraphs"])
 def test_a_text_takes_its_memory(
@@ -44,7 +44,8 @@ def test_a_text_takes_its_memory(
 ) -> None:
     driver = driver_of(torch.device("cuda", torch.cuda.current_device()))
     assert driver is not None
-    model = tiny_hf("llama", layers=2, head_dim=128, max_position_embeddings=LONG).to(device, torch.bfloat16)
+    model = tiny_hf("llama", layers=2, head_dim=256, max_position_embeddings=LONG).to(device, torch.bfloat16)
+    allocated = torch.cuda.memory_allocated()
     own: Any = {"compile": {"mode": mode}, "verify": "off", "max_batch": 2}
     long: Any = kvcompile.optimize(model, recipe, max_tokens=LONG, **own)
     short: Any = kvcompile.optimize(model, recipe, max_tokens=4096, **own)
@@ -57,7 +58,7 @@ def test_a_text_takes_its_memory(
             for fast in (long, short)
         ]
     assert torch.equal(*texts)
-    assert long.cache._growing and long.cache.nbytes < 0.7 * long.cache.reserved
+    assert long.cache._growing and long.cache.nbytes < long.cache.reserved / 2
     assert sum(mapped.values()) > 0
     held = long.cache.nbytes
     with torch.no_grad():
@@ -70,3 +71,4 @@ def test_a_text_takes_its_memory(
     del long, short
     gc.collect()
     assert not mapped
+    assert torch.cuda.memory_allocated() < allocated + (1 << 28)

@@ -17,7 +17,7 @@
 #include "call.h"
 #include "workers.h"
 
-// PyTorch 2.12 and older know the check by its former name only.
+// Older PyTorch, 2.11 among them, knows the check by its former name only.
 #ifndef STABLE_TORCH_ERROR_CODE_CHECK
 #define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
 #endif

@@ -18,17 +18,11 @@ from kvcompile.kernels.triton.tools.sass import Instruction
 # PTX ISA, matrix-descriptor format: bits 62 to 63 say how rows of 128, 64 and 32 bytes are swizzled; below stands how
 # far groups of eight rows are apart.
 UPPER = frozenset({0x40000040, 0x80000020, 0xC0000010})
+_PRODUCTS = ("HGMMA", "IGMMA", "QGMMA")
 _DESCRIPTOR = re.compile(r"gdesc\[UR(\d+)\]")
 _COPIES = ("MOV", "UMOV", "R2UR", "IMAD.MOV.U32", "IMAD.U32")
-_PUTS = (
-    "UMOV",
-    "MOV",
-    "UIADD3.X",
-    "IADD3.X",
-    "ULOP3",
-    "LOP3",
-    "IMAD.MOV.U32",
-)  # put the constant into a word
+# What puts the constant into a word.
+_PUTS = ("UMOV", "MOV", "UIADD3.X", "IADD3.X", "ULOP3", "LOP3", "IMAD.MOV.U32")
 _CARRIES = ("UIADD3.X", "IADD3.X", "IMAD.X")  # of one word: the word, and what is carried into it
 _LONGEST = 32
 _WORD = 0xFFFFFFFF
@@ -40,14 +34,12 @@ def lost(code: Sequence[Instruction]) -> tuple[str, ...]:
     """What is wrong with each product whose descriptor is no descriptor; nothing: ()."""
     found = []
     for place, one in enumerate(code):
-        if "HGMMA" not in one.opcode and "IGMMA" not in one.opcode and "QGMMA" not in one.opcode:
-            continue
-        match = _DESCRIPTOR.search(one.text)
+        match = _DESCRIPTOR.search(one.text) if one.name in _PRODUCTS else None
         if match is None:
             continue
         first = int(match[1])
         # Four registers: of the left operand, which may stand in registers instead, and of the right one.
-        uppers = [first + 3] if re.match(r"\S+ R\d+, R\d+", _bare(one.text)) else [first + 1, first + 3]
+        uppers = [first + 3] if re.match(r"\S+ R\d+, R\d+", one.bare) else [first + 1, first + 3]
         for upper in uppers:
             said = _traced(code, place, f"UR{upper}")
             if said:
@@ -67,7 +59,7 @@ def _traced(code: Sequence[Instruction], place: int, register: str, wanted: froz
         asked, place = register, _written(code, place, register)
         if place < 0:
             return f"needs {asked}, which is written nowhere before"
-        text = _bare(code[place].text)
+        text = code[place].bare
         opcode, _, rest = text.partition(" ")
         target, *operands = (part.strip().removesuffix(".reuse") for part in rest.split(","))
         named = [part for part in operands if re.fullmatch(r"-?U?R\d+", part)]
@@ -120,7 +112,7 @@ def _kept(code: Sequence[Instruction], before: int, load: str) -> tuple[int, str
     """Which register was stored where a load of the stack reads, and by which instruction."""
     at = re.search(r"\[.*?\]", load)
     for place in range(before - 1, -1, -1):
-        text = _bare(code[place].text)
+        text = code[place].bare
         if at and text.startswith("STL") and at[0] in text:
             return place, text.rpartition(",")[2].strip().removesuffix(".reuse")
     return None
@@ -131,14 +123,9 @@ def _written(code: Sequence[Instruction], before: int, register: str) -> int:
     kind, number = re.fullmatch(r"(U?R)(\d+)", register).groups()  # type: ignore[union-attr]
     pair = f"{kind}{int(number) - 1}" if int(number) % 2 else ""
     for place in range(before - 1, -1, -1):
-        text = _bare(code[place].text)
+        text = code[place].bare
         opcode, _, rest = text.partition(" ")
         target = rest.partition(",")[0].strip()
         if target == register or (target == pair and (_PAIRS.search(opcode) or opcode == "CS2R")):
             return place
     return -1
-
-
-def _bare(text: str) -> str:
-    """Without its predicate."""
-    return re.sub(r"^@!?U?P\w+\s+", "", text)

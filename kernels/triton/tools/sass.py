@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.+?)\s*;")
+_PREDICATE = re.compile(r"^@!?U?P\w+\s+")
 _TARGET = re.compile(r"\b(?:BRA|BRX|JMP)\b.*?0x([0-9a-f]+)")
 _RESOURCES = re.compile(r"\b(REG|STACK|SHARED|LOCAL):(\d+)")
 _MATRIX = ("HMMA", "IMMA", "QMMA", "BMMA", "HGMMA", "IGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "UTCIMMA", "OMMA")
@@ -28,6 +29,11 @@ class Instruction:
     address: int
     opcode: str
     text: str
+
+    @property
+    def bare(self) -> str:
+        """The text without its predicate."""
+        return _PREDICATE.sub("", self.text)
 
     @property
     def name(self) -> str:
@@ -97,7 +103,7 @@ def instructions(sass: str) -> tuple[Instruction, ...]:
         match = _LINE.match(line)
         if match:
             text = match[2]
-            opcode = re.sub(r"^@!?U?P\w+\s+", "", text).split()[0]
+            opcode = _PREDICATE.sub("", text).split()[0]
             found.append(Instruction(int(match[1], 16), opcode, text))
     return tuple(found)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -183,6 +184,16 @@ def ranking(subject: Subject, machine: Machine, progress: Progress | None = None
     now = replace(config(subject.case, subject.site, own), source="")
     tried = dict.fromkeys((now, *candidates(subject, own)))
     return ranked(subject.role, tried, shapes, Model(machine), progress)
+
+
+def run_once(subject: Subject, device: torch.device) -> None:
+    """Call what is tried of a subject at each of its points, measuring nothing: so that it is compiled."""
+    tried = _hopeful(subject, device_of(device), lambda *told: None)
+    for point in subject.points:
+        one = _sample(subject, point, device, 0)
+        for candidate in tried:
+            with suppress(*_too_large()):  # it is left out when it is measured, too
+                _call(subject.role, candidate, one, 0)()
 
 
 def _hopeful(subject: Subject, device: Device, tell: Progress) -> list[Config]:
