@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch._inductor import cpu_vec_isa
+from torch._inductor import codecache
+from torch._inductor.utils import fresh_cache
 
 import kvcompile
-from kvcompile.compile import ahead
+from kvcompile.compile import ahead, instruction_sets
 from kvcompile.errors import CompileError
 from kvcompile.kernels.cpp import available
-from kvcompile.kernels.cpp.host import compiler
+from kvcompile.kernels.cpp.host import compiler, source
 from kvcompile.recipe import Recipe
 from tests.support.models import tiny_hf
 
@@ -27,13 +28,20 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was made ahead, in order; nothing was begun before."""
     found: list[str] = []
     monkeypatch.setattr(ahead, "_begun", set())
+    monkeypatch.setattr(ahead, "_looking", [])
     monkeypatch.setattr(available, "problem", lambda device: found.append(f"launcher {device}"))
-    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: found.append("instruction sets"))
+    monkeypatch.setattr(instruction_sets, "look", lambda: found.append("instruction sets"))
+    monkeypatch.setattr(ahead, "_precompile_header", lambda: found.append("header"))
+    monkeypatch.setattr(source, "linear_kernels", lambda dtype: found.append(f"linear layers {dtype}"))
     return found
 
 
 def _begun(model: nn.Module, **options: str) -> None:
     ahead.begin(model, Recipe.load("int8", compile=options))
+    _ended()
+
+
+def _ended() -> None:
     for thread in threading.enumerate():
         if thread.name == ahead._NAME:
             thread.join(60)
@@ -42,7 +50,7 @@ def _begun(model: nn.Module, **options: str) -> None:
 def test_each_thing_is_made_once(made: list[str]) -> None:
     _begun(MODEL)
     _begun(MODEL)
-    assert made == ["launcher cpu", "instruction sets"]
+    assert made == ["launcher cpu", "instruction sets", "header", "linear layers torch.float32"]
 
 
 def test_only_what_the_recipe_needs(made: list[str]) -> None:
@@ -50,9 +58,17 @@ def test_only_what_the_recipe_needs(made: list[str]) -> None:
     _begun(nn.Linear(2, 2, device="meta"))
     assert made == []
     _begun(MODEL, kernels="reference")
-    assert made == ["instruction sets"]
+    assert made == ["instruction sets", "header"]
     _begun(MODEL)
-    assert made == ["instruction sets", "launcher cpu"]
+    assert made == ["instruction sets", "header", "launcher cpu", "linear layers torch.float32"]
+
+
+def test_what_does_not_depend_on_the_model_begins_before_it_is_loaded(made: list[str]) -> None:
+    ahead.begin_for(torch.device("cpu"), None, Recipe.load("int8"))
+    _ended()
+    assert made == ["launcher cpu", "instruction sets", "header"]
+    _begun(MODEL)
+    assert made[3:] == ["linear layers torch.float32"]
 
 
 def test_what_fails_is_left_to_whoever_needs_it(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +77,16 @@ def test_what_fails_is_left_to_whoever_needs_it(made: list[str], monkeypatch: py
 
     monkeypatch.setattr(available, "problem", problem)
     _begun(MODEL)
-    assert made == ["instruction sets"]
+    assert made == ["instruction sets", "header", "linear layers torch.float32"]
+
+
+def test_nobody_waits_for_a_look_that_failed(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def look() -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(instruction_sets, "look", look)
+    _begun(MODEL)
+    assert [looked.is_set() for looked in ahead._looking] == [True]
 
 
 def test_inductor_compiles_when_no_other_thread_looks_at_instruction_sets(
@@ -76,26 +101,54 @@ def test_inductor_compiles_when_no_other_thread_looks_at_instruction_sets(
 
     monkeypatch.setattr(torch._inductor, "standalone_compile", compiles)
     fast = kvcompile.optimize(tiny_hf("llama"), "int8", verify="off", compile={"kernels": "reference"})
-    looking = threading.Thread()
-    monkeypatch.setattr(looking, "join", lambda: looked.append(True))
-    monkeypatch.setattr(ahead, "_running", [looking])
+    looking = threading.Event()
+    monkeypatch.setattr(looking, "wait", lambda: looked.append(True))
+    monkeypatch.setattr(ahead, "_looking", [looking])
     with pytest.raises(CompileError, match="that is enough"):
         fast(torch.zeros(1, 2, dtype=torch.long))
 
 
-def test_waiting_ends_with_what_was_begun(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    go = threading.Event()
+def test_waiting_ends_with_the_look_and_not_with_what_comes_after_it(
+    made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, later = threading.Event(), threading.Event()
 
     def look() -> None:
         go.wait(60)
         made.append("instruction sets")
 
-    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", look)
+    monkeypatch.setattr(instruction_sets, "look", look)
+    monkeypatch.setattr(ahead, "_precompile_header", lambda: later.wait(60) and made.append("header"))
     ahead.begin(MODEL, Recipe.load("int8", compile={"kernels": "reference"}))
     assert made == []
     go.set()
     ahead.wait()
     assert made == ["instruction sets"]
+    later.set()
+    _ended()
+    assert made == ["instruction sets", "header"]
+
+
+def test_the_header_is_that_of_inductors_kernels_and_nothing_else_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def precompile(header: str, command_line: str, **options: object) -> str:
+        asked.append((header, command_line))
+        return header
+
+    monkeypatch.setattr(codecache, "_precompile_header", precompile)
+    compiled: list[object] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(codecache, "_worker_compile_cpp", lambda *given: compiled.append(given))
+        ahead._precompile_header()
+    (of_ahead,) = asked
+    assert compiled == []
+    asked.clear()
+    with fresh_cache():
+        torch.compile(lambda x: x.cos() + 1)(torch.zeros(64))
+    assert of_ahead in asked
 
 
 def test_threads_that_want_one_library_compile_it_once(

@@ -14,7 +14,7 @@ from kvcompile.errors import KernelError
 from kvcompile.kernels.cpp.attend.values import MODELS
 from kvcompile.kernels.cpp.generate import generate
 from kvcompile.kernels.cpp.host.compiler import INCLUDE, SHARED, built, flags_for
-from kvcompile.kernels.cpp.isa import Isa, isa, lacks_products_of
+from kvcompile.kernels.cpp.isa import Isa, isa, lacks_products_of, multiplies_rows
 from kvcompile.kernels.cpp.spec import CppSpec
 
 ENTRY = "kvcompile_kernel"
@@ -92,6 +92,18 @@ def linear_spec(dtype: torch.dtype, many: bool = False, own: Isa | None = None) 
     if not many:
         return f"{_LINEAR} {MODELS[dtype]}"
     return f"{_LINEAR}_{'many' if lacks_products_of(dtype, own or isa()) else 'few'} {MODELS[dtype]}"
+
+
+def linear_kernels(dtype: torch.dtype) -> tuple[Path, ...]:
+    """The libraries of linear layers of a dtype for this machine, compiled where they are not: none without kernels.
+
+    Raises:
+        KernelError: as `compiled`.
+    """
+    if dtype not in MODELS:
+        return ()
+    several = (False, True) if multiplies_rows(dtype) else (False,)
+    return tuple(compiled(text_of(linear_spec(dtype, many)), isa()) for many in several)
 
 
 @cache

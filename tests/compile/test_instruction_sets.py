@@ -1,0 +1,85 @@
+"""Inductor tries the best instruction set only, and knows the others as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch._inductor.config as config
+from torch._inductor import cpu_vec_isa
+
+from kvcompile.compile import instruction_sets
+
+
+class Isa:
+    """As Inductor's: its name has all that it contains, and whether it is there is tried when it is asked."""
+
+    def __init__(self, name: str, works: bool = True):
+        self.name, self.works = name, works
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __bool__(self) -> bool:
+        if config.cpp.vec_isa_ok is not None:
+            return config.cpp.vec_isa_ok
+        TRIED.append(self.name)
+        return self.works
+
+
+TRIED: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A processor with the second and third of three sets."""
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    monkeypatch.setattr(cpu_vec_isa.sys, "platform", "linux")
+    monkeypatch.setattr(cpu_vec_isa.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["wide", "wider"])
+    _sets(monkeypatch)
+    TRIED.clear()
+    with config.patch({"cpp.vec_isa_ok": None}):
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+        yield
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+
+
+def _sets(monkeypatch: pytest.MonkeyPatch, wider_works: bool = True) -> None:
+    own = [Isa("wide wider widest"), Isa("wide wider", wider_works), Isa("wide")]
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", own)
+
+
+def _known() -> list[str]:
+    return [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()]
+
+
+def test_the_best_is_tried_alone() -> None:
+    instruction_sets.look()
+    assert TRIED == ["wide wider"]
+    assert _known() == ["wide wider", "wide"]
+    assert TRIED == ["wide wider"]
+    assert config.cpp.vec_isa_ok is None
+
+
+def test_where_the_best_fails_the_others_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    _sets(monkeypatch, wider_works=False)
+    instruction_sets.look()
+    assert _known() == ["wide"]
+    assert "wide" in TRIED
+
+
+@pytest.mark.parametrize("asked", ["ATEN_CPU_CAPABILITY", "simdlen"])
+def test_where_another_is_asked_for_all_are_tried(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if asked == "simdlen":
+        with config.patch({"cpp.simdlen": 256}):
+            instruction_sets.look()
+    else:
+        monkeypatch.setenv(asked, "avx2")
+        instruction_sets.look()
+    assert TRIED == ["wide wider", "wide"]
+
+
+def test_inductor_takes_the_best_that_was_tried() -> None:
+    instruction_sets.look()
+    assert str(cpu_vec_isa.pick_vec_isa()) == "wide wider"
