@@ -57,6 +57,7 @@ from kvcompile.util.serial import traces
 from kvcompile.util.tracing import uncollected
 from kvcompile.verify import Check, check_program, verify
 from kvcompile.verify.ids import bounds
+from kvcompile.verify.shrink import as_lossless
 
 
 def optimize(
@@ -143,6 +144,8 @@ def _built(
     _warn_beyond(model, front, plan)
     front = absorbed(front, plan)
     front = divided(front, plan, parallel.tensor, parallel.stages)
+    if parallel.size == 1:  # a rank's kernels are for its own heads
+        ahead.begin_kernels(plan, *([] if checked.verify == "off" else [as_lossless(plan)]))
     understood = time.perf_counter()
     dump = Dump.from_environment(plan)
     dump.front(front)

@@ -86,12 +86,15 @@ def generate(
         import torch
 
         import kvcompile
+        from kvcompile.compile import ahead
         from kvcompile.models import load_model
         from kvcompile.recipe import Recipe
 
         loaded_recipe = Recipe.load(recipe, **overrides)  # a mistake in it shows before the model loads
     parallel, device = on_ranks(tensor, device, stage_count)
     started = time.perf_counter()
+    # What is compiled for this machine and not for a model: reading one takes a core, and seconds.
+    ahead.begin_for(torch.device(device), None, loaded_recipe)
     with waiting(f"loading {model}"):
         loaded = load_model(model, dtype, device)
     if loaded.tokenizer is None:

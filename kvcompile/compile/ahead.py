@@ -1,6 +1,7 @@
-"""What is compiled for a machine and not for a model, begun in the background while a model is looked at.
+"""What the C++ compiler makes, begun in the background as soon as it is known to be needed.
 
-Where no cache has them, each takes seconds of a compiler, in processes beside which Python goes on. In this order:
+Where no cache has it, it takes seconds, in processes beside which Python goes on. While a model is looked at, in this
+order, what is made for a machine and not for a model:
 
 | what | who waits for it |
 |---|---|
@@ -8,6 +9,8 @@ Where no cache has them, each takes seconds of a compiler, in processes beside w
 | Inductor's look at instruction sets | its first kernel, while it is written |
 | the header of its kernels, precompiled | its first kernel, when it is compiled: Inductor has a lock for it |
 | the kernels of linear layers | the first prompt and step |
+
+While it is verified: the attention kernels of its plan, which verification runs.
 """
 
 from __future__ import annotations
@@ -16,19 +19,20 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import nn
 
 from kvcompile.compile import instruction_sets
-from kvcompile.plan import INDUCTOR
+from kvcompile.plan import INDUCTOR, Decision, Plan
 from kvcompile.recipe import Recipe
 
 log = logging.getLogger(__name__)
 _NAME = "kvcompile-ahead"
-_NICE = 5  # what waits for a result has the cores first; others on the machine do not have them for ever
+_NICE = 5  # of what is not waited for yet: what is has the cores first, though not for ever
 _LOCK = threading.Lock()
 _begun: set[str] = set()
 _looking: list[threading.Event] = []  # at instruction sets; set once that has ended
@@ -66,13 +70,45 @@ def begin_for(device: torch.device, dtype: torch.dtype | None, recipe: Recipe) -
         from kvcompile.kernels.cpp.host.source import linear_kernels
 
         wanted[f"linear layers in {dtype}"] = lambda: linear_kernels(dtype)
+    _begin(wanted, _NICE, looked)
+
+
+def _begin(
+    wanted: Mapping[str, Callable[[], object]], nice: int, looked: threading.Event | None = None
+) -> None:
+    """Make what nobody has begun, in a thread; looked: set once a look at instruction sets among it has ended."""
     with _LOCK:
         new = {name: make for name, make in wanted.items() if name not in _begun}
         _begun.update(new)
-        if _LOOK in new:
+        if looked is not None and _LOOK in new:
             _looking.append(looked)
         if new:
-            threading.Thread(target=_run, args=(new,), name=_NAME, daemon=True).start()
+            threading.Thread(target=_run, args=(new, nice), name=_NAME, daemon=True).start()
+
+
+def begin_kernels(*plans: Plan) -> None:
+    """Begin the C++ kernels that `plans` run attention with, in their order; each once in a process. As `begin`."""
+    wanted: dict[str, Callable[[], object]] = {}
+    for plan in plans:
+        for decision in plan.decisions:
+            if decision.kernels == "cpp":
+                wanted |= _kernels(decision, plan.torch_dtype)
+    _begin(wanted, nice=0)
+
+
+def _kernels(decision: Decision, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    # Modules are imported, and texts written, here: see `begin_for`.
+    from kvcompile.kernels.cpp.host.launches import launches
+    from kvcompile.kernels.cpp.host.source import compiled, text_of
+    from kvcompile.kernels.cpp.isa import isa
+
+    heads, dims = (decision.num_qo_heads, decision.num_kv_heads), (decision.head_dim, decision.v_head_dim)
+    own = isa()
+    found: dict[str, Callable[[], object]] = {}
+    for launch in launches(decision.site_spec(), heads, dims, dtype, own):
+        if launch.role != "linear" and launch.spec not in _begun:
+            found[launch.spec] = partial(compiled, text_of(launch.spec), own)
+    return found
 
 
 def wait() -> None:
@@ -103,10 +139,12 @@ def _precompile_header() -> None:
     CppPythonBindingsCodeCache.load_pybinding_async(["float*"], text, submit_fn=lambda compile_it: None)
 
 
-def _run(wanted: dict[str, Callable[[], object]]) -> None:
-    if sys.platform == "linux":  # where a thread has its own, which the processes that it starts inherit
+def _run(wanted: Mapping[str, Callable[[], object]], nice: int) -> None:
+    if (
+        nice and sys.platform == "linux"
+    ):  # where a thread has its own, which the processes that it starts inherit
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
     for name, make in wanted.items():
         try:
             make()

@@ -16,7 +16,9 @@ import kvcompile
 from kvcompile.compile import ahead, instruction_sets
 from kvcompile.errors import CompileError
 from kvcompile.kernels.cpp import available
-from kvcompile.kernels.cpp.host import compiler, source
+from kvcompile.kernels.cpp.host import compiler, ops, source
+from kvcompile.layouts import CacheLayout
+from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe
 from tests.support.models import tiny_hf
 
@@ -149,6 +151,32 @@ def test_the_header_is_that_of_inductors_kernels_and_nothing_else_is_compiled(
     with fresh_cache():
         torch.compile(lambda x: x.cos() + 1)(torch.zeros(64))
     assert of_ahead in asked
+
+
+@pytest.mark.parametrize("recipe", ["baseline", "int8", "h2o"])
+def test_the_kernels_of_a_plan_are_begun_and_no_others(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verification and a generation ask for the kernels that were begun; without verification the plan's are enough."""
+    begun: list[str] = []
+    monkeypatch.setattr(ahead, "_begun", set())
+    monkeypatch.setattr(ahead, "_begin", lambda wanted, nice, looked=None: begun.extend(wanted))
+    asked: list[str] = []
+    address_of = source.address_of
+    monkeypatch.setattr(source, "address_of", lambda spec: asked.append(spec) or address_of(spec))
+    ops.forget()
+    fast = kvcompile.optimize(
+        tiny_hf("llama"), recipe, verify="off", compile={"mode": "none", "kernels": "cpp"}
+    )
+    assert len(begun) == 2
+    fast.generate(torch.arange(3, 9)[None], max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    ops.forget()
+    assert sorted(asked) == sorted(begun)
+
+
+def test_verification_has_the_kernels_of_the_lossless_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Plan] = []
+    monkeypatch.setattr(ahead, "begin_kernels", lambda *plans: begun.extend(plans))
+    kvcompile.optimize(tiny_hf("llama"), "int8", compile={"mode": "none"})
+    assert [plan.decisions[0].layout == CacheLayout() for plan in begun] == [False, True]
 
 
 def test_threads_that_want_one_library_compile_it_once(
