@@ -241,4 +241,25 @@ PRODUCT = (
         'return ""',
         "tests/fuzz/test_fuzz.py::test_the_oracle",
     ),
+    broken(
+        "the best instruction set is believed without a trial",
+        "kvcompile/compile/instruction_sets.py",
+        "if best is not None and best:",
+        "if best is not None:",
+        "compile/instruction_sets",
+    ),
+    broken(
+        "kernels are begun for heads that a plan does not have",
+        "kvcompile/compile/ahead.py",
+        "(decision.num_qo_heads, decision.num_kv_heads)",
+        "(decision.num_qo_heads, decision.num_qo_heads)",
+        "compile/ahead",
+    ),
+    broken(
+        "Inductor is asked while another thread looks at instruction sets",
+        "kvcompile/compile/ahead.py",
+        "        looked.wait()",
+        "        pass",
+        "compile/ahead",
+    ),
 )

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import kvcompile.models as models
 from kvcompile.cli import app
 from kvcompile.cli.common import overrides_from
+from kvcompile.compile import ahead
 from kvcompile.errors import ModelError
 from kvcompile.models import load_config, load_model
 
@@ -253,6 +254,31 @@ def test_generate_streams_what_the_model_itself_says(checkpoint: Path) -> None:
     plain = run(*args, "--prompt", "w5 w6 w7", "--no-chat-template", "--temperature", "1.5", "--seed", "3")
     again = run(*args, "--prompt", "w5 w6 w7", "--no-chat-template", "--temperature", "1.5", "--seed", "3")
     assert plain.stdout == again.stdout
+
+
+def test_generate_begins_what_a_machine_needs_before_the_model_is_read(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(
+        ahead, "begin_for", lambda device, dtype, recipe: order.append(f"{device} {recipe.name}")
+    )
+    monkeypatch.setattr(ahead, "begin", lambda *given: order.append("optimize"))
+    read = models.load_model
+    monkeypatch.setattr(models, "load_model", lambda *given: order.append("read") or read(*given))
+    run(
+        "generate",
+        "--model",
+        str(checkpoint),
+        "--recipe",
+        "int8",
+        "-n",
+        "1",
+        "--no-compile",
+        "--verify",
+        "off",
+    )
+    assert order == ["cpu int8", "read", "optimize"]
 
 
 def test_generate_needs_a_tokenizer(checkpoint: Path, tmp_path: Path) -> None:
