@@ -132,11 +132,11 @@ def _look(looked: threading.Event) -> None:
 
 
 def _precompile_header() -> None:
-    """Have Inductor precompile what its kernels include: of a kernel that is given to nobody to compile, that alone."""
+    """Have Inductor precompile what kernels include, as it does for every one; this one is compiled for nobody."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     text = 'extern "C" void kernel(float* out) {}'
-    CppPythonBindingsCodeCache.load_pybinding_async(["float*"], text, submit_fn=lambda compile_it: None)
+    CppPythonBindingsCodeCache.load_pybinding_async(["float*"], text)
 
 
 def _run(wanted: Mapping[str, Callable[[], object]], nice: int) -> None:
