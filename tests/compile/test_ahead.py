@@ -142,7 +142,7 @@ def test_the_header_is_that_of_inductors_kernels_and_nothing_else_is_compiled(
 
     monkeypatch.setattr(codecache, "_precompile_header", precompile)
     compiled: list[object] = []
-    with monkeypatch.context() as patched:
+    with fresh_cache(), monkeypatch.context() as patched:
         patched.setattr(codecache, "_worker_compile_cpp", lambda *given: compiled.append(given))
         ahead._precompile_header()
     (of_ahead,) = asked
