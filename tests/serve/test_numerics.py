@@ -236,11 +236,13 @@ SLOW = ("paged", "h2o", "streaming", "kivi")
 LAYOUTS = [name for name in RECIPES if not name.startswith("few") and name != OWN]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recipe", cases(LAYOUTS, {*LAYOUTS} - {*SLOW}))
 def test_every_layout(recipe: str) -> None:
     compare("llama", recipe, seed=1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_kind_of_model(kind: str) -> None:
     compare(kind, "paged", seed=2)

@@ -111,6 +111,7 @@ def test_kernels_for_cpus_pass_as_well(recipe: str, dtype: str) -> None:
         assert result.error < result.budget / 2, str(result)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["mistral", "nanogpt", "tinyllama"])
 def test_other_models_pass(kind: str) -> None:
     for result in healthy("baseline", kind, "float32"):

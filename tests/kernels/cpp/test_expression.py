@@ -461,6 +461,7 @@ def assert_same(found: Tensor, wanted: Tensor, said: str) -> None:
     assert torch.equal(found.masked_fill(both, 0), wanted.masked_fill(both, 0)), said
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("isa", [isa.name for isa in available()])
 def test_functions(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them, of every dtype, at numbers of either sign, at 0, and at what is none: to a few units in the last

@@ -149,6 +149,7 @@ def found_wrong(key: str) -> bool:
 SIMPLE = [t for t in TEMPLATES if t.key in ("aten::mul", "aten::unsqueeze", "aten::transpose", "aten::add")]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MIXING)
 def test_a_transfer_function_that_sees_no_mixing_is_caught(
     name: str, monkeypatch: pytest.MonkeyPatch

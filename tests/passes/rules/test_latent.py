@@ -116,6 +116,7 @@ def check(fast: Any, model: nn.Module) -> None:
     torch.testing.assert_close(found, model(ids), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ABSORBED)
 def test_absorbed(kind: str) -> None:
     """One row of rank + rope channels per token and layer, and the model's own results."""
