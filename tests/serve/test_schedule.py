@@ -542,6 +542,7 @@ BREAKS = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("broken", "case"), BREAKS, ids=lambda x: getattr(x, "__name__", None))
 def test_what_is_broken_is_seen(broken: object, case: type[Served], monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)  # type: ignore[operator]

@@ -94,7 +94,7 @@ def healthy(recipe: str, kind: str, dtype: str) -> tuple[Check, ...]:
     return check(recipe, kind, dtype)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_healthy_ones_pass_well_under_their_budget(recipe: str, dtype: str) -> None:

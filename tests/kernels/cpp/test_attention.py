@@ -261,6 +261,7 @@ QUICK = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("name", "isa"),

@@ -103,6 +103,7 @@ def test_places_in_the_cache(layout: str, name: str) -> None:
     check(case, "cpp")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("isa", [isa.name for isa in available()])
 def test_every_instruction_set_and_number_of_threads(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, isa)
