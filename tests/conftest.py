@@ -39,6 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Otherwise each process that compiles has Inductor try every instruction set that the processor says it has: it
     # compiles a file for each, and loads it in a process that imports PyTorch.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    # What calls an AOTInductor package's kernels is most of its C++; and nobody debugs what tests compile.
+    os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+    os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
     asked = str(config.getoption("markexpr")).replace("not gpu", "")
     if "gpu" not in asked and not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -48,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _quick(tmp_path_factory: pytest.TempPathFactory) -> None:
     import torch._dynamo.config  # imports Triton: not before `pytest_configure`
 
-    from tests.support import compiled_once, quick_tracing
+    from tests.support import compiled_once, quick_symbols, quick_tracing
 
     torch.set_num_threads(1)
     torch._dynamo.config.fake_tensor_cache_enabled = False
@@ -56,6 +59,7 @@ def _quick(tmp_path_factory: pytest.TempPathFactory) -> None:
     own = tmp_path_factory.getbasetemp()
     compiled_once.install((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "compiled")
     quick_tracing.install()
+    quick_symbols.install()
     gc.freeze()  # what was imported and collected stays: nothing looks through it again, here or in forks
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tests.support import quick_interpreter

@@ -437,6 +437,7 @@ def test_scales_that_are_not_there_are_seen(file: str, monkeypatch: pytest.Monke
         verify(model(), front(), plan, "quick")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [Latent, CrossLayer], ids=["latent rows", "shared K and V"])
 def test_other_kinds_of_layers(kind: type[nn.Module], tmp_path: Path) -> None:
     other = kind().eval()

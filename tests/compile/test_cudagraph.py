@@ -93,6 +93,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_replayed_steps_equal_those_that_are_run(recipe: str) -> None:
     captured, plain, recorder = modules("llama", recipe, **RECIPES[recipe])

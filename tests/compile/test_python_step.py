@@ -104,6 +104,7 @@ def truth(dtype: torch.dtype, ids: Tensor) -> list[Tensor]:
         return [model(ids), *[found[mixer] for mixer in (model.mixer, *model.more)]]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("batch", cases((1, 2, 3), (1, 2)))
 def test_fifty_steps_compile_nothing_and_give_what_python_gives(
     modules: dict[str, Any], pythons: list[str], batch: int

@@ -100,6 +100,7 @@ def test_over_two_the_goal_is_met(known: dict[str, Row], kind: str, name: str, l
         assert row["outcome"] != "verified" or (row["error"] <= TOLERANCE["baseline"] and row[name] == 2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_types_over_two_ranks(name: str) -> None:
     row = tensor.check_tensor(name)

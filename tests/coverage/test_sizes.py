@@ -167,6 +167,7 @@ def test_one_side_is_noticed(case: str) -> None:
     assert [found for found in one_sided(made) if problem in found]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_type_that_is_tested_on_one_side_is_noticed(side: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "settings", lambda *args: [settings(*args)[side]])

@@ -85,7 +85,7 @@ def reasons(error: PlanError) -> set[str]:
     return {re.sub(r"\(([^(]*, [^(]*)\)|layers? [\d, ]+", "", line) for line in str(error).splitlines()[1:]}
 
 
-@pytest.mark.few(5)  # every recipe, and every kind, with some of the others
+@pytest.mark.few(10)  # every recipe, and every kind, with some of the others
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", MODELS)
 def test_estimate_and_optimize_agree(kind: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:

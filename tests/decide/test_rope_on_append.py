@@ -171,7 +171,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", MODELS)
 def test_models_equal_their_own_rotation(kind: str) -> None:
     """The oracle of the cache is the model's graph with its own rotation in it."""

@@ -22,6 +22,7 @@ PLAIN = DecoderSpec()
 ROPE = DecoderSpec(position=Part("rope half, arange", ("arange", 10000.0)))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", FAILURES)
 def test_failures_stay_away(name: str) -> None:
     holds(FAILURES[name])

@@ -7,6 +7,7 @@ import pytest
 from tests.fuzz.holds import fast, seed_holds, slow
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", fast(3))
 def test_decoder(seed: int) -> None:
     seed_holds(seed)

@@ -85,6 +85,7 @@ def test_only_who_watches_notes_anything() -> None:
         graph_pass("sweep")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_what_is_left_out_changes_no_result(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_hf("llama", layers=4)

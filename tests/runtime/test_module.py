@@ -76,6 +76,7 @@ def feed(fast: Any, ids: Tensor, chunks: Sequence[int], mask: Tensor | None = No
     return torch.cat(outs, dim=1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_any_chunks_equal_the_original(pair: tuple[nn.Module, Any], chunks: str) -> None:
     model, fast = pair
@@ -84,6 +85,7 @@ def test_any_chunks_equal_the_original(pair: tuple[nn.Module, Any], chunks: str)
     assert error <= rounding(model, ids)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_padded_rows_equal_their_sequences(pair: tuple[nn.Module, Any], chunks: str) -> None:
     model, fast = pair

@@ -84,6 +84,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_decode_step_waits_for_nothing(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the end of pages and rings; also where the prompt was padded."""

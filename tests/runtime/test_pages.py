@@ -237,6 +237,7 @@ def test_layers_with_other_windows_have_tables_of_their_own() -> None:
     }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("model", [CrossLayer(window=20), Latent()], ids=["shared", "latent"])
 @pytest.mark.parametrize("retention", [{"kind": "full"}, {"kind": "window", "size": 13}], ids=str)
 def test_shared_caches_and_latent_rows_in_pages(model: nn.Module, retention: dict[str, Any]) -> None:

@@ -71,6 +71,7 @@ def test_recipes(recipe: str, tmp_path: Path) -> None:
     same(back, fast)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("model", MODELS)
 def test_models(model: str, tmp_path: Path) -> None:
     fast = kvcompile.optimize(MODELS[model](), "int8", **EAGER)

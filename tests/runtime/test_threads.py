@@ -27,6 +27,7 @@ def prompts(count: int) -> list[Tensor]:
     return [torch.randint(3, 61, (1, 4 + 3 * i), generator=g) for i in range(count)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("model", MAKES)
 def test_generate_in_many_threads(model: str) -> None:
     fast = kvcompile.optimize(MAKES[model](), "int8", **EAGER)

@@ -89,7 +89,7 @@ def made(kernels: str) -> CachedModel:
     )
 
 
-@pytest.mark.parametrize("packed", ["off", "on"])
+@pytest.mark.parametrize("packed", [pytest.param("off", marks=pytest.mark.slow), "on"])
 def test_a_prompt_that_texts_share(monkeypatch: pytest.MonkeyPatch, packed: str) -> None:
     """On Triton kernels, interpreted: its pages are read once for all, and each text is what it is alone."""
     monkeypatch.setattr(common_pages, "LEAST", 16)

@@ -196,6 +196,7 @@ RECIPES["few pages, released"] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recipe", ["few pages", "few pages, released"])
 @pytest.mark.parametrize("host", [0, 1 << 20], ids=["computed again", "swapped"])
 def test_texts_that_give_up_their_pages(host: int, recipe: str) -> None:
@@ -204,6 +205,7 @@ def test_texts_that_give_up_their_pages(host: int, recipe: str) -> None:
     assert (stats.recomputed_tokens > 0) == (host == 0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recipe", ["few pages", "few pages, int4", "few pages, released", "kivi in pages"])
 def test_swapped_texts_give_the_same_bits(recipe: str) -> None:
     """What goes to the host and comes back is what never went.
@@ -236,11 +238,13 @@ SLOW = ("paged", "h2o", "streaming", "kivi")
 LAYOUTS = [name for name in RECIPES if not name.startswith("few") and name != OWN]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recipe", cases(LAYOUTS, {*LAYOUTS} - {*SLOW}))
 def test_every_layout(recipe: str) -> None:
     compare("llama", recipe, seed=1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_kind_of_model(kind: str) -> None:
     compare(kind, "paged", seed=2)

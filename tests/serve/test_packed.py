@@ -30,6 +30,7 @@ from tests.support.serving import Stepped
 SOME = Sampling(max_tokens=8, ignore_eos=True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "recipe"),
     [

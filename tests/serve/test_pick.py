@@ -135,6 +135,7 @@ def near_the_smallest(logits: torch.Tensor, s: Sampling) -> bool:
 # ---- the draw
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "s",
     [

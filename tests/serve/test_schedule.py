@@ -292,6 +292,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.lower())
 def test_whatever_comes(case: type[Served]) -> None:
     run_state_machine_as_test(case, settings=QUICK)  # type: ignore[no-untyped-call]
@@ -541,6 +542,7 @@ BREAKS = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("broken", "case"), BREAKS, ids=lambda x: getattr(x, "__name__", None))
 def test_what_is_broken_is_seen(broken: object, case: type[Served], monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)  # type: ignore[operator]

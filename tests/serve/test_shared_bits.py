@@ -98,6 +98,7 @@ def same(one: list[tuple[Tensor, int]], other: list[tuple[Tensor, int]]) -> bool
 SLOW = {("llama", recipe) for recipe in ("paged_int8", "streaming", "kivi", "few pages", "window in pages")}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "recipe"), cases(FOUND, {*FOUND} - SLOW), ids=lambda x: x)
 def test_what_is_found_gives_the_same_bits(kind: str, recipe: str) -> None:
     fast = module(kind, recipe)
@@ -126,6 +127,7 @@ def test_nothing_of_prompts_in_one_piece_is_shared() -> None:
             Engine(module("llama", recipe), prefix_cache="on")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("recipe", ["few pages", "few pages, released", "kivi in pages", "scored, bounded"])
 @pytest.mark.parametrize("stored", [False, True], ids=["host", "store"])
 def test_what_was_evicted_gives_the_same_bits(recipe: str, stored: bool, tmp_path: Path) -> None:

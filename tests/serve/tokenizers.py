@@ -51,17 +51,22 @@ class InPython(PreTrainedTokenizer):
         ).decode(tokens)
 
 
+LETTERS = bytes_to_unicode()
+BYTES = {letter: byte for byte, letter in LETTERS.items()}
+
+
 class BytesInPython(InPython):
     """A slow tokenizer of bytes; half a character is U+FFFD."""
 
-    pieces = ("<unk>", "<s>", *bytes_to_unicode().values())
+    pieces = ("<unk>", "<s>", *LETTERS.values())
 
     def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
-        return [bytes_to_unicode()[byte] for byte in text.encode()]
+        return [LETTERS[byte] for byte in text.encode()]
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        of = {letter: byte for byte, letter in bytes_to_unicode().items()}
-        return b"".join(bytes([of[t]]) if t in of else t.encode() for t in tokens).decode(errors="replace")
+        return b"".join(bytes([BYTES[t]]) if t in BYTES else t.encode() for t in tokens).decode(
+            errors="replace"
+        )
 
 
 def fast(model: Any, decoder: Any, **more: Any) -> Any:

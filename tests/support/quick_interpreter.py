@@ -3,20 +3,26 @@
 At each launch, and at each call of a function within a kernel, it looks through all of `triton.language` for what it
 replaces by functions of its own; here it is found once, set when a launch begins and taken back when it ends. It looks
 for overflows of integers, and says nothing of what it finds where kernels are not debugged; here it does not look. And
-it makes a table of dtypes for each question; here there is one. Together they are half of what tests of kernels take.
+it makes a table of dtypes for each question, and each tensor its shape anew; here there is one of each kind. Together
+they are half of what tests of kernels take.
 """
 
 from __future__ import annotations
 
+import math
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 from triton import language
+from triton.language import constexpr
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _replaced = interpreter._patch_lang
 _numpy_dtype = interpreter._get_np_dtype
+_computation_type = TritonSemantic.computation_type_impl
+_types: dict[Any, Any] = {}
 
 
 class _Language:
@@ -59,10 +65,35 @@ def _dtype_in_numpy(dtype: Any, known: dict[str, Any]) -> Any:
     return found
 
 
+@cache
+def _sizes(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """How many elements a shape has, and its sizes, as tensors have them; nobody writes to them."""
+    return constexpr(math.prod(shape)), language.tuple([constexpr(size) for size in shape])
+
+
+def _make(self: language.tensor, handle: Any, type: language.dtype) -> None:
+    """In place of a tensor's `__init__`."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.numel, self.shape = _sizes(tuple(type.shape) if type.is_block() else ())
+
+
+def _computed_in(semantic: Any, a: Any, a_scalar: bool, b: Any, b_scalar: bool, divides: bool) -> Any:
+    """The dtype in which two are computed."""
+    key = a.name, a_scalar, b.name, b_scalar, divides
+    found = _types.get(key)
+    if found is None:
+        found = _computation_type(semantic, a, a_scalar, b, b_scalar, divides)
+        if type(a) is type(b) is language.dtype:
+            _types[key] = found
+    return found
+
+
 def install() -> None:
     """In a process whose kernels are interpreted, before the first launch."""
     known: dict[str, Any] = {}
     interpreter._patch_lang = _Language().begin
     interpreter._get_np_dtype = lambda dtype: _dtype_in_numpy(dtype, known)
+    language.tensor.__init__ = _make
+    TritonSemantic.computation_type_impl = _computed_in
     if not interpreter.interpreter_builder.options.debug:
         TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None

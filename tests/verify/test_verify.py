@@ -94,7 +94,7 @@ def healthy(recipe: str, kind: str, dtype: str) -> tuple[Check, ...]:
     return check(recipe, kind, dtype)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_healthy_ones_pass_well_under_their_budget(recipe: str, dtype: str) -> None:
@@ -111,6 +111,7 @@ def test_kernels_for_cpus_pass_as_well(recipe: str, dtype: str) -> None:
         assert result.error < result.budget / 2, str(result)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["mistral", "nanogpt", "tinyllama"])
 def test_other_models_pass(kind: str) -> None:
     for result in healthy("baseline", kind, "float32"):

@@ -157,6 +157,7 @@ def _two_threads() -> Iterator[None]:
 SLOW = ("turned latent before RoPE", "turned before RoPE", "two pieces", "H2O in cache")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", cases(CASES, CASES.keys() - {*SLOW}))
 def test_sites_of_every_kind(name: str) -> None:
     check(CASES[name], "cpp")
@@ -185,6 +186,7 @@ def test_every_instruction_set_of_this_machine(isa: str, name: str, monkeypatch:
     ops.forget()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("isa", "dtype"),
     cases(
@@ -259,6 +261,7 @@ QUICK = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("name", "isa"),
@@ -367,6 +370,7 @@ PROMPTS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
 )

@@ -103,6 +103,7 @@ def test_places_in_the_cache(layout: str, name: str) -> None:
     check(case, "cpp")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("isa", [isa.name for isa in available()])
 def test_every_instruction_set_and_number_of_threads(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, isa)
@@ -461,6 +462,7 @@ def assert_same(found: Tensor, wanted: Tensor, said: str) -> None:
     assert torch.equal(found.masked_fill(both, 0), wanted.masked_fill(both, 0)), said
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("isa", [isa.name for isa in available()])
 def test_functions(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them, of every dtype, at numbers of either sign, at 0, and at what is none: to a few units in the last

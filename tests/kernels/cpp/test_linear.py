@@ -67,7 +67,7 @@ def rounding(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.finfo(x.dtype).eps * wanted.abs() + x.shape[-1] ** 0.5 * 2**-23 * size
 
 
-@pytest.mark.few(2)  # every instruction set, and every dtype
+@pytest.mark.few(4)  # every instruction set, and every dtype
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("own_isa", [*available(), PAIRS], ids=lambda own: own.name)
 def test_many_tokens(own_isa: Isa, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def steps(module: Any) -> Tensor:
     return torch.cat([module(part) for part in tokens().split(CHUNKS, 1)], 1)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "name",
     ["separated", "alibi of tokens", "by head", *(name for name in CARRIED if name != "alibi of tokens")],

@@ -178,6 +178,7 @@ STEPS = 1000
 STARTS = 300  # so many slots that every thread has all the pieces that it gets at any length
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["int8", "expression", "pages", "scored", "ring"])
 def test_a_thousand_steps_ask_for_no_more_memory(name: str) -> None:
     ops.ready()

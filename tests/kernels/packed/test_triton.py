@@ -51,6 +51,7 @@ def test_sites_that_share_a_cache(name: str) -> None:
     check(Packed(case, beyond, (0, 1)), "triton", shares=("first", "last"))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_chunks_beside_decodes_go_round(name: str) -> None:
     check(Packed(CASES[name], AROUND, (0, 1, 2)), "triton")

@@ -135,6 +135,7 @@ def test_any_chunks_equal_the_policy(storage, placed) -> None:
         check(spec, chunks, [0, 9, 3])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("values", [model_dtype(), int8(), *RESIDUAL[1:4]], ids=str)
 @pytest.mark.parametrize("keys", RESIDUAL, ids=str)
 def test_tokens_settle_alike_in_any_chunks(keys, values) -> None:

@@ -75,6 +75,7 @@ def test_unrounded_keys_are_those_after_rope(placed: Any) -> None:
     close(policy_attention(q, k, v, late, ROPE, pads), policy_attention(*turned, v, plain, [], pads), pads)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("placed", PLACED, ids=lambda p: f"{p[0]}-{p[1]}")
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
 def test_any_chunks_equal_the_policy(storage: Any, placed: Any) -> None:

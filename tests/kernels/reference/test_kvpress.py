@@ -73,6 +73,7 @@ CASES = (
 )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "options", "retention"), CASES, ids=[case[0] for case in CASES])
 def test_same_tokens_stay(
     presses: dict[str, Any], model: Any, name: str, options: dict[str, Any], retention: dict[str, Any]

@@ -99,6 +99,7 @@ def test_bytes_are_those_of_the_tensors(storage: Any, slots: int, batch: int, dt
 PLACED = [(Contiguous(), Full()), (Contiguous(), SinkWindow(5, 6)), *RINGS]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("placed", PLACED, ids=lambda p: f"{p[0]}-{p[1]}")
 def test_any_chunks_equal_the_policy(placed: Any) -> None:
     """Sinks and recents, alone and together, for keys and for values, in every placement that takes them."""

@@ -171,6 +171,7 @@ def test_summaries_do_not_depend_on_how_tokens_come(chunks: list[int], dtype: to
 # ---- all pages are the full cache
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("placement", [Contiguous(), Paged(8)], ids=str)
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
 def test_all_pages_are_the_full_cache(storage: Storage, placement: Any) -> None:

@@ -344,6 +344,7 @@ def test_sites_that_share_a_cache(storage: Any) -> None:
             close(torch.cat(site, dim=2), wanted, pads)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("storage", RESIDUAL, ids=str)
 @pytest.mark.parametrize("boolean", [True, False])
 def test_a_mask_from_activations(storage: Any, boolean: bool) -> None:

@@ -293,6 +293,7 @@ def forgets() -> Iterator[None]:
         yield
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_on_purpose(monkeypatch: pytest.MonkeyPatch, forgets: None, name: str) -> None:
     broken, case = BROKEN[name]

@@ -77,7 +77,7 @@ def exact(model: nn.Module, fast: Any) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("verify", ["off", "quick"])
 @pytest.mark.parametrize("head", HEADS)
 def test_the_last_token_alone(head: str, verify: str) -> None:
@@ -148,7 +148,7 @@ REFUSED: dict[str, tuple[Head, str]] = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("verify", ["off", "quick"])
 @pytest.mark.parametrize("head", REFUSED)
 def test_what_is_more_than_the_last_token_is_refused(head: str, verify: str) -> None:

@@ -153,6 +153,7 @@ def changed(change: Callable[[Any], None]) -> Any:
     return model.eval()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_layer_that_differs_is_traced(change: Callable[[Any], None], copies: list[int]) -> None:
     capture(changed(change))
@@ -293,6 +294,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kind, "__module__", "transformers.models.made_up")
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("known")
 @pytest.mark.parametrize(
     "kind,copied",

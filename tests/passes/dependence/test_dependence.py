@@ -149,6 +149,7 @@ def found_wrong(key: str) -> bool:
 SIMPLE = [t for t in TEMPLATES if t.key in ("aten::mul", "aten::unsqueeze", "aten::transpose", "aten::add")]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MIXING)
 def test_a_transfer_function_that_sees_no_mixing_is_caught(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -164,6 +165,7 @@ def test_the_invariant_is_a_second_check(name: str, monkeypatch: pytest.MonkeyPa
     assert found_wrong(f"aten::{name}")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CONSTANT)
 def test_a_transfer_function_that_loses_a_dependence_is_caught(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -364,6 +366,7 @@ def test_what_is_a_function_of_each_token_is_accepted(case: str) -> None:
     assert found.limit([logits]) is None
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_mixes_tokens_or_rows_is_refused_with_its_operator_and_line(case: str) -> None:
     place, reason = REFUSED[case]

@@ -74,6 +74,7 @@ def test_families(kind: str, attn: str) -> None:
         assert "softmax" not in names
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("kind", [NanoGPT, TinyLlama])
 def test_plain_modules(kind: type[nn.Module], eager: bool) -> None:
@@ -132,6 +133,7 @@ def test_a_bidirectional_encoder_is_refused(attn: str) -> None:
         assert f"layer.{layer}" in miss.module_path and miss.source.startswith("modeling_bert.py:")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("kind", "masks", "score"),
     [

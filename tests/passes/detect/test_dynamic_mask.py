@@ -135,6 +135,7 @@ def compare(
     return fast
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("mask", "kept"), [(indexer, DIM), (gates, HEADS), (by_distance, 0)])
 def test_masks_from_activations(mask: Mask, kept: int) -> None:
     """kept: floats that the mask keeps of every token."""

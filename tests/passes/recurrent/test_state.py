@@ -208,7 +208,7 @@ def test_models_without_state_have_no_mixers() -> None:
     assert capture(model).opaques == ()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["lfm2", "bamba", "jamba", "recurrent_gemma", "zamba2"])
 def test_transformers_hybrids(name: str) -> None:
     """Chunks of any size, rows that start at different places, beams, and what the cache counts."""

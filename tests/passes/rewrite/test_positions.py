@@ -255,6 +255,7 @@ SCALED: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", SCALED)
 def test_rotary_tables_that_depend_on_the_length(case: str) -> None:
     """Exact up to where they change, and refused beyond: keys in the cache would have to be rotated anew."""

@@ -116,6 +116,7 @@ def check(fast: Any, model: nn.Module) -> None:
     torch.testing.assert_close(found, model(ids), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ABSORBED)
 def test_absorbed(kind: str) -> None:
     """One row of rank + rope channels per token and layer, and the model's own results."""
@@ -139,6 +140,7 @@ def test_absorbed_in_rings(recipe: str) -> None:
     check(fast, model)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_absorbed_and_quantized(dtype: str) -> None:
     """Rows are stored as the keys are; the values are read from them."""
@@ -171,6 +173,7 @@ def test_off_keeps_k_and_v() -> None:
     check(fast, model)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", EXPANDED)
 def test_what_is_not_linear_in_one_row(kind: str) -> None:
     """It keeps K and V, and says why where something was near."""

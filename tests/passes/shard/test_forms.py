@@ -144,6 +144,7 @@ def taken(x: Tensor, placement: Placement, rank: int) -> Tensor:
     return x
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
 def test_each_rank_has_what_its_placement_says(case: str) -> None:
     sizes = CASES[case][1]

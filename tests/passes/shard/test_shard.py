@@ -38,6 +38,7 @@ def heads(queries: int, keys: int, **changes: Any) -> nn.Module:
     return make(TinyLlama, TinyConfig(num_heads=queries, num_kv_heads=keys, vocab_size=64, **changes))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("form", cases(FORMS, QUICK))
 def test_forms_of_attention(form: str, ranks: int) -> None:
@@ -49,6 +50,7 @@ def test_forms_of_attention(form: str, ranks: int) -> None:
     assert left == LEFT.get(form, set()), [str(each) for each in found.sharding.whole]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("queries, keys, ranks, share", [(8, 4, 4, 1 / 4), (8, 2, 4, 1 / 2), (8, 1, 2, 1.0)])
 def test_kv_heads_are_divided_or_repeated(queries: int, keys: int, ranks: int, share: float) -> None:
     """Where ranks exceed KV heads, bytes of the cache do not fall."""

@@ -12,7 +12,7 @@ import pytest
 from kvcompile.errors import KVCompileError
 from kvcompile.serve.http import LOOPBACK, Options, bind, url
 from tests.serve.http.fake_engine import FakeEngine, tiny_tokenizer
-from tests.serve.http.running_server import Running, running
+from tests.serve.http.running_server import TRUSTED, Running, running
 from tests.serve.http.test_errors import error_of
 
 KEY = "sk-3f9é"
@@ -39,7 +39,7 @@ def test_the_right_key(serving: Callable[..., Running]) -> None:
 
 @pytest.mark.parametrize("header", ["Bearer sk-3f9é", "bearer   sk-3f9é"])
 def test_the_scheme_has_no_case(keyed: Running, header: str) -> None:
-    response = httpx2.get(f"{keyed.url}/models", headers={"Authorization": header.encode()})
+    response = httpx2.get(f"{keyed.url}/models", headers={"Authorization": header.encode()}, verify=TRUSTED)
     assert response.status_code == 200
 
 
@@ -49,7 +49,7 @@ def test_the_scheme_has_no_case(keyed: Running, header: str) -> None:
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/metrics", "/openapi.json", "/v2"])
 def test_wrong_keys(keyed: Running, header: str | None, path: str) -> None:
     headers = {} if header is None else {"Authorization": header.encode()}
-    response = httpx2.get(f"{keyed.root}{path}", headers=headers)
+    response = httpx2.get(f"{keyed.root}{path}", headers=headers, verify=TRUSTED)
     assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
     error = error_of(response)
     assert error["code"] == "invalid_api_key" and KEY not in response.text
@@ -61,7 +61,7 @@ def test_what_the_client_says_of_a_wrong_key(keyed: Running) -> None:
 
 
 def test_health_needs_no_key(keyed: Running) -> None:
-    response = httpx2.get(f"{keyed.root}/health")
+    response = httpx2.get(f"{keyed.root}/health", verify=TRUSTED)
     assert (response.status_code, response.json()) == (200, {"status": "ok"})
 
 

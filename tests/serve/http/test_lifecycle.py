@@ -21,7 +21,7 @@ import pytest
 from kvcompile.serve.http import Limits, Options, bind, create_app, serve, stream, url
 from kvcompile.serve.http.service import Service
 from tests.serve.http.fake_engine import FakeEngine, tiny_tokenizer
-from tests.serve.http.running_server import Running
+from tests.serve.http.running_server import TRUSTED, Running
 
 TEXT: dict[str, Any] = {"model": "fake", "prompt": "w3", "max_tokens": 5}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -219,7 +219,7 @@ def test_what_does_not_end_in_time_is_cancelled(serving: Callable[..., Running],
 
 def answered(root: str) -> int | None:
     try:
-        return httpx2.get(f"{root}/health").status_code
+        return httpx2.get(f"{root}/health", verify=TRUSTED).status_code
     except httpx2.TransportError:
         return None
 
@@ -260,7 +260,9 @@ def test_signals(number: signal.Signals, again: bool) -> None:
         )
         if again:
             asking.start()
-            until(lambda: "kvcompile_requests_running 1.0" in httpx2.get(f"{root}/metrics").text)
+            until(
+                lambda: "kvcompile_requests_running 1.0" in httpx2.get(f"{root}/metrics", verify=TRUSTED).text
+            )
         os.kill(process.pid or 0, number)
         if again:
             until(lambda: answered(root) == 503)

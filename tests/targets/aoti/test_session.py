@@ -32,6 +32,7 @@ from kvcompile.kernels.shared.dialect import AOTI
 from kvcompile.models import load_model
 from kvcompile.recipe import Recipe, shipped_recipes
 from kvcompile.targets import machine
+from kvcompile.targets.aoti import package
 from kvcompile.targets.aoti.kernels import isa_of
 from kvcompile.targets.aoti.package import LEVELS, compiled, entries, instruction_sets
 from kvcompile.targets.aoti.session import Package
@@ -280,8 +281,13 @@ def test_one_process_runs_packages_that_hold_kernels_of_one_name(int8: Made, tmp
     assert torch.equal(first.decode(ids[:, :1]), second.decode(ids[:, :1]))
 
 
-def test_models_whose_graphs_read_alike_have_code_of_their_own(tmp_path: Path) -> None:
-    """The text of a graph says nothing of the sizes of its weights."""
+def test_models_whose_graphs_read_alike_have_code_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The text of a graph says nothing of the sizes of its weights. The code is written, and not compiled."""
+    options = package._options
+    written_only = {"aot_inductor.package_cpp_only": True}
+    monkeypatch.setattr(package, "_options", lambda *given: options(*given) | written_only)
     texts = []
     for size in (96, 160):
         source = source_of(

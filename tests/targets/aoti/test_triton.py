@@ -32,9 +32,8 @@ LAUNCHES = {
     not hasattr(codecache, "CpuTritonKernelCache"),
     reason="PyTorch 2.11 prints C++ that launches Triton's kernels on a GPU only: tests/gpu/test_aoti.py has it",
 )
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=() if name == "int8" else pytest.mark.slow) for name in LAUNCHES]
-)
+@pytest.mark.slow  # quick as compiled modules: tests/kernels/triton/host/test_in_inductor.py
+@pytest.mark.parametrize("recipe", LAUNCHES)
 def test_the_program_launches_kernels_on_the_caches_themselves(recipe: str) -> None:
     found = printed("tests.support.aoti_sm90", recipe)[recipe]
     assert list(found) == ["prefill", "decode", "decode_batch"]

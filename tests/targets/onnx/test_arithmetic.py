@@ -133,6 +133,7 @@ def claims(x: Tensor, y: Tensor) -> Results:
     }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("function", [quotients, extremes, bits, claims], ids=lambda f: str(f.__name__))
 def test_integers(function: Callable[..., Results]) -> None:
     same(function, X, Y)

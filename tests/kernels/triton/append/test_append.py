@@ -261,6 +261,7 @@ def test_any_layout_and_chunks_are_written_as_the_reference_does(
     run(Site(layout, dims, dtype), chunks, padding, seed, size)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", cases(DTYPES, (torch.bfloat16,)), ids=str)
 @pytest.mark.parametrize("storage", [mxfp4(), with_hadamard(mxfp4()), with_residual(mxfp4(), 3, 1)], ids=str)
 def test_mxfp4(storage: Storage, dtype: torch.dtype) -> None:
@@ -294,6 +295,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_rope_is_done_first(form: RotaryForm, dtype: torch.dtype) -> None:

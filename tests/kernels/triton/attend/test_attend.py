@@ -143,7 +143,7 @@ def decoded(
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_any_number_of_splits(name: str) -> None:
     """One, some, and more than there are tiles; a sequence of few tokens, and one of none."""
@@ -165,7 +165,7 @@ def test_any_number_of_splits(name: str) -> None:
             assert empty[1].sum() >= 3 * empty[1, :, 0].numel()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", [*IN_ORDER, "group of 20"])
 def test_any_number_of_programs_over_a_list(name: str) -> None:
     """As splits. What is not of a part that was written may be anything."""
@@ -269,7 +269,7 @@ def test_logits_are_those_of_the_slots() -> None:
 # ---- tiles
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "tile"),
     [
@@ -339,7 +339,7 @@ def test_one_large_value_takes_no_bits_of_the_others(layout: CacheLayout) -> Non
 # ---- columns
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("chunks", [(12, 9), (5, 6, 8)], ids=str)
 @pytest.mark.parametrize(
     "retention",

@@ -109,7 +109,7 @@ VISIBLE = (
 )
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(LENGTHS, st.integers(1, 3), st.integers(1, 40), st.sampled_from(VISIBLE))
 @example([128, 0, 1, 100, 17, 48], 2, 7, VISIBLE[0])  # 42 tiles: nothing is left over
 def covers(lengths: list[int], heads: int, programs: int, visible: tuple[MaskSpec, CacheLayout]) -> None:

@@ -23,13 +23,13 @@ AS_IT_IS = settings(
 )
 
 
-@settings(AS_IT_IS, max_examples=9)
+@settings(AS_IT_IS, max_examples=6)
 @given(case=cases())
 def test_any_site(case: Case) -> None:
     check(case)
 
 
-@settings(AS_IT_IS, max_examples=4)
+@settings(AS_IT_IS, max_examples=3)
 @given(case=cases(scored=True))
 def test_any_site_of_a_retention_by_scores(case: Case) -> None:
     check(case)

@@ -82,7 +82,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "block"),
     # A tile of one page and of several; the others have one that the tests of tiles have.

@@ -1,0 +1,42 @@
+"""What tests keep of sizes with symbols is what sympy says of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from kvcompile.passes.capture.capture import capture
+from tests.support.models import tiny_hf
+from tests.support.quick_symbols import METHODS, PLAIN
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_models_are_traced_alike(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    assert not any(getattr(SymNode, f"_{name}") is PLAIN[name] for name in METHODS)
+    found = []
+    for quick in (True, True, False):
+        if not quick:
+            for name in METHODS:
+                monkeypatch.setattr(SymNode, f"_{name}", PLAIN[name])
+        environments: list[ShapeEnv] = []
+        made = ShapeEnv.__init__
+
+        def kept(self: ShapeEnv, *given: Any, made: Any = made, own: Any = environments, **more: Any) -> None:
+            made(self, *given, **more)
+            own.append(self)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ShapeEnv, "__init__", kept)
+            module = capture(tiny_hf(family, layers=2)).graph_module
+        sizes = [
+            str(node.meta["val"].shape)
+            for node in module.graph.nodes
+            if hasattr(node.meta.get("val"), "shape")
+        ]
+        guards = [[str(guard.expr) for guard in each.guards] for each in environments]
+        found.append((module.code, sizes, guards))
+        assert any(guards) and any("s" in size for size in sizes)
+    assert found[0] == found[1] == found[2]
