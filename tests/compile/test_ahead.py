@@ -23,6 +23,7 @@ from kvcompile.recipe import Recipe
 from tests.support.models import tiny_hf
 
 MODEL = nn.Linear(2, 2)
+BEGIN_KERNELS = ahead.begin_kernels  # which other tests do without (`tests/support/compiled_once.py`)
 
 
 @pytest.fixture
@@ -157,6 +158,7 @@ def test_the_header_is_that_of_inductors_kernels_and_nothing_else_is_compiled(
 def test_the_kernels_of_a_plan_are_begun_and_no_others(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Verification and a generation ask for the kernels that were begun; without verification the plan's are enough."""
     begun: list[str] = []
+    monkeypatch.setattr(ahead, "begin_kernels", BEGIN_KERNELS)
     monkeypatch.setattr(ahead, "_begun", set())
     monkeypatch.setattr(ahead, "_begin", lambda wanted, nice, looked=None: begun.extend(wanted))
     asked: list[str] = []
