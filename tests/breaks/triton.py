@@ -6,6 +6,20 @@ from tests.breaks.broken import broken
 
 TRITON = (
     broken(
+        "heads look for a slot among those of the first",
+        "kernels/triton/retention/evict.py",
+        'own = " + head * {name}_s1" if spec.score_heads > 1 else ""',
+        'own = ""',
+        "tests/kernels/triton/retention/test_evict.py",
+    ),
+    broken(
+        "a head's value is written by another program than found its slot",
+        "kernels/triton/append/append.py",
+        "    for side in () if slots.evicts(spec) else sides(spec):",
+        "    for side in sides(spec)[1:] if slots.evicts(spec) else sides(spec):",
+        "tests/kernels/triton/retention/test_evict.py",
+    ),
+    broken(
         "logits of a step are halves of what they are",
         "kernels/triton/attend/softmax_pv.py",
         'level = tl.where(level > -1.0e30, level, {level})"',

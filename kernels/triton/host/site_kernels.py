@@ -10,9 +10,11 @@ import torch
 
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.append import append as append_role
+from kvcompile.kernels.triton.append import slots
 from kvcompile.kernels.triton.attend import cascade, needs_stages
 from kvcompile.kernels.triton.config import Config, case_of, config
 from kvcompile.kernels.triton.device import Fp8Form, device_of, fp8_of, interpreted
+from kvcompile.kernels.triton.retention import evict
 from kvcompile.kernels.triton.roles import ROLES
 from kvcompile.kernels.triton.spec import KernelSpec, Role
 
@@ -57,13 +59,17 @@ class Kernels:
             stages=own.num_stages if needs_stages(role, self.site.layout) else 0,
         )
 
-    def appends(self, options: Sequence[str]) -> str:
-        """The spec of an append, as a text."""
+    def appends(self, options: Sequence[str]) -> KernelSpec:
+        """The spec of an append."""
         block = append_role.block_n(self.head_dim, self.v_head_dim, "one" in options)
         made = replace(self.spec("append", options), block_n=block)
         if "prefixes" in options:
             made = replace(made, block_m=cascade.most(self.spec("decode")))
-        return made.to_json()
+        if slots.evicts(made):
+            # It has the warps of a search, which queries of one head alone would leave idle.
+            made = replace(made, block_n=append_role.heads(self.head_dim, self.v_head_dim))
+            made = replace(made, block_m=evict.block(int(made.layout.retention.budget())))
+        return made
 
     @property
     def fp8(self) -> Fp8Form:

@@ -89,14 +89,16 @@ GOLDENS: dict[str, KernelSpec] = {
             "append", cache(keys=INT4, values=INT4, placement={"kind": "paged", "page_size": 16})
         ),
         "append_int8_pages_of_64": launched("append", cache(keys=INT8, values=INT8, **PAGES_OF_64)),
-        "append_h2o": spec("append", cache(retention=H2O), "smollm2", "one"),
+        "append_h2o": launched("append", cache(retention=H2O), "smollm2"),
+        "append_h2o_layer_int8_pages_of_64": launched(
+            "append", cache(keys=INT8, values=INT8, retention=H2O | {"granularity": "layer"}, **PAGES_OF_64)
+        ),
         "append_streaming_in_cache": launched(
             "append", cache(retention=SINK_WINDOW | {"positions": "in_cache"})
         ),
         "group_kivi4": launched("group", cache(**KIVI)),
         "group_kivi4_pages_of_64_many": launched("group", cache(**KIVI, **PAGES_OF_64), tokens=64),
         "columns_h2o": launched("columns", cache(retention=H2O), tokens=64),
-        "evict_h2o": launched("evict", cache(retention=H2O)),
         "score_h2o_int8": launched("score", cache(keys=INT8, values=INT8, retention=H2O)),
     }.items()
 }

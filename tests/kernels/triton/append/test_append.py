@@ -393,39 +393,37 @@ def test_staged_tokens_stand_at_their_place_in_the_call(placed: tuple[Placement,
 @pytest.mark.parametrize("granularity", ["kv_head", "layer"])
 @pytest.mark.parametrize("placement", [Slots(), Paged(8)], ids=str)
 def test_scored_layouts_write_to_the_slots_that_are_given(placement: Placement, granularity: str) -> None:
-    """-1 and padding: nowhere. KV heads have slots of their own, or the same."""
+    """Of many tokens, -1 and padding: nowhere. KV heads have slots of their own, or the same."""
     layout = CacheLayout(
         with_residual(int8(), 2), uint(4), placement, Scored(1, 6, 3, granularity=granularity)
     )
     site, g = Site(layout, (16, 8)), torch.Generator().manual_seed(1)
     heads = HKV if granularity == "kv_head" else 1
-    for count in (6, 1):
-        k, v = (vectors(i, (2, HKV, count, d), torch.float32) for i, d in enumerate(site.dims))
-        positions = new_positions(torch.tensor([20, 0]), count, torch.tensor([0, 2 if count > 1 else 0]))
-        places = torch.stack([torch.randperm(10, generator=g)[:count] for _ in range(2 * heads)])
-        places = places.view(2, heads, count).to(torch.int32)
-        if count > 1:
-            places[0, :, 2] = -1
-        ours, table = site.buffers(2)
-        theirs = [x.clone() for x in ours]
-        one = ("one",) if count == 1 else ()
-        spec = site.spec("append", "full", *one)
-        append(None, k, v, ours, positions, [], places, table, spec.to_json())
-        x = {"keys": (k, layout.keys), "values": (v, layout.values)}
-        for name, buffer in zip(names(layout, site)[:-2], theirs[:-2], strict=True):
-            vector, storage = x[name.split(".")[0]]
-            own = [part.name for part in storage.parts(8, torch.float32)].index(name.split(".")[1])
-            if name.endswith("full"):
-                residual.append(storage, vector, [buffer], positions, positions[:, 0].clamp(min=0))
-                continue
-            encoded = residual.settled(storage, vector, [buffer], positions)[1][own]
-            for b, h, s in itertools.product(range(2), range(HKV), range(count)):
-                slot = int(places[b, min(h, heads - 1), s])
-                if slot >= 0 and positions[b, s] >= 0:
-                    at = (b, h, slot) if table is None else (int(table[b, slot // 8]), h, slot % 8)
-                    buffer[at] = encoded[b, h, s]
-        for name, a, b in zip(names(layout, site), ours, theirs, strict=True):
-            assert torch.equal(as_bits(a), as_bits(b)), name
+    count = 6
+    k, v = (vectors(i, (2, HKV, count, d), torch.float32) for i, d in enumerate(site.dims))
+    positions = new_positions(torch.tensor([20, 0]), count, torch.tensor([0, 2]))
+    places = torch.stack([torch.randperm(10, generator=g)[:count] for _ in range(2 * heads)])
+    places = places.view(2, heads, count).to(torch.int32)
+    places[0, :, 2] = -1
+    ours, table = site.buffers(2)
+    theirs = [x.clone() for x in ours]
+    spec = site.spec("append", "full")
+    append(None, k, v, ours, positions, [], places, table, spec.to_json())
+    x = {"keys": (k, layout.keys), "values": (v, layout.values)}
+    for name, buffer in zip(names(layout, site)[:-2], theirs[:-2], strict=True):
+        vector, storage = x[name.split(".")[0]]
+        own = [part.name for part in storage.parts(8, torch.float32)].index(name.split(".")[1])
+        if name.endswith("full"):
+            residual.append(storage, vector, [buffer], positions, positions[:, 0].clamp(min=0))
+            continue
+        encoded = residual.settled(storage, vector, [buffer], positions)[1][own]
+        for b, h, s in itertools.product(range(2), range(HKV), range(count)):
+            slot = int(places[b, min(h, heads - 1), s])
+            if slot >= 0 and positions[b, s] >= 0:
+                at = (b, h, slot) if table is None else (int(table[b, slot // 8]), h, slot % 8)
+                buffer[at] = encoded[b, h, s]
+    for name, a, b in zip(names(layout, site), ours, theirs, strict=True):
+        assert torch.equal(as_bits(a), as_bits(b)), name
 
 
 def test_tiles_hold_fewer_tokens_of_wide_vectors() -> None:
