@@ -6,6 +6,20 @@ from tests.breaks.broken import broken
 
 TRITON = (
     broken(
+        "heads that a program has too many of are written",
+        "kernels/triton/append/encode/tile.py",
+        'return f"({flag} & there)" if self.surplus else flag',
+        "return flag",
+        "tests/kernels/triton/append/test_append.py",
+    ),
+    broken(
+        "a program of several heads divides them by the scale of the first",
+        "kernels/triton/append/encode/floats.py",
+        'head = f"tl.minimum(head, {tile.heads - 1})" if tile.surplus else "head"',
+        'head = "head * 0"',
+        "tests/kernels/triton/append/test_append.py",
+    ),
+    broken(
         "heads look for a slot among those of the first",
         "kernels/triton/retention/evict.py",
         'own = " + head * {name}_s1" if spec.score_heads > 1 else ""',

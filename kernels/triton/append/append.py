@@ -61,6 +61,9 @@ OPTIONS = {
 }
 _ELEMENTS = 2048  # of a tile of many tokens
 _MOST_HEADS, _OF_HEADS = 8, 1024  # of a tile of one token: heads, and elements
+# Programs of one head each that a multiprocessor takes at once: of more, some would wait for others to end, and each
+# waits for its position, then for cosines and sines, then for what it has read.
+PLACES = 32
 _COMMON = "pages in common"
 
 
@@ -178,10 +181,12 @@ def heads(head_dim: int, v_head_dim: int) -> int:
 
 
 def elements(spec: KernelSpec) -> int:
-    """Numbers of the largest tile of a program."""
+    """Numbers that the warps of a program share out; of several heads half of them, as all turn by the same angles."""
     width = power_of_two(max(spec.head_dim, spec.v_head_dim))
-    rows = max(work.rows for work in works(spec)) if _has(spec, "one") else spec.block_n
-    return max(rows * width, spec.block_m if slots.evicts(spec) else 0)
+    if not _has(spec, "one"):
+        return spec.block_n * width
+    rows = max(work.rows for work in works(spec))
+    return max(rows * width // min(rows, 2), spec.block_m if slots.evicts(spec) else 0)
 
 
 def _has(spec: KernelSpec, *options: str) -> bool:

@@ -273,7 +273,7 @@ def append(call: Call, options: Sequence[str], slots: Tensor | None = None) -> l
     """Launch an append with `options` (`append/append.py`); slots and result as `ops_write.append` has them."""
     in_keys = call.site.layout.in_keys
     turns_now = "rope" in options or "rope_q" in options
-    spec = call.kernels.appends((*options, *call.dialect))
+    spec = call.kernels.appends((*options, *call.dialect), call.positions.shape[0])
     outs: list[Tensor] = ops_write.append(
         call.q if "q_out" in options else None,
         call.k,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.append import append as append_role
@@ -59,15 +61,21 @@ class Kernels:
             stages=own.num_stages if needs_stages(role, self.site.layout) else 0,
         )
 
-    def appends(self, options: Sequence[str]) -> KernelSpec:
-        """The spec of an append."""
-        block = append_role.block_n(self.head_dim, self.v_head_dim, "one" in options)
+    def appends(self, options: Sequence[str], sequences: Any = 1) -> KernelSpec:
+        """The spec of an append to so many sequences, a number or a symbol of one."""
+        one, dims = "one" in options, (self.head_dim, self.v_head_dim)
+        block = append_role.block_n(*dims, one)
+        if one:
+            places = append_role.PLACES * device_of(self.device).multiprocessors
+            few = sequences * (self.num_qo_heads + 2 * self.num_kv_heads) <= places
+            # Of a number that a graph leaves open, as of many.
+            block = 1 if statically_known_true(few) else append_role.heads(*dims)
         made = replace(self.spec("append", options), block_n=block)
         if "prefixes" in options:
             made = replace(made, block_m=cascade.most(self.spec("decode")))
         if slots.evicts(made):
             # It has the warps of a search, which queries of one head alone would leave idle.
-            made = replace(made, block_n=append_role.heads(self.head_dim, self.v_head_dim))
+            made = replace(made, block_n=append_role.heads(*dims))
             made = replace(made, block_m=evict.block(int(made.layout.retention.budget())))
         return made
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import ast
 import difflib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvcompile.kernels.triton.append import append
 from kvcompile.kernels.triton.generate import generate
 from kvcompile.kernels.triton.render import header
 from kvcompile.kernels.triton.spec import KernelSpec
@@ -37,6 +39,11 @@ def launched(
     """The first kernel of that role that a site launches."""
     found = SHAPES[shape].kernels(layout, H200, tokens)
     return next(launch.spec for launch in found if launch.spec.role == role), None
+
+
+def several(own: KernelSpec) -> tuple[KernelSpec, None]:
+    """An append of one token of many sequences, whose programs take several heads."""
+    return replace(own, block_n=append.heads(own.head_dim, own.v_head_dim)), None
 
 
 GOLDENS: dict[str, KernelSpec] = {
@@ -84,6 +91,9 @@ GOLDENS: dict[str, KernelSpec] = {
         "prefill_h2o_int8": launched("prefill", cache(keys=INT8, values=INT8, retention=H2O), tokens=64),
         "append_int8_rope": spec(
             "append", cache(keys=INT8, values=INT8), "llama", "one", "rope", "q_out", rotary=HALF
+        ),
+        "append_int8_rope_many_heads": several(
+            spec("append", cache(keys=INT8, values=INT8), "llama", "one", "rope", "q_out", rotary=HALF)[0]
         ),
         "append_int4_pages_of_16": spec(
             "append", cache(keys=INT4, values=INT4, placement={"kind": "paged", "page_size": 16})

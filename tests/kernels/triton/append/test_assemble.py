@@ -90,6 +90,7 @@ def test_every_role_assembles() -> None:
             ),
             request("append", CacheLayout(uint(3), fp8()), dims=(80, 96), arch=80),
             request("group", KIVI, "keys", arch=100),
+            request("append", CacheLayout(int8(), int8()), "rope", "q_out", "one", block_n=8),
             request("append", SCORED, "rope", "q_out", "one"),
             request("append", PER_LAYER, "one"),
             request("score", SCORED, block_n=256),
@@ -125,6 +126,12 @@ def test_every_layout_assembles(layout: CacheLayout, arch: int) -> None:
         request("append", layout, *options, arch=arch, dims=dim)
         for dim in dims
         for options in (("one", "full"), ("full",), ("rope", "q_out", "k_out", "v_out"))
+    ]
+    asked += [
+        request(
+            "append", layout, "one", "full", "rope", "q_out", arch=arch, dims=dim, block_n=append.heads(*dim)
+        )
+        for dim in dims
     ]
     asked += [request("group", layout, "keys", *one, arch=arch) for one in ((), ("one",)) if layout == KIVI]
     if layout == SCORED:
