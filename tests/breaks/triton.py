@@ -6,17 +6,17 @@ from tests.breaks.broken import broken
 
 TRITON = (
     broken(
-        "heads that a program has too many of are written",
-        "kernels/triton/append/encode/tile.py",
-        'return f"({flag} & there)" if self.surplus else flag',
-        "return flag",
+        "programs of several heads begin where those of one head would",
+        "kernels/triton/append/append.py",
+        "{own} * {rows} + tl.arange(0, {rows})",
+        "{own} + tl.arange(0, {rows})",
         "tests/kernels/triton/append/test_append.py",
     ),
     broken(
         "a program of several heads divides them by the scale of the first",
         "kernels/triton/append/encode/floats.py",
-        'head = f"tl.minimum(head, {tile.heads - 1})" if tile.surplus else "head"',
-        'head = "head * 0"',
+        "tl.minimum(head, {tile.heads - 1})",
+        "tl.minimum(head, 0)",
         "tests/kernels/triton/append/test_append.py",
     ),
     broken(
