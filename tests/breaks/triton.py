@@ -6,6 +6,13 @@ from tests.breaks.broken import broken
 
 TRITON = (
     broken(
+        "prompts begin with the tile of queries that sees least",
+        "kernels/triton/attend/__init__.py",
+        "(tl.num_programs(0) - 1 - tl.program_id(0)) * {spec.block_m}",
+        "tl.program_id(0) * {spec.block_m}",
+        "tests/kernels/triton/attend/test_queries.py",
+    ),
+    broken(
         "programs of several heads begin where those of one head would",
         "kernels/triton/append/append.py",
         "{own} * {rows} + tl.arange(0, {rows})",

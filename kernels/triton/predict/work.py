@@ -126,7 +126,7 @@ def _prefill(made: Made, shape: Shape) -> Work:
     for length in shape.lengths:
         before = length - shape.tokens
         own = []
-        for tile in range(tiles):
+        for tile in reversed(range(tiles)):  # as programs take them (`attend.below`)
             last = min(((tile + 1) * spec.block_m - 1) // group, shape.tokens - 1)
             first = tile * spec.block_m // group
             keys = min(before + last + 1, memory.seen(shape, length) + last - first)
