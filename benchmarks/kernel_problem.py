@@ -12,11 +12,9 @@ from torch import Tensor
 
 from kvcompile.kernels.reference import attention as reference
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.kernels.triton.append import append
-from kvcompile.kernels.triton.device import interpreted
 from kvcompile.kernels.triton.host import ops_write
 from kvcompile.kernels.triton.host.attention import cached_attention
-from kvcompile.kernels.triton.spec import KernelSpec
+from kvcompile.kernels.triton.host.site_kernels import kernels_of
 from kvcompile.kernels.triton.tools.synthetic_cache import Sample, sample
 from kvcompile.layouts import CacheLayout
 from kvcompile.recipe import load_recipe
@@ -54,27 +52,11 @@ def call_of(problem: Sample, cache: int = 0) -> Callable[[], Tensor]:
 
 def append_of(problem: Sample) -> Callable[[], object]:
     """The append kernel by itself: RoPE on queries and keys, encoding, and the write of the new token."""
-    (queries, heads), (dim, v_dim), dtype, device = (
-        problem.heads,
-        problem.dims,
-        problem.q.dtype,
-        problem.q.device,
-    )
-    site = replace(problem.site, rotary=RotaryForm("half", 0, dim), share="none", kernels="reference")
-    flags = ("one", "rope", "q_out", *(("interpreted",) if interpreted() else ()))
-    spec = KernelSpec(
-        "append",
-        site,
-        queries,
-        heads,
-        dim,
-        v_dim,
-        str(dtype).removeprefix("torch."),
-        block_n=append.block_n(dim, v_dim, one=True),
-        fp8="bits" if interpreted() else "native",
-        options=tuple(sorted(flags)),
-    ).to_json()
-    turns = torch.rand(max(problem.lengths), dim, device=device)
+    dims, device = problem.dims, problem.q.device
+    site = replace(problem.site, rotary=RotaryForm("half", 0, dims[0]), share="none", kernels="reference")
+    made = kernels_of(site, problem.heads, dims, problem.q.dtype, device, False)
+    spec = made.appends(("one", "rope", "q_out"), len(problem.lengths)).to_json()
+    turns = torch.rand(max(problem.lengths), dims[0], device=device)
     rope, buffers = [turns.cos(), turns.sin()], problem.caches[0]
     return lambda: ops_write.append(
         problem.q, problem.k, problem.v, buffers, problem.positions, rope, None, problem.table, spec

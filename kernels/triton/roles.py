@@ -47,9 +47,6 @@ ROLES: dict[str, KernelRole] = {
     "score": KernelRole(  # slot tiles x score heads x batch
         f"{_TRITON}.retention.score", "what one query adds to the scores of the slots"
     ),
-    "evict": KernelRole(  # score heads x batch
-        f"{_TRITON}.retention.evict", "the slot that a retention by scores gives up"
-    ),
     "page_bounds": KernelRole(  # page tiles x KV heads x batch
         f"{_TRITON}.selection.page_bounds", "the most that a page's keys can score with a step's queries"
     ),

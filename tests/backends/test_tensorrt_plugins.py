@@ -322,11 +322,11 @@ def test_roles_and_types_without_a_form_are_refused() -> None:
     def launches(layout: CacheLayout) -> Any:
         return launched(own.site(layout), own.heads, own.dims, torch.bfloat16, DEVICES[90], LIMIT, True)
 
-    evict = next(
-        launch for launch in launches(recipe_layouts("h2o")["causal"]) if launch.spec.role == "evict"
+    score = next(
+        launch for launch in launches(recipe_layouts("h2o")["causal"]) if launch.spec.role == "score"
     )
-    with pytest.raises(KernelError, match="kernels of role evict have no form as TensorRT plugins"):
-        plugin_of(evict)
+    with pytest.raises(KernelError, match="kernels of role score have no form as TensorRT plugins"):
+        plugin_of(score)
     with pytest.raises(
         KernelError, match=r"append kernel: keys_data is torch.uint8, which TensorRT's plugins do not"
     ):

@@ -340,7 +340,7 @@ KERNELS = (
     ),
     broken(
         "generated eviction takes the newest of equals",
-        "kernels/triton/templates/evict.py.jinja",
+        "kernels/triton/templates/evict.jinja",
         "((value == lowest) & (token < oldest))",
         "((value == lowest) & (token > oldest))",
         "tests/kernels/triton/retention/test_evict.py",

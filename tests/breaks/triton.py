@@ -6,6 +6,41 @@ from tests.breaks.broken import broken
 
 TRITON = (
     broken(
+        "prompts begin with the tile of queries that sees least",
+        "kernels/triton/attend/__init__.py",
+        "(tl.num_programs(0) - 1 - tl.program_id(0)) * {spec.block_m}",
+        "tl.program_id(0) * {spec.block_m}",
+        "tests/kernels/triton/attend/test_queries.py",
+    ),
+    broken(
+        "programs of several heads begin where those of one head would",
+        "kernels/triton/append/append.py",
+        "{own} * {rows} + tl.arange(0, {rows})",
+        "{own} + tl.arange(0, {rows})",
+        "tests/kernels/triton/append/test_append.py",
+    ),
+    broken(
+        "a program of several heads divides them by the scale of the first",
+        "kernels/triton/append/encode/floats.py",
+        "tl.minimum(head, {tile.heads - 1})",
+        "tl.minimum(head, 0)",
+        "tests/kernels/triton/append/test_append.py",
+    ),
+    broken(
+        "heads look for a slot among those of the first",
+        "kernels/triton/retention/evict.py",
+        'own = " + head * {name}_s1" if spec.score_heads > 1 else ""',
+        'own = ""',
+        "tests/kernels/triton/retention/test_evict.py",
+    ),
+    broken(
+        "a head's value is written by another program than found its slot",
+        "kernels/triton/append/append.py",
+        "    for side in () if slots.evicts(spec) else sides(spec):",
+        "    for side in sides(spec)[1:] if slots.evicts(spec) else sides(spec):",
+        "tests/kernels/triton/retention/test_evict.py",
+    ),
+    broken(
         "logits of a step are halves of what they are",
         "kernels/triton/attend/softmax_pv.py",
         'level = tl.where(level > -1.0e30, level, {level})"',

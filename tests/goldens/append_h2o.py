@@ -4,27 +4,65 @@
 # cache     model · slots · h2o 4 sinks + 508 heavy + 512 recent, sum
 # heads     9 of queries, 3 of keys; dims 64 and 64; bfloat16
 # scores    causal, scale 0.125
-# tile      16 x 1, fp8 native, one
-# key       6f30793c6e46354d
-# spec      {"block": [16, 1], "dims": [64, 64], "dtype": "bfloat16", "fp8": "native", "heads": [9, 3], "options": ["one"], "role": "append", "site": {"layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "slots"}, "retention": {"granularity": "kv_head", "heavy": 508, "kind": "scored", "method": "h2o", "pooling": "mean", "positions": "original", "prefill": "full", "recent": 512, "rows": 0, "score": "sum", "sinks": 4, "smooth": 1}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.125}}
+# rotary    half, channels 0 to 63
+# tile      1024 x 8, fp8 native, arrivals, one, q_out, rope
+# key       b4ea625fc2647177
+# spec      {"block": [1024, 8], "dims": [64, 64], "dtype": "bfloat16", "fp8": "native", "heads": [9, 3], "options": ["arrivals", "one", "q_out", "rope"], "role": "append", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "slots"}, "retention": {"granularity": "kv_head", "heavy": 508, "kind": "scored", "method": "h2o", "pooling": "mean", "positions": "original", "prefill": "full", "recent": 512, "rows": 0, "score": "sum", "sinks": 4, "smooth": 1}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 64, "start": 0, "style": "half"}, "sm_scale": 0.125}}
 
 import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
+def evicted(tokens, scores, pos):
+    """The slot that the token at `pos` takes among 1024, in which it is noted: h2o 4 sinks + 508 heavy + 512 recent, sum."""
+    given_up = 0
+    if pos >= 1024:
+        # Of each lane, the lowest value so far, the oldest token that has it, and its slot.
+        lowest = tl.full([1024], float("inf"), tl.float32)
+        oldest = tl.full([1024], 2147483647, tl.int32)
+        place = tl.zeros([1024], tl.int32)
+        for start in range(0, 1024, 1024):
+            slot = start + tl.arange(0, 1024)
+            token = tl.load(tokens + slot)
+            score = tl.load(scores + slot)
+            value = score
+            may_go = (token >= 4) & (token <= pos - 512)
+            better = may_go & ((value < lowest) | ((value == lowest) & (token < oldest)))
+            lowest = tl.where(better, value, lowest)
+            oldest = tl.where(better, token, oldest)
+            place = tl.where(better, slot, place)
+        best = lowest == tl.min(lowest, axis=0)
+        best = best & (oldest == tl.min(tl.where(best, oldest, 2147483647), axis=0))
+        given_up = tl.min(tl.where(best, place, 1024), axis=0)
+    found = -1
+    if pos >= 0:
+        found = tl.where((pos < 1024), pos, given_up)
+        tl.store(tokens + found, pos)
+        tl.store(scores + found, 0.0)
+    return found
+
+
+@triton.jit(do_not_specialize=["table_rows", "tokens"])
 def append(
+    q_ptr, q_s0, q_s1, q_s2,
+    q_out_ptr, q_out_s0, q_out_s1, q_out_s2,
     k_ptr, k_s0, k_s1, k_s2,
     v_ptr, v_s0, v_s1, v_s2,
     keys_data_ptr, keys_data_s0, keys_data_s1, keys_data_s2,
     values_data_ptr, values_data_s0, values_data_s1, values_data_s2,
     positions_ptr, positions_s0,
-    slots_ptr, slots_s0, slots_s1,
+    cos_ptr, cos_s0,
+    sin_ptr, sin_s0,
+    table_rows,
+    slots_token_ptr, slots_token_s0, slots_token_s1,
+    slots_score_ptr, slots_score_s0, slots_score_s1,
+    arrivals_ptr,
     tokens,
 ):
-    """New keys, values: model · slots · h2o 4 sinks + 508 heavy + 512 recent, sum.
+    """New keys and values, queries: model · slots · h2o 4 sinks + 508 heavy + 512 recent, sum.
 
-    One program: 1 token of a head of a sequence.
+    One program: 1 token of up to 8 heads of a sequence.
     """
     batch = tl.program_id(2).to(tl.int64)
     work = tl.program_id(1).to(tl.int64)
@@ -32,23 +70,51 @@ def append(
     inside = token < tokens
     pos = tl.load(positions_ptr + batch * positions_s0 + token, mask=inside, other=-1).to(tl.int32)
     real = pos >= 0  # the others are padding
-    if work < 3:  # keys
+    if (work == 0) & (tl.program_id(0) == 0):  # what programs of decode count themselves by
+        count = tl.arange(0, 16)
+        tl.store(arrivals_ptr + batch * 9 + count, tl.zeros([16], tl.int32), mask=count < 9)
+    if work < 3:  # keys and values
         head = work
+        given = evicted(slots_token_ptr + batch * slots_token_s0 + head * slots_token_s1, slots_score_ptr + batch * slots_score_s0 + head * slots_score_s1, tl.load(positions_ptr + batch * positions_s0).to(tl.int32))
         c = tl.arange(0, 64)[None, :]
         row = k_ptr + batch * k_s0 + head * k_s1 + token[:, None] * k_s2
         x = tl.load(row + c, mask=real[:, None], other=0.0).to(tl.float32)
-        slot = tl.load(slots_ptr + batch * slots_s0 + head * slots_s1 + token, mask=real, other=-1)
-        kept = slot >= 0
+        first = c < 32
+        partner = tl.where(first, c + 32, c - 32)
+        partner = tl.max_contiguous(tl.multiple_of(partner, [1, 16]), [1, 16])
+        sign = tl.where(first, -1.0, 1.0)
+        place = tl.minimum(tl.maximum(pos, 0), table_rows - 1)[:, None]
+        cos = tl.load(cos_ptr + place * cos_s0 + c, mask=real[:, None], other=0.0)
+        sin = tl.load(sin_ptr + place * sin_s0 + c, mask=real[:, None], other=0.0)
+        across = sign * tl.load(row + partner, mask=real[:, None], other=0.0).to(tl.float32)
+        x = (x * cos + across * sin).to(tl.bfloat16).to(tl.float32)
+        slot = given + tl.zeros([1], tl.int32)
+        kept = real
         slot = slot.to(tl.int64)
         at = keys_data_ptr + batch * keys_data_s0 + head * keys_data_s1 + slot[:, None] * keys_data_s2
         tl.store(at + c, x.to(tl.bfloat16), mask=kept[:, None])
-    if (work >= 3) & (work < 6):  # values
-        head = work - 3
         c = tl.arange(0, 64)[None, :]
         row = v_ptr + batch * v_s0 + head * v_s1 + token[:, None] * v_s2
         x = tl.load(row + c, mask=real[:, None], other=0.0).to(tl.float32)
-        slot = tl.load(slots_ptr + batch * slots_s0 + head * slots_s1 + token, mask=real, other=-1)
-        kept = slot >= 0
+        slot = given + tl.zeros([1], tl.int32)
+        kept = real
         slot = slot.to(tl.int64)
         at = values_data_ptr + batch * values_data_s0 + head * values_data_s1 + slot[:, None] * values_data_s2
         tl.store(at + c, x.to(tl.bfloat16), mask=kept[:, None])
+    if (work >= 3) & (work < 5):  # queries
+        head = (work - 3) * 8 + tl.arange(0, 8)
+        there = head < 9
+        c = tl.arange(0, 64)[None, :]
+        row = q_ptr + batch * q_s0 + (head * q_s1)[:, None]
+        x = tl.load(row + c, mask=(real & there)[:, None], other=0.0).to(tl.float32)
+        first = c < 32
+        partner = tl.where(first, c + 32, c - 32)
+        partner = tl.max_contiguous(tl.multiple_of(partner, [1, 16]), [1, 16])
+        sign = tl.where(first, -1.0, 1.0)
+        place = tl.minimum(tl.maximum(pos, 0), table_rows - 1)[:, None]
+        cos = tl.load(cos_ptr + place * cos_s0 + c, mask=real[:, None], other=0.0)
+        sin = tl.load(sin_ptr + place * sin_s0 + c, mask=real[:, None], other=0.0)
+        across = sign * tl.load(row + partner, mask=(real & there)[:, None], other=0.0).to(tl.float32)
+        x = (x * cos + across * sin).to(tl.bfloat16).to(tl.float32)
+        out = q_out_ptr + batch * q_out_s0 + (head * q_out_s1)[:, None]
+        tl.store(out + c, x.to(tl.bfloat16), mask=(inside & there)[:, None])

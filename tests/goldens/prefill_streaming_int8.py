@@ -78,8 +78,8 @@ def prefill_attention(
     batch = tl.program_id(2).to(tl.int64)
     m = tl.arange(0, 64)
     n = tl.arange(0, 64)
-    # Rows: the heads of a group of one token, then those of the next.
-    below = tl.program_id(0) * 64
+    # Rows: the heads of a group of one token, then those of the next. The last tile sees most, and comes first.
+    below = (tl.num_programs(0) - 1 - tl.program_id(0)) * 64
     token = (below + m) // 4
     heads = head * 4 + (below + m) % 4
     real = token < tokens

@@ -24,8 +24,14 @@ an output, that is zeros.
 
 Groups of tokens (a scale per channel) are written by role group; of them, this writes the rows in full.
 
+Of a retention by scores, one token takes the slot that scores say (`retention/evict.py`): the program that finds it
+writes there the keys and the values of all heads that share the slot, and notes the token. No other program of the
+launch reads or writes the notes of these heads, or their slots.
+
+spec.block_n: tokens of a program, all of one head; of one token, heads (of queries, of keys, of values).
+spec.block_m: with option prefixes, sequences of a bundle; where a slot is found, slots that are looked at at once.
 Launch: grid(spec, batch, tokens); buffers as the layout has them (fp8 as uint8 where spec.fp8 is "bits"); `slots` int32
-[B, Hs, S] for a retention by scores, -1: nowhere.
+[B, Hs, S] for many tokens of a retention by scores, -1: nowhere.
 """
 
 from __future__ import annotations
@@ -44,6 +50,7 @@ from kvcompile.kernels.triton.attend.cascade import PREFIXES
 from kvcompile.kernels.triton.helpers import module, stored
 from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, TensorParam
 from kvcompile.kernels.triton.render import rendered
+from kvcompile.kernels.triton.retention import evict
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.supports import unsupported
 from kvcompile.specs import RotaryForm
@@ -53,21 +60,50 @@ OPTIONS = {
     *("full", "only_full", "staged", "packed", "in_basis", "interpreted", "arrivals", "prefixes"),
 }
 _ELEMENTS = 2048  # of a tile of many tokens
+_MOST_HEADS, _OF_HEADS = 8, 1024  # of a tile of one token: heads, and elements
+# Programs of one head each that a multiprocessor takes at once: of more, some would wait for others to end, and each
+# waits for its position, then for cosines and sines, then for what it has read.
+PLACES = 32
 _COMMON = "pages in common"
 
 
 @dataclass(frozen=True)
-class Branch:
-    """What the programs of some heads do. heads: before its own; lines: where `head` counts from 0 among its own."""
+class Work:
+    """What some programs do. rows: heads that each takes, of `heads`; lines: for the heads `head`"""
 
     title: str
-    before: int
     heads: int
     lines: tuple[str, ...]
+    rows: int = 1
+
+    @property
+    def programs(self) -> int:
+        return -(-self.heads // self.rows)
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The work of programs. before: programs of other work that come first"""
+
+    work: Work
+    before: int
+
+    @property
+    def title(self) -> str:
+        return self.work.title
 
     @property
     def end(self) -> int:
-        return self.before + self.heads
+        return self.before + self.work.programs
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        own, rows = f"work - {self.before}" if self.before else "work", self.work.rows
+        if rows == 1:
+            return (f"head = {own}", *self.work.lines)
+        own = f"({own})" if self.before else own
+        there = (f"there = head < {self.work.heads}",) if self.work.heads % rows else ()
+        return (f"head = {own} * {rows} + tl.arange(0, {rows})", *there, *self.work.lines)
 
     @property
     def condition(self) -> str:
@@ -87,17 +123,18 @@ def generate(spec: KernelSpec) -> KernelSource:
     if unknown := set(spec.options) - OPTIONS:
         raise ValueError(f"append knows no options {sorted(unknown)}")
     branches: list[Branch] = []
-    for title, heads, lines in _branches(spec):
-        branches.append(Branch(title, branches[-1].end if branches else 0, heads, tuple(lines)))
+    for work in works(spec):
+        branches.append(Branch(work, branches[-1].end if branches else 0))
     lines = [line for branch in branches for line in branch.lines]
     params = _params(spec)
     text = rendered(
         "append.py.jinja",
         params=params,
-        rows=spec.block_n,
+        rows=1 if _has(spec, "one") else spec.block_n,
+        heads=spec.block_n if _has(spec, "one") else 1,
         title=_title(spec, [branch.title for branch in branches if branch.title != _COMMON]),
         branches=branches,
-        compare=common_pages.compare(spec) if _has(spec, "prefixes") else "",
+        functions=_functions(spec),
         needs_last=any("last - " in line for line in lines),
         needs_start=_has(spec, "based"),
         counts=spec.num_qo_heads if _has(spec, "arrivals") else 0,
@@ -122,13 +159,34 @@ def of_row(spec: KernelSpec) -> tuple[str, ...]:
     )
 
 
+def _functions(spec: KernelSpec) -> list[str]:
+    """The functions of a kernel's file that the programs of append call."""
+    found = [common_pages.compare(spec)] if _has(spec, "prefixes") else []
+    return [*found, evict.function(spec)] if slots.evicts(spec) else found
+
+
 def grid(spec: KernelSpec, batch: int, tokens: int) -> tuple[int, int, int]:
-    return -(-tokens // spec.block_n), sum(heads for _, heads, _ in _branches(spec)), batch
+    tiles = 1 if _has(spec, "one") else -(-tokens // spec.block_n)
+    return tiles, sum(work.programs for work in works(spec)), batch
 
 
 def block_n(head_dim: int, v_head_dim: int, one: bool) -> int:
     """Tokens of a tile: with wide vectors fewer."""
     return 1 if one else max(1, min(64, _ELEMENTS // power_of_two(max(head_dim, v_head_dim))))
+
+
+def heads(head_dim: int, v_head_dim: int) -> int:
+    """Heads of a tile of one token, where it has several."""
+    return max(1, min(_MOST_HEADS, _OF_HEADS // power_of_two(max(head_dim, v_head_dim))))
+
+
+def elements(spec: KernelSpec) -> int:
+    """Numbers that the warps of a program share out; of several heads half of them, as all turn by the same angles."""
+    width = power_of_two(max(spec.head_dim, spec.v_head_dim))
+    if not _has(spec, "one"):
+        return spec.block_n * width
+    rows = max(work.rows for work in works(spec))
+    return max(rows * width // min(rows, 2), spec.block_m if slots.evicts(spec) else 0)
 
 
 def _has(spec: KernelSpec, *options: str) -> bool:
@@ -181,38 +239,64 @@ def _wide_q(spec: KernelSpec) -> bool:
     return _has(spec, "one") and spec.layout.keys.hadamard and not _has(spec, "rope_q")
 
 
-def _branches(spec: KernelSpec) -> list[tuple[str, int, list[str]]]:
-    """What programs do: title, how many heads do it, and the statements."""
+def works(spec: KernelSpec) -> list[Work]:
+    """What programs do."""
     found = []
+    if slots.evicts(spec):
+        found.append(_evicting(spec))
     if _has(spec, "q_out"):
-        found.append(("queries", spec.num_qo_heads, _query(spec)))
-    for side in sides(spec):
-        lines = _new(spec, side)
-        found.append((side.name, spec.num_kv_heads, lines))
+        rows = _rows(spec, spec.num_qo_heads)
+        found.append(Work("queries", spec.num_qo_heads, tuple(_query(spec, rows)), rows))
+    for side in () if slots.evicts(spec) else sides(spec):
+        rows = _rows(spec, spec.num_kv_heads)
+        found.append(Work(side.name, spec.num_kv_heads, tuple(_new(spec, side, rows)), rows))
     if _has(spec, "prefixes"):
-        found.append((_COMMON, 1, [common_pages.call()]))
+        found.append(Work(_COMMON, 1, (common_pages.call(),)))
     return found
+
+
+def _rows(spec: KernelSpec, heads: int) -> int:
+    """Of `heads`, how many a program takes."""
+    return min(spec.block_n, power_of_two(heads)) if _has(spec, "one") else 1
+
+
+def _evicting(spec: KernelSpec) -> Work:
+    """Keys and values of the heads that share a slot, which is found first."""
+    shared = spec.num_kv_heads // spec.score_heads
+    rows = power_of_two(shared)
+    lines = list(evict.call(spec))
+    for side in sides(spec):
+        lines += _new(spec, side, rows)
+    return Work(" and ".join(side.name for side in sides(spec)), spec.num_kv_heads, tuple(lines), rows)
 
 
 def _vectors(tile: Tile, name: str) -> list[str]:
     """Statements that read the new vectors called `name`; padding is zeros."""
     lines = [
         f"c = tl.arange(0, {tile.width})[None, :]",
-        f"row = {name}_ptr + batch * {name}_s0 + head * {name}_s1 + token[:, None] * {name}_s2",
+        f"row = {tile.row(name)}",
     ]
-    guard = f"real[:, None] & (c < {tile.dim})" if tile.padded else "real[:, None]"
+    real = f"{tile.among('real')}[:, None]"
+    guard = f"{real} & (c < {tile.dim})" if tile.padded else real
     return [*lines, f"x = tl.load(row + c, mask={guard}, other=0.0).to(tl.float32)"]
 
 
 def _output(tile: Tile, name: str, value: str) -> list[str]:
-    at = f"{name}_ptr + batch * {name}_s0 + head * {name}_s1 + token[:, None] * {name}_s2"
-    guard = f"inside[:, None] & (c < {tile.dim})" if tile.padded else "inside[:, None]"
-    return [f"out = {at}", f"tl.store(out + c, {value}, mask={guard})"]
+    inside = f"{tile.among('inside')}[:, None]"
+    guard = f"{inside} & (c < {tile.dim})" if tile.padded else inside
+    return [f"out = {tile.row(name)}", f"tl.store(out + c, {value}, mask={guard})"]
 
 
-def _query(spec: KernelSpec) -> list[str]:
+def _tile(spec: KernelSpec, side: Side, rows: int, heads: int) -> Tile:
+    """A tile of tokens of one head, or of `rows` of the heads of one token."""
+    if not _has(spec, "one"):
+        return side.tile(spec, spec.block_n)
+    return side.tile(spec, rows, heads if rows > 1 else 0)
+
+
+def _query(spec: KernelSpec, rows: int) -> list[str]:
     keys = sides(spec)[0]
-    tile = keys.tile(spec, spec.block_n)
+    tile = _tile(spec, keys, rows, spec.num_qo_heads)
     lines = _vectors(tile, "q")
     if form := _form(spec):
         lines += [*transform.partners(form, tile), *transform.apply_rope(form, tile, "row", _place(spec))]
@@ -232,9 +316,9 @@ def _place(spec: KernelSpec) -> str:
     return "pos"
 
 
-def _new(spec: KernelSpec, side: Side) -> list[str]:
+def _new(spec: KernelSpec, side: Side, rows: int) -> list[str]:
     """What is done with new keys, or values."""
-    tile = side.tile(spec, spec.block_n)
+    tile = _tile(spec, side, rows, spec.num_kv_heads)
     lines = _vectors(tile, side.letter)
     kept = tile
     if not _has(spec, "in_basis"):
@@ -255,8 +339,8 @@ def _new(spec: KernelSpec, side: Side) -> list[str]:
     if side.grouped or _has(spec, "only_full"):
         return lines
     becomes = encoded(side.settled, spec.dtype, kept)
-    lines += [*slots.of_tokens(spec, one), *becomes.lines]
+    lines += [*slots.of_tokens(spec, tile), *becomes.lines]
     where = slots.first(spec)
     for value in becomes.stores:
-        lines += store(parts[value.part], value, where, "slot", "kept", tile.width)
+        lines += store(parts[value.part], value, where, "slot", "kept", tile)
     return lines

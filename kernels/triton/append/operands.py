@@ -50,10 +50,11 @@ class Side:
             found.append(TensorParam(f"{self.name}_{part.name}", dtype, 3 + len(part.shape)))
         return tuple(found)
 
-    def tile(self, spec: KernelSpec, rows: int) -> Tile:
+    def tile(self, spec: KernelSpec, rows: int, heads: int = 0) -> Tile:
+        """heads: as of `Tile`"""
         interpreted = "interpreted" in spec.options
         width = power_of_two(self.dim)
-        return Tile(self.name, rows, width, self.dim, spec.dtype, spec.fp8, interpreted)
+        return Tile(self.name, rows, width, self.dim, spec.dtype, spec.fp8, interpreted, heads)
 
 
 def sides(spec: KernelSpec) -> tuple[Side, ...]:
@@ -64,22 +65,23 @@ def sides(spec: KernelSpec) -> tuple[Side, ...]:
     return keys, Side("values", spec.layout.values, spec.v_head_dim)
 
 
-def store(part: TensorParam, value: Store, first: str, row: str, rows: str, width: int = 0) -> list[str]:
-    """Statements that write `value` to `row` [rows] of the part, in entry `first` of its first dimension.
+def store(part: TensorParam, value: Store, first: str, row: str, rows: str, tile: Tile) -> list[str]:
+    """Statements that write `value` to `row` of the part, [rows], in entry `first` of its first dimension.
 
+    row, page: [1] where rows are heads
     first: "batch", one for all rows, or "page", one for each;  rows: which of them are written;
-    width: of the channels that the variable `c` [1, width] holds
+    tile:  that `value` was made of; the variable `c` [1, width] holds its channels
     """
     name = part.name
     if part.rank == 3:  # a number per row
         at = f"{name}_ptr + {first} * {name}_s0 + head * {name}_s1 + {row}"
         return [f"tl.store({at}, {value.value}, mask={rows})"]
     if first == "page":
-        at = f"{name}_ptr + head * {name}_s1 + (page * {name}_s0 + {row} * {name}_s2)[:, None]"
+        at = f"{name}_ptr + {tile.head(name)} + (page * {name}_s0 + {row} * {name}_s2)[:, None]"
     else:
-        at = f"{name}_ptr + batch * {name}_s0 + head * {name}_s1 + {row}[:, None] * {name}_s2"
+        at = f"{name}_ptr + batch * {name}_s0 + {tile.head(name)} + {row}[:, None] * {name}_s2"
     lines, channel = [f"at = {at}"], "c"
-    if value.width != width:
+    if value.width != tile.width:
         lines, channel = [*lines, f"n = tl.arange(0, {value.width})[None, :]"], "n"
     begin = f"at + {value.first} + {channel}" if value.first else f"at + {channel}"
     inside = f" & ({channel} < {value.count})" if value.count != value.width else ""

@@ -41,5 +41,5 @@ def written(side: Side, part: TensorParam, tile: Tile, one: bool) -> list[str]:
     if kept is None:
         return []
     value = Store("full", stored("x", tile.dtype, tile.interpreted), tile.dim)
-    lines = [f"in_full = ({row_of(side, 'pos')}).to(tl.int64)", f"kept = {kept}"]
-    return lines + store(part, value, "batch", "in_full", "kept", tile.width)
+    lines = [f"in_full = ({row_of(side, 'pos')}).to(tl.int64)", f"kept = {tile.among(kept)}"]
+    return lines + store(part, value, "batch", "in_full", "kept", tile)

@@ -4,6 +4,9 @@
 
 Of many tokens in a ring, several want one slot: only the last of each is written, as no order of writes can be relied
 on. These are the sinks and the last `window` tokens.
+
+Where scores say which tokens stay, one new token takes the slot that `retention/evict.py` finds, `given`; those of many
+are given to the launch.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from __future__ import annotations
 import sympy
 import torch
 
+from kvcompile.kernels.triton.append.encode.tile import Tile
 from kvcompile.kernels.triton.params import Param, TensorParam
+from kvcompile.kernels.triton.retention import evict
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tile.symbolic import printed
 from kvcompile.layouts import CacheLayout, Paged, Ring, Scored
@@ -27,11 +32,18 @@ def params(spec: KernelSpec) -> tuple[Param, ...]:
     layout = spec.layout
     if "staged" in spec.options:
         return ()
-    if isinstance(layout.retention, Scored):
+    if evicts(spec):
+        found += evict.PARAMS
+    elif isinstance(layout.retention, Scored):
         found.append(TensorParam("slots", torch.int32, 3))
     if isinstance(layout.placement, Paged):
         found.append(TensorParam("page_table", torch.int32, 2))
     return tuple(found)
+
+
+def evicts(spec: KernelSpec) -> bool:
+    """Whether an append finds the slots of its tokens by their scores."""
+    return isinstance(spec.layout.retention, Scored) and "one" in spec.options
 
 
 def first(spec: KernelSpec) -> str:
@@ -40,24 +52,30 @@ def first(spec: KernelSpec) -> str:
     return "page" if paged else "batch"
 
 
-def of_tokens(spec: KernelSpec, one: bool) -> list[str]:
-    """Statements that define, of tokens at `pos`, the row `slot` int64 in `first`, and which are `kept`."""
+def of_tokens(spec: KernelSpec, tile: Tile) -> list[str]:
+    """Statements that define, of tokens at `pos`, the row `slot` int64 in `first`, and which are `kept`.
+
+    tile: of the vectors that go there; where its rows are heads, `slot` is [1]
+    """
     layout = spec.layout
     if "staged" in spec.options:
         return ["kept = real", "slot = token.to(tl.int64)"]
     lines = []
-    if isinstance(layout.retention, Scored):
+    if evicts(spec):
+        lines += ["slot = given + tl.zeros([1], tl.int32)", f"kept = {tile.among('real')}"]
+    elif isinstance(layout.retention, Scored):
         score_head = " + head * slots_s1" if layout.retention.granularity == "kv_head" else ""
         at = f"slots_ptr + batch * slots_s0{score_head} + token"
         lines += [f"slot = tl.load({at}, mask=real, other=-1)", "kept = slot >= 0"]
     else:
         lines.append(f"slot = {_bare(printed(layout.address.subs(sy.pos, _REAL), {_REAL: 'pos'}))}")
-        lines.append(f"kept = {kept(layout, one)}")
+        lines.append(f"kept = {tile.among(kept(layout, 'one' in spec.options))}")
     if isinstance(layout.placement, Paged):
         size = layout.placement.page_size
         entry, row = (printed(f(size).subs(sy.slot, _REAL), {_REAL: "slot"}) for f in (page_index, offset))
         lines.append(
-            f"page = tl.load(page_table_ptr + batch * page_table_s0 + {entry}, mask=kept, other=0).to(tl.int64)"
+            f"page = tl.load(page_table_ptr + batch * page_table_s0 + {entry}, "
+            f"mask={'real' if tile.several else 'kept'}, other=0).to(tl.int64)"
         )
         lines.append(f"slot = {_bare(row)}")
     return [*lines, "slot = slot.to(tl.int64)"]

@@ -50,7 +50,8 @@ def partners(form: RotaryForm, tile: Tile) -> list[str]:
 
 
 def apply_rope(form: RotaryForm, tile: Tile, row: str, place: str, out: str = "x") -> list[str]:
-    """Statements that make `out` of `x`, the vectors at pointers `row` [rows, 1], turned at `place` [rows]."""
+    """Statements that make `out` of `x`, the vectors at pointers `row` [rows, 1], turned at `place`: [rows], or [1] of
+    heads."""
     every = form.start == 0 and form.rotary_dim == tile.width
     channel = f"(c - {form.start})" if form.start else "c"
     guard = "real[:, None]" if every else "real[:, None] & turns"
@@ -58,6 +59,7 @@ def apply_rope(form: RotaryForm, tile: Tile, row: str, place: str, out: str = "x
     for name in ("cos", "sin"):
         at = f"{name}_ptr + place * {name}_s0 + {channel}"
         lines.append(f"{name} = tl.load({at}, mask={guard}, other=0.0)")
+    guard = f"{tile.among('real')}[:, None]" if every else f"{tile.among('real')}[:, None] & turns"
     lines.append(f"across = sign * tl.load({row} + partner, mask={guard}, other=0.0).to(tl.float32)")
     turned = "x * cos + across * sin"
     lines.append(f"{out} = {rounded(turned if every else f'tl.where(turns, {turned}, x)', tile)}")

@@ -97,9 +97,8 @@ def generate(spec: KernelSpec) -> KernelSource:
         params=params,
         spec=spec,
         many=attend.many,
-        packed=packed.prologue(params, f"tl.program_id(0) * {spec.block_m} >= tokens * {spec.group}")
-        if attend.packed
-        else [],
+        below=below(spec) if attend.many else "",
+        packed=packed.prologue(params, f"{below(spec)} >= tokens * {spec.group}") if attend.packed else [],
         row_tiles=work_list.row_tiles(spec),
         listed=listed,
         cascade=attend.cascade,
@@ -126,6 +125,15 @@ def generate(spec: KernelSpec) -> KernelSource:
         tiles=-(-spec.layout.slots(None) // spec.block_n) if "logits" in spec.options else 0,
     )
     return KernelSource(name, params, helpers.module(tidy(text)))
+
+
+def below(spec: KernelSpec) -> str:
+    """An expression: the rows of queries before those of a program of role prefill.
+
+    Programs begin in the order of their numbers. The last queries see most keys, so they come first: what begins last,
+    while others have nothing left to do, is short (longest processing time first; Graham 1969).
+    """
+    return f"(tl.num_programs(0) - 1 - tl.program_id(0)) * {spec.block_m}"
 
 
 def join(spec: KernelSpec) -> str:

@@ -57,7 +57,7 @@ def cached_attention(x: AttendInputs) -> Tensor:
 def _attend_one(call: Call, x: AttendInputs) -> Tensor:
     """One new token a sequence."""
     layout, retention = x.spec.layout, retained(x.spec.layout.retention)
-    new = _written(call, retention.slot(call))
+    new = _written(call)
     pages = SELECT[layout.selection.kind](call, x.span) if layout.selection.selects else None
     standing = retention.standing(call)
     out, *found = decode(call, new, x.span, retention.tracked(call), *standing, pages)
@@ -69,7 +69,7 @@ def attend_many(call: Call, x: AttendInputs) -> Tensor:
     """Many new tokens a sequence; `call` is that of `x`, or of its tokens in one row (`host/packed.py`)."""
     layout, retention = x.spec.layout, retained(x.spec.layout.retention)
     first = layout.in_order
-    new = _written(call, retention.slot(call)) if first else staged(call)
+    new = _written(call) if first else staged(call)
     if layout.selection.selects:
         SELECT[layout.selection.kind](call, x.span)
     standing = retention.standing(call)
@@ -82,10 +82,10 @@ def attend_many(call: Call, x: AttendInputs) -> Tensor:
     return turned_back(call, out)
 
 
-def _written(call: Call, slots: Tensor | None) -> New:
+def _written(call: Call) -> New:
     """The new tokens, written to their slots by the first of the sites that share a cache; each turns its queries."""
     if call.site.share in ("none", "first"):
-        return appended(call, slots)
+        return appended(call)
     if not call.one and call.kernels.in_full:
         return staged(call)._replace(parts=[])
     return New(transformed(call), call.k, call.v, [])

@@ -17,6 +17,7 @@ from kvcompile.kernels.shared.hadamard import hadamard
 from kvcompile.kernels.shared.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import packed
+from kvcompile.kernels.triton.append.slots import evicts
 from kvcompile.kernels.triton.attend import cascade, work_list
 from kvcompile.kernels.triton.attend.combine import turns, weighed
 from kvcompile.kernels.triton.device import device_of
@@ -219,8 +220,8 @@ def settle(call: Call, slots: Tensor | None = None) -> None:
     append(call, options, slots)
 
 
-def appended(call: Call, slots: Tensor | None) -> New:
-    """The new tokens, after an append of them to their slots; slots: as `ops_write.append` has them."""
+def appended(call: Call) -> New:
+    """The new tokens, after an append of them to their slots."""
     made = call.kernels
     options = list(made.transforms(one=call.one))
     if made.in_full:
@@ -231,7 +232,7 @@ def appended(call: Call, slots: Tensor | None) -> New:
         options.append("arrivals")
     if shares(call):
         options.append("prefixes")
-    new = _as_kept(call, options, append(call, options, slots))
+    new = _as_kept(call, options, append(call, options))
     groups(call, None if call.one else new.k, None if call.one else new.v, ("one",) if call.one else ())
     return new
 
@@ -272,16 +273,17 @@ def append(call: Call, options: Sequence[str], slots: Tensor | None = None) -> l
     """Launch an append with `options` (`append/append.py`); slots and result as `ops_write.append` has them."""
     in_keys = call.site.layout.in_keys
     turns_now = "rope" in options or "rope_q" in options
+    spec = call.kernels.appends((*options, *call.dialect), call.positions.shape[0])
     outs: list[Tensor] = ops_write.append(
         call.q if "q_out" in options else None,
         call.k,
         None if in_keys else call.v,
-        call.buffers,
+        [*call.buffers, *(call.notes if evicts(spec) else [])],
         call.positions,
         call.rope if turns_now else [],
         slots,
         None if "only_full" in options else call.page_table,
-        call.kernels.appends((*options, *call.dialect)),
+        spec.to_json(),
         call.starts,
         call.longest,
     )

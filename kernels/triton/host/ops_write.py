@@ -2,9 +2,8 @@
 
 | op | role | mutates | returns |
 |---|---|---|---|
-| triton_append | append | the parts of the cache | q_out, k_out, v_out, those of them that the spec has |
+| triton_append | append | the parts of the cache, notes of its slots | q_out, k_out, v_out, those that the spec has |
 | triton_group | group | the parts of one side | - |
-| triton_evict | evict | token and score of the slots | the slots of the new tokens |
 | triton_score | score | the scores | - |
 | triton_page_copy | page_copy | the pool | - |
 
@@ -21,13 +20,14 @@ from kvcompile.kernels.triton import packed
 from kvcompile.kernels.triton.append import append as append_role
 from kvcompile.kernels.triton.append import group as group_role
 from kvcompile.kernels.triton.append import page_copy as page_copy_role
+from kvcompile.kernels.triton.append import slots as slots_part
 from kvcompile.kernels.triton.append.encode.tile import power_of_two
 from kvcompile.kernels.triton.append.operands import sides
 from kvcompile.kernels.triton.attend.cascade import NUMBERS, PREFIXES
 from kvcompile.kernels.triton.host.launch import launch
 from kvcompile.kernels.triton.host.source import kernel_of
 from kvcompile.kernels.triton.params import TensorParam
-from kvcompile.kernels.triton.retention import evict as evict_role
+from kvcompile.kernels.triton.retention import evict as evict_part
 from kvcompile.kernels.triton.retention import score as score_role
 
 _PER_WARP = 256  # elements of a tile that a warp holds: 8 a thread
@@ -52,10 +52,11 @@ def append(
 
     Args:
         q: [B, Hq, S, D], where there is q_out; k: [B, Hkv, S, D]; v: [B, Hkv, S, Dv], where values are not in the keys.
-        buffers: the site's, as the reference has them.
+        buffers: the site's, as the reference has them; of one token and a retention by scores, those of the notes too,
+            token int32 and score float32 [B, Hkv or 1, slots].
         positions: int64 [B, S], consecutive, negative for padding on the left.
         rope: [cos, sin], float32 [P, R] each, where something turns; else [].
-        slots: int32 [B, Hkv or 1, S] for a retention by scores, -1: nowhere.
+        slots: int32 [B, Hkv or 1, S] for many tokens and a retention by scores, -1: nowhere.
         page_table: int32 [B, pages], where the layout is paged.
         query_start_loc, max_query_len: with option packed: int64 [B + 1], and a number; q, k, v, positions, what is
             returned, and buffers that are an array of the call's tokens, then have one row, [1, .., S, ..].
@@ -78,7 +79,10 @@ def append(
         "page_table": page_table,
     }
     given |= zip(("cos", "sin"), rope, strict=False)
-    given |= zip((p.name for side in sides(own) for p in side.params(own)), buffers, strict=False)
+    parts = [p.name for side in sides(own) for p in side.params(own)]
+    if slots_part.evicts(own):
+        parts += [param.name for param in evict_part.PARAMS]
+    given |= zip(parts, buffers, strict=False)
     outs: list[Tensor] = []
     wanted = [param for param in kernel.source.params if isinstance(param, TensorParam)]
     for param in wanted:
@@ -96,13 +100,13 @@ def append(
     found = ((param.name, given.get(param.name)) for param in wanted)
     tensors = {name: tensor for name, tensor in found if tensor is not None}
     sizes = {"tokens": tokens, **({"table_rows": rope[0].shape[0]} if "cos" in tensors else {})}
-    width = power_of_two(max(own.head_dim, own.v_head_dim))
     if query_start_loc is not None:
         batch, tokens = query_start_loc.shape[0] - 1, max_query_len
         tensors = packed.launched(tensors, batch, append_role.of_row(own))
         tensors["query_start_loc"] = query_start_loc
         del sizes["tokens"]
-    launch(kernel, append_role.grid(own, batch, tokens), tensors, sizes, num_warps=warps(own.block_n * width))
+    grid = append_role.grid(own, batch, tokens)
+    launch(kernel, grid, tensors, sizes, num_warps=warps(append_role.elements(own)))
     return outs
 
 
@@ -135,22 +139,6 @@ def group(
     side = group_role.side_of(own)
     tile = group_role.rows(side) * power_of_two(side.dim)
     launch(kernel, group_role.grid(own, batch, tokens), tensors, {"tokens": tokens}, num_warps=warps(tile))
-
-
-@torch.library.triton_op("kvcompile::triton_evict", mutates_args={"token", "score"})
-def evict(token: Tensor, score: Tensor, positions: Tensor, spec: str) -> Tensor:
-    """The slots of one new token a sequence, int32 [B, Hkv or 1, 1], -1 for padding; see `retention/evict.py`.
-
-    Args:
-        token, score: int32 and float32 [B, Hkv or 1, slots]: the new token is noted.
-        positions: int64 [B, 1].
-    """
-    kernel = kernel_of(spec)
-    batch = positions.shape[0]
-    slots = token.new_empty((batch, token.shape[1], 1))
-    tensors = {"token": token, "score": score, "positions": positions, "slots": slots}
-    launch(kernel, evict_role.grid(kernel.spec, batch), tensors, num_warps=warps(kernel.spec.block_n))
-    return slots
 
 
 @torch.library.triton_op("kvcompile::triton_score", mutates_args={"score"})

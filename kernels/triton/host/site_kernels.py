@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.append import append as append_role
+from kvcompile.kernels.triton.append import slots
 from kvcompile.kernels.triton.attend import cascade, needs_stages
 from kvcompile.kernels.triton.config import Config, case_of, config
 from kvcompile.kernels.triton.device import Fp8Form, device_of, fp8_of, interpreted
+from kvcompile.kernels.triton.retention import evict
 from kvcompile.kernels.triton.roles import ROLES
 from kvcompile.kernels.triton.spec import KernelSpec, Role
 
@@ -57,13 +61,23 @@ class Kernels:
             stages=own.num_stages if needs_stages(role, self.site.layout) else 0,
         )
 
-    def appends(self, options: Sequence[str]) -> str:
-        """The spec of an append, as a text."""
-        block = append_role.block_n(self.head_dim, self.v_head_dim, "one" in options)
+    def appends(self, options: Sequence[str], sequences: Any = 1) -> KernelSpec:
+        """The spec of an append to so many sequences, a number or a symbol of one."""
+        one, dims = "one" in options, (self.head_dim, self.v_head_dim)
+        block = append_role.block_n(*dims, one)
+        if one:
+            places = append_role.PLACES * device_of(self.device).multiprocessors
+            few = sequences * (self.num_qo_heads + 2 * self.num_kv_heads) <= places
+            # Of a number that a graph leaves open, as of many.
+            block = 1 if statically_known_true(few) else append_role.heads(*dims)
         made = replace(self.spec("append", options), block_n=block)
         if "prefixes" in options:
             made = replace(made, block_m=cascade.most(self.spec("decode")))
-        return made.to_json()
+        if slots.evicts(made):
+            # It has the warps of a search, which queries of one head alone would leave idle.
+            made = replace(made, block_n=append_role.heads(*dims))
+            made = replace(made, block_m=evict.block(int(made.layout.retention.budget())))
+        return made
 
     @property
     def fp8(self) -> Fp8Form:

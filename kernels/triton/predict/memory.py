@@ -15,7 +15,11 @@ from kvcompile.layouts import symbols as sy
 
 _PAGE = 4  # bytes of a page's number
 _TABLES = ("cos", "sin", "page_table", "slots_token", "slots_place", "positions", "sinks")
-_BOTH = ("score", "columns")  # read, and written; but evict writes one slot of a head
+_BOTH = ("score", "columns")  # read, and written
+_NOTES = (
+    "slots_token",
+    "slots_score",
+)  # of an append that looks for a slot: all of them are read, one of a head written
 _SLOTS = ("keys_", "values_")
 _PARTS = ("partial", "sums")
 
@@ -61,10 +65,11 @@ def other_bytes(made: Made, shape: Shape) -> float:
     """Bytes of a launch besides the slots that attention reads."""
     own = made.bytes
     rows = _rows(made, shape)
+    read = _NOTES if made.spec.role == "append" else ()
     found: float = sum(
-        size * (2 if name in _BOTH and made.spec.role != "evict" else rows if name in _PARTS else 1)
+        size * (2 if name in _BOTH else rows if name in _PARTS else 1)
         for name, size in own.items()
-        if not name.startswith(_SLOTS) and name not in _TABLES and not name.startswith("new_")
+        if name in read or not (name.startswith((*_SLOTS, "new_")) or name in _TABLES)
     )
     if made.spec.role in ("append", "group"):
         tokens = shape.tokens if made.spec.role == "append" else max(1, made.spec.layout.keys.group)

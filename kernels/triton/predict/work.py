@@ -6,6 +6,7 @@
 | prefill | a tile of queries, of one KV head | tiles of keys up to its last query |
 | columns | a tile of keys | tiles of queries |
 | combine | a query head of a sequence | shares, some at once |
+| append that finds a slot | a head's notes, its key and its value; some queries | one, half of one |
 | others | a tile | one |
 
 The tiles at the ends of a sequence, which have masks, count as the others do. With option cascade, tiles in common are
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
+from kvcompile.kernels.triton.append.slots import evicts
 from kvcompile.kernels.triton.attend import cascade
 from kvcompile.kernels.triton.predict import memory
 from kvcompile.kernels.triton.predict.recorded import Made, Shape
@@ -29,7 +31,7 @@ _LISTED = "listed"  # the option of a decode kernel whose programs share a line 
 # Loads that wait for each other, before the first turn of a role that attends: positions, then the first tile.
 _BEFORE = 2
 # The same in a turn of a role whose loop has no pipeline: positions, then what stands there, and so on.
-_WAITS = {"combine": 2, "append": 2, "group": 2, "evict": 2, "score": 2, "page_bounds": 2, "page_copy": 2}
+_WAITS = {"combine": 2, "append": 2, "group": 2, "score": 2, "page_bounds": 2, "page_copy": 2}
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def _prefill(made: Made, shape: Shape) -> Work:
     for length in shape.lengths:
         before = length - shape.tokens
         own = []
-        for tile in range(tiles):
+        for tile in reversed(range(tiles)):  # as programs take them (`attend.below`)
             last = min(((tile + 1) * spec.block_m - 1) // group, shape.tokens - 1)
             first = tile * spec.block_m // group
             keys = min(before + last + 1, memory.seen(shape, length) + last - first)
@@ -161,6 +163,17 @@ def _parts(made: Made, shape: Shape) -> int:
     return max(1, made.bytes["partial"] // part // (len(shape.lengths) * shape.heads[1]))
 
 
+def _append(made: Made, shape: Shape) -> Work:
+    """Where scores say which slot a token gets, programs that look for it have most of the text, and read all notes."""
+    if not evicts(made.spec):
+        return _flat(made, shape)
+    sequences, searching = len(shape.lengths), made.spec.score_heads
+    others = made.programs // sequences - searching
+    programs = ((1.0,) * searching + (_QUERIES,) * others) * sequences
+    each = memory.other_bytes(made, shape) / sum(programs)
+    return Work(programs, each, each, 0, _WAITS["append"] + 1)
+
+
 def _flat(made: Made, shape: Shape) -> Work:
     each = memory.other_bytes(made, shape) / made.programs
     # A program of append writes a query, a key or a value, and its text has all of these.
@@ -170,7 +183,10 @@ def _flat(made: Made, shape: Shape) -> Work:
     return Work((1.0,) * made.programs, each, each, 0, _WAITS[made.spec.role], part=1 / branches)
 
 
+_QUERIES = 0.5  # of a turn that a search takes, what one takes that only turns queries
+
 _ROLES: dict[str, Callable[[Made, Shape], Work]] = {
+    "append": _append,
     "decode": _decode,
     "prefill": _prefill,
     "columns": _columns,

@@ -1,1 +1,1 @@
-"""The roles of retention by scores: which slot a token gets, and what queries add to scores."""
+"""What retention by scores needs: which slot a token gets (a part of append), and the roles that add to scores."""

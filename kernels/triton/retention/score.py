@@ -24,8 +24,8 @@ from kvcompile.kernels.triton.append.encode.tile import power_of_two
 from kvcompile.kernels.triton.helpers import module
 from kvcompile.kernels.triton.params import KernelSource, Param, TensorParam
 from kvcompile.kernels.triton.render import rendered
-from kvcompile.kernels.triton.retention.evict import retention_of
 from kvcompile.kernels.triton.spec import KernelSpec
+from kvcompile.layouts import Scored
 
 OPTIONS = {"interpreted"}
 # Slots, of each head of a group: of 4,096 the registers of one program fill a multiprocessor.
@@ -53,7 +53,11 @@ def generate(spec: KernelSpec) -> KernelSource:
     Raises:
         ValueError: the layout's retention does not go by scores, or its scores do not change in a step.
     """
-    retention = retention_of(spec, OPTIONS)
+    if unknown := set(spec.options) - OPTIONS:
+        raise ValueError(f"score knows no options {sorted(unknown)}")
+    retention = spec.layout.retention
+    if not isinstance(retention, Scored):
+        raise ValueError(f"score is for retention by scores, not for {spec.layout}")
     if retention.score == "vote":
         raise ValueError(f"{retention}: tokens vote in a prompt alone, no step changes a score")
     heads = spec.num_kv_heads if retention.granularity == "layer" else 1

@@ -8,10 +8,12 @@ from __future__ import annotations
 import ast
 import difflib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvcompile.kernels.triton.append import append
 from kvcompile.kernels.triton.generate import generate
 from kvcompile.kernels.triton.render import header
 from kvcompile.kernels.triton.spec import KernelSpec
@@ -37,6 +39,11 @@ def launched(
     """The first kernel of that role that a site launches."""
     found = SHAPES[shape].kernels(layout, H200, tokens)
     return next(launch.spec for launch in found if launch.spec.role == role), None
+
+
+def several(own: KernelSpec) -> tuple[KernelSpec, None]:
+    """An append of one token of many sequences, whose programs take several heads."""
+    return replace(own, block_n=append.heads(own.head_dim, own.v_head_dim)), None
 
 
 GOLDENS: dict[str, KernelSpec] = {
@@ -85,18 +92,23 @@ GOLDENS: dict[str, KernelSpec] = {
         "append_int8_rope": spec(
             "append", cache(keys=INT8, values=INT8), "llama", "one", "rope", "q_out", rotary=HALF
         ),
+        "append_int8_rope_many_heads": several(
+            spec("append", cache(keys=INT8, values=INT8), "llama", "one", "rope", "q_out", rotary=HALF)[0]
+        ),
         "append_int4_pages_of_16": spec(
             "append", cache(keys=INT4, values=INT4, placement={"kind": "paged", "page_size": 16})
         ),
         "append_int8_pages_of_64": launched("append", cache(keys=INT8, values=INT8, **PAGES_OF_64)),
-        "append_h2o": spec("append", cache(retention=H2O), "smollm2", "one"),
+        "append_h2o": launched("append", cache(retention=H2O), "smollm2"),
+        "append_h2o_layer_int8_pages_of_64": launched(
+            "append", cache(keys=INT8, values=INT8, retention=H2O | {"granularity": "layer"}, **PAGES_OF_64)
+        ),
         "append_streaming_in_cache": launched(
             "append", cache(retention=SINK_WINDOW | {"positions": "in_cache"})
         ),
         "group_kivi4": launched("group", cache(**KIVI)),
         "group_kivi4_pages_of_64_many": launched("group", cache(**KIVI, **PAGES_OF_64), tokens=64),
         "columns_h2o": launched("columns", cache(retention=H2O), tokens=64),
-        "evict_h2o": launched("evict", cache(retention=H2O)),
         "score_h2o_int8": launched("score", cache(keys=INT8, values=INT8, retention=H2O)),
     }.items()
 }

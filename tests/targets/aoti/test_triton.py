@@ -22,8 +22,8 @@ LAUNCHES = {
     "kivi2": (["append", "group", "prefill_attention", "append"], *[["append", "group", *STEP[1:]]] * 2),
     "h2o_int8": (
         ["append", "prefill_attention", "columns", "columns", "append"],
-        ["evict", *STEP, "score"],
-        ["evict", *STEP[:2], "score"],
+        [*STEP, "score"],
+        [*STEP[:2], "score"],
     ),
 }
 

@@ -38,8 +38,10 @@ def fp8(storage: Storage, tile: Tile) -> Encoded:
             return Encoded((f"scaled = {clipped('x', storage.largest)}",), (data,))
         case "tensor" | "head":
             side = tile.side
-            pointer = f"{side}_scale_ptr + batch * {side}_scale_s0 + head * {side}_scale_s1"
-            return Encoded((f"divisor = tl.load({pointer})", f"scaled = {scaled}"), (data,))
+            head = f"tl.minimum(head, {tile.heads - 1})" if tile.surplus else "head"
+            pointer = f"{side}_scale_ptr + batch * {side}_scale_s0 + {head} * {side}_scale_s1"
+            read = f"tl.load({pointer}){'[:, None]' if tile.several else ''}"
+            return Encoded((f"divisor = {read}", f"scaled = {scaled}"), (data,))
         case _:
             lines = (
                 "peak = tl.max(tl.abs(x), axis=1)",

@@ -16,6 +16,7 @@ class Tile:
 
     side:  "keys" or "values"
     dtype: what the elements of x are rounded to, by name
+    heads: 0: rows are tokens of the head `head`; else rows are the heads `head` [rows] of one token, of so many
     """
 
     side: str
@@ -25,6 +26,30 @@ class Tile:
     dtype: str
     fp8: Fp8Form
     interpreted: bool
+    heads: int = 0
+
+    @property
+    def several(self) -> bool:
+        """Whether rows are heads."""
+        return self.heads > 0
+
+    @property
+    def surplus(self) -> bool:
+        """Whether rows may be of no head: `there` says which are."""
+        return self.heads % self.rows > 0
+
+    def among(self, flag: str) -> str:
+        """Which rows are of a head and, by `flag`, of a token that is wanted."""
+        return f"({flag} & there)" if self.surplus else flag
+
+    def row(self, name: str) -> str:
+        """Pointers [rows, 1] to the vectors called `name`, of the tokens `token`."""
+        at = f"{name}_ptr + batch * {name}_s0 + {self.head(name)}"
+        return at if self.several else f"{at} + token[:, None] * {name}_s2"
+
+    def head(self, name: str) -> str:
+        """How far the rows' heads are from the first, in a tensor of vectors called `name`."""
+        return f"(head * {name}_s1)[:, None]" if self.several else f"head * {name}_s1"
 
     @property
     def padded(self) -> bool:

@@ -2,7 +2,7 @@
 
 | new tokens | launches |
 |---|---|
-| one | evict, append to that slot, decode with logits, combine with the log-sum-exp, score |
+| one | append, which finds the slot, decode with logits, (combine with the log-sum-exp), score |
 | many | append to an array of the new tokens, prefill over slots and array, columns, append of those that stay |
 
 Which tokens stay after many have come is one sort per head, by PyTorch: of the slots those that stay keep theirs, and
@@ -22,7 +22,6 @@ from kvcompile.kernels.triton.attend.context import Attend
 from kvcompile.kernels.triton.host import ops_attend, ops_write
 from kvcompile.kernels.triton.host.call import Call, New
 from kvcompile.kernels.triton.host.retention.hooks import Hooks, Standing
-from kvcompile.kernels.triton.retention import evict as evict_role
 from kvcompile.kernels.triton.retention import score as score_role
 from kvcompile.kernels.triton.retention.select import staying
 from kvcompile.kernels.triton.spec import KernelSpec
@@ -36,12 +35,6 @@ class ByScore(Hooks):
 
     def tracked(self, call: Call) -> tuple[str, ...]:
         return ("logits",) if _retention(call).score != "vote" else ()
-
-    def slot(self, call: Call) -> Tensor:
-        token, score = call.notes
-        spec = replace(call.kernels.spec("evict"), block_n=evict_role.block_n(_retention(call).tokens))
-        slots: Tensor = ops_write.evict(token, score, call.positions, spec.to_json())
-        return slots
 
     def standing(self, call: Call) -> Standing:
         made = call.kernels

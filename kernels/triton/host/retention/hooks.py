@@ -16,8 +16,7 @@ Standing = tuple[Tensor | None, Tensor | None]
 class Hooks:
     """One retention in the steps of `kernels/triton/host/attention.py`, which call these in the order of their lines.
 
-    A step of one token: `slot`, `standing`, `note`. Of many tokens: `slot` where slots are never reused, `standing`,
-    and where slots are reused `keep`.
+    A step of one token: `standing`, `note`. Of many tokens: `standing`, and where slots are reused `keep`.
     """
 
     # What prefill gives besides the output, as its options name it; what decode gives is in `tracked`.
@@ -26,10 +25,6 @@ class Hooks:
     def tracked(self, call: Call) -> tuple[str, ...]:
         """What decode gives besides the output, as its options name it."""
         return ()
-
-    def slot(self, call: Call) -> Tensor | None:
-        """The slots [B, Hs] of one new token a sequence; None: the kernels know them by its position."""
-        return None
 
     def standing(self, call: Call) -> Standing:
         """The tokens in the slots, where the kernels that attend do not know them by the slot."""

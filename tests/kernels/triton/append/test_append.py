@@ -11,15 +11,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvcompile.kernels.reference import codec, residual
 from kvcompile.kernels.reference.symbolic import evaluate
 from kvcompile.kernels.shared.rope import rotate
+from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.append import residual as append_residual
 from kvcompile.kernels.triton.append import slots
-from kvcompile.kernels.triton.append.append import block_n, generate
+from kvcompile.kernels.triton.append.append import block_n, elements, generate, grid, heads
 from kvcompile.kernels.triton.append.operands import Side
+from kvcompile.kernels.triton.device import acting_as
 from kvcompile.kernels.triton.host import ops_write  # noqa: F401  (registers the ops)
+from kvcompile.kernels.triton.host.ops_write import warps
+from kvcompile.kernels.triton.host.site_kernels import kernels_of
+from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.supports import unsupported
 from kvcompile.layouts import (
     CacheLayout,
@@ -49,6 +55,7 @@ from kvcompile.layouts import (
 from kvcompile.layouts import symbols as sy
 from kvcompile.specs import RotaryForm
 from tests.support import reference_cache
+from tests.support.kernel_specs import H200
 from tests.support.marks import cases
 from tests.support.triton_write import (
     HKV,
@@ -144,9 +151,18 @@ def check_same(
 
 
 def run(
-    site: Site, chunks: list[int], padding: list[int], seed: int = 0, size: float = 1.0, block_n: int = 4
+    site: Site,
+    chunks: list[int],
+    padding: list[int],
+    seed: int = 0,
+    size: float = 1.0,
+    block_n: int = 4,
+    heads: int = 1,
 ) -> None:
-    """Tokens in chunks: each by the kernel, from the state that the reference has left."""
+    """Tokens in chunks: each by the kernel, from the state that the reference has left.
+
+    heads: that a program takes of one token
+    """
     batch, layout = len(padding), site.layout
     buffers, table = site.buffers(batch)
     seen, pads = torch.zeros(batch, dtype=torch.long), torch.tensor(padding)
@@ -158,7 +174,7 @@ def run(
         positions = new_positions(seen, count, pads)
         before, ours = ([x.clone() for x in buffers] for _ in range(2))
         one = count == 1
-        spec = site.spec("append", *options(layout, one), block_n=1 if one else block_n)
+        spec = site.spec("append", *options(layout, one), block_n=heads if one else block_n)
         own_v = v if has_values(layout) else None
         assert append(None, k, own_v, ours, positions, [], None, table, spec.to_json()) == []
         reference_cache.append(k, v, buffers, positions, seen, layout, table)
@@ -242,6 +258,7 @@ def test_every_row_is_written_once(placed: tuple[Placement, Retention], storage:
     chunks=st.lists(st.integers(1, 9), min_size=1, max_size=3),
     padding=st.lists(st.integers(0, 9), min_size=1, max_size=2),
     size=st.sampled_from((1e-3, 1.0, 50.0)),
+    heads=st.sampled_from((1, 2, 8)),
     seed=st.integers(0, 99),
 )
 def test_any_layout_and_chunks_are_written_as_the_reference_does(
@@ -253,12 +270,85 @@ def test_any_layout_and_chunks_are_written_as_the_reference_does(
     chunks: list[int],
     padding: list[int],
     size: float,
+    heads: int,
     seed: int,
 ) -> None:
     layout = CacheLayout(keys, values, *placed)
     if layout.check() is not None:
         layout = replace(layout, placement=Contiguous(), retention=Full())
-    run(Site(layout, dims, dtype), chunks, padding, seed, size)
+    run(Site(layout, dims, dtype), chunks, padding, seed, size, heads=heads)
+
+
+MANY_HEADS = [
+    (CacheLayout(int8(), with_residual(fp8("e4m3", "head"), 4, 1)), True),
+    (CacheLayout(with_hadamard(uint(4, 8)), fp8("e5m2", "tensor"), Paged(8)), True),
+    (CacheLayout(model_dtype(), nf4(8), Ring(), SinkWindow(3, 6)), False),
+    (CacheLayout(with_residual(int8(), 3), InKeys(8), Paged(8), SinkWindow(3, 7)), True),
+]
+
+
+@pytest.mark.parametrize(("layout", "turns"), MANY_HEADS, ids=lambda x: str(x))
+def test_programs_of_several_heads_write_what_those_of_one_do(layout: CacheLayout, turns: bool) -> None:
+    """Also where heads are no multiple of what a program takes: bit for bit, and nothing else is touched."""
+    form = RotaryForm("half", 4, 12)
+    site = Site(layout, (16, 16 if has_values(layout) else 8), rotary=form if turns else None)
+    one = site.spec("append", "one", "full", "q_out", "k_out", *(("rope",) if turns else ()), block_n=1)
+    for queries, kv_heads in ((9, 3), (10, 5)):
+        parts, pages = [], 3
+        g = torch.Generator().manual_seed(3)
+        for part in layout.buffers(kv_heads, *site.dims, site.dtype, 20):
+            shape = (1 + 3 * pages if part.paged else 3, *part.shape)
+            parts.append(torch.randint(1, 60, shape, generator=g).to(torch.float32).to(part.dtype))
+        table = torch.arange(1, 1 + 3 * pages, dtype=torch.int32).view(3, pages)
+        counts = ((queries, 16), (kv_heads, 16), (kv_heads, site.dims[1]))
+        q, k, v = (strided(vectors(i, (3, h, 1, d), site.dtype)) for i, (h, d) in enumerate(counts))
+        found = []
+        for rows in (1, 2, 4, 8):
+            spec = replace(one, num_qo_heads=queries, num_kv_heads=kv_heads, block_n=rows)
+            ours = [x.clone() for x in parts]
+            outs = append(
+                q,
+                k,
+                v if has_values(layout) else None,
+                ours,
+                torch.tensor([[4], [-1], [17]]),
+                tables(20, 12) if turns else [],
+                None,
+                table if isinstance(layout.placement, Paged) else None,
+                spec.to_json(),
+            )
+            found.append([*outs, *ours])
+            assert grid(spec, 3, 1)[1] == sum(-(-h // min(rows, block)) for h, block in _blocks(spec))
+        for other in found[1:]:
+            assert all(torch.equal(as_bits(a), as_bits(b)) for a, b in zip(found[0], other, strict=True))
+
+
+def _blocks(spec: KernelSpec) -> list[tuple[int, int]]:
+    """Heads of queries, of keys and of values, and what they are at most in a tile."""
+    sides = [spec.num_kv_heads] * (1 + has_values(spec.layout))
+    return [(heads, 1 << (heads - 1).bit_length()) for heads in (spec.num_qo_heads, *sides)]
+
+
+def test_programs_are_of_several_heads_where_there_are_many() -> None:
+    """At batch 256 an eighth as many programs; at batch 1 they are what they were. Of any number, as of many."""
+    made = kernels_of(
+        SiteSpec(CacheLayout(int8(), int8()), 1.0),
+        (32, 8),
+        (128, 128),
+        torch.bfloat16,
+        torch.device("cpu"),
+        False,
+    )
+    wanted = {1: 48, 32: 48, 88: 48, 89: 6, 256: 6}
+    with acting_as(H200):
+        for sequences, programs in wanted.items():
+            spec = made.appends(("one", "q_out"), sequences)
+            assert grid(spec, sequences, 1) == (1, programs, sequences)
+        assert warps(elements(made.appends(("one", "q_out"), 256))) == 2
+        assert made.appends(("q_out",), 256) == made.appends(("q_out",), 1)
+        sizes = ShapeEnv()
+        symbol = sizes.create_unbacked_symint()
+        assert made.appends(("one", "q_out"), symbol) == made.appends(("one", "q_out"), 256)
 
 
 @pytest.mark.few(3)
@@ -395,44 +485,46 @@ def test_staged_tokens_stand_at_their_place_in_the_call(placed: tuple[Placement,
 @pytest.mark.parametrize("granularity", ["kv_head", "layer"])
 @pytest.mark.parametrize("placement", [Slots(), Paged(8)], ids=str)
 def test_scored_layouts_write_to_the_slots_that_are_given(placement: Placement, granularity: str) -> None:
-    """-1 and padding: nowhere. KV heads have slots of their own, or the same."""
+    """Of many tokens, -1 and padding: nowhere. KV heads have slots of their own, or the same."""
     layout = CacheLayout(
         with_residual(int8(), 2), uint(4), placement, Scored(1, 6, 3, granularity=granularity)
     )
     site, g = Site(layout, (16, 8)), torch.Generator().manual_seed(1)
     heads = HKV if granularity == "kv_head" else 1
-    for count in (6, 1):
-        k, v = (vectors(i, (2, HKV, count, d), torch.float32) for i, d in enumerate(site.dims))
-        positions = new_positions(torch.tensor([20, 0]), count, torch.tensor([0, 2 if count > 1 else 0]))
-        places = torch.stack([torch.randperm(10, generator=g)[:count] for _ in range(2 * heads)])
-        places = places.view(2, heads, count).to(torch.int32)
-        if count > 1:
-            places[0, :, 2] = -1
-        ours, table = site.buffers(2)
-        theirs = [x.clone() for x in ours]
-        one = ("one",) if count == 1 else ()
-        spec = site.spec("append", "full", *one)
-        append(None, k, v, ours, positions, [], places, table, spec.to_json())
-        x = {"keys": (k, layout.keys), "values": (v, layout.values)}
-        for name, buffer in zip(names(layout, site)[:-2], theirs[:-2], strict=True):
-            vector, storage = x[name.split(".")[0]]
-            own = [part.name for part in storage.parts(8, torch.float32)].index(name.split(".")[1])
-            if name.endswith("full"):
-                residual.append(storage, vector, [buffer], positions, positions[:, 0].clamp(min=0))
-                continue
-            encoded = residual.settled(storage, vector, [buffer], positions)[1][own]
-            for b, h, s in itertools.product(range(2), range(HKV), range(count)):
-                slot = int(places[b, min(h, heads - 1), s])
-                if slot >= 0 and positions[b, s] >= 0:
-                    at = (b, h, slot) if table is None else (int(table[b, slot // 8]), h, slot % 8)
-                    buffer[at] = encoded[b, h, s]
-        for name, a, b in zip(names(layout, site), ours, theirs, strict=True):
-            assert torch.equal(as_bits(a), as_bits(b)), name
+    count = 6
+    k, v = (vectors(i, (2, HKV, count, d), torch.float32) for i, d in enumerate(site.dims))
+    positions = new_positions(torch.tensor([20, 0]), count, torch.tensor([0, 2]))
+    places = torch.stack([torch.randperm(10, generator=g)[:count] for _ in range(2 * heads)])
+    places = places.view(2, heads, count).to(torch.int32)
+    places[0, :, 2] = -1
+    ours, table = site.buffers(2)
+    theirs = [x.clone() for x in ours]
+    spec = site.spec("append", "full")
+    append(None, k, v, ours, positions, [], places, table, spec.to_json())
+    x = {"keys": (k, layout.keys), "values": (v, layout.values)}
+    for name, buffer in zip(names(layout, site)[:-2], theirs[:-2], strict=True):
+        vector, storage = x[name.split(".")[0]]
+        own = [part.name for part in storage.parts(8, torch.float32)].index(name.split(".")[1])
+        if name.endswith("full"):
+            residual.append(storage, vector, [buffer], positions, positions[:, 0].clamp(min=0))
+            continue
+        encoded = residual.settled(storage, vector, [buffer], positions)[1][own]
+        for b, h, s in itertools.product(range(2), range(HKV), range(count)):
+            slot = int(places[b, min(h, heads - 1), s])
+            if slot >= 0 and positions[b, s] >= 0:
+                at = (b, h, slot) if table is None else (int(table[b, slot // 8]), h, slot % 8)
+                buffer[at] = encoded[b, h, s]
+    for name, a, b in zip(names(layout, site), ours, theirs, strict=True):
+        assert torch.equal(as_bits(a), as_bits(b)), name
 
 
 def test_tiles_hold_fewer_tokens_of_wide_vectors() -> None:
     assert [block_n(d, 64, False) for d in (16, 64, 128, 192, 576)] == [32, 32, 16, 8, 2]
     assert block_n(128, 128, True) == 1
+
+
+def test_tiles_hold_fewer_heads_of_wide_vectors() -> None:
+    assert [heads(d, 64) for d in (16, 64, 128, 192, 576)] == [8, 8, 8, 4, 1]
 
 
 def test_options_that_mean_nothing_are_refused() -> None:

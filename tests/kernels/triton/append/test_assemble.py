@@ -8,6 +8,7 @@ from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.append import append, group, page_copy
 from kvcompile.kernels.triton.append.encode.tile import power_of_two
 from kvcompile.kernels.triton.host.ops_write import warps
+from kvcompile.kernels.triton.retention import evict
 from kvcompile.kernels.triton.spec import KernelSpec, Role
 from kvcompile.kernels.triton.tools.assemble import ARCHES, Assembled, Request, assemble
 from kvcompile.layouts import (
@@ -32,6 +33,7 @@ from kvcompile.layouts import (
 
 KIVI = CacheLayout(per_channel(2, 32, 128), with_residual(uint(2, 32), 128))
 SCORED = CacheLayout(int8(), int8(), Slots(), Scored(4, 508, 512))
+PER_LAYER = CacheLayout(int8(), int8(), Paged(64), Scored(4, 3500, 512, granularity="layer"))
 
 
 def request(
@@ -42,7 +44,9 @@ def request(
     dims: tuple[int, int] = (128, 128),
     block_n: int = 0,
 ) -> Request:
-    block_n = block_n or append.block_n(*dims, "one" in options)
+    one = "one" in options
+    scored = one and isinstance(layout.retention, Scored)
+    block_n = block_n or (append.heads(*dims) if scored else append.block_n(*dims, one))
     # sm_80 has no conversions of fp8.
     spec = KernelSpec(
         role,
@@ -51,13 +55,14 @@ def request(
         8,
         *dims,
         "bfloat16",
+        block_m=evict.block(int(layout.retention.budget())) if scored else 16,
         block_n=block_n,
         fp8="bits" if arch < 89 else "native",
         options=tuple(sorted(options)),
     )
     rows = group.rows(group.side_of(spec)) if role == "group" else block_n
-    wide = power_of_two(max(dims)) if role in ("append", "group") else 1
-    return Request(spec, arch, warps(rows * wide), 2)
+    wide = power_of_two(max(dims)) if role == "group" else 1
+    return Request(spec, arch, warps(append.elements(spec) if role == "append" else rows * wide), 2)
 
 
 def check(requests: list[Request]) -> list[Assembled]:
@@ -85,7 +90,9 @@ def test_every_role_assembles() -> None:
             ),
             request("append", CacheLayout(uint(3), fp8()), dims=(80, 96), arch=80),
             request("group", KIVI, "keys", arch=100),
-            request("evict", SCORED, block_n=1024),
+            request("append", CacheLayout(int8(), int8()), "rope", "q_out", "one", block_n=8),
+            request("append", SCORED, "rope", "q_out", "one"),
+            request("append", PER_LAYER, "one"),
             request("score", SCORED, block_n=256),
             request("page_copy", SCORED, page_copy.words(8 * 32 * 128), block_n=1024),
         ]
@@ -120,11 +127,17 @@ def test_every_layout_assembles(layout: CacheLayout, arch: int) -> None:
         for dim in dims
         for options in (("one", "full"), ("full",), ("rope", "q_out", "k_out", "v_out"))
     ]
+    asked += [
+        request(
+            "append", layout, "one", "full", "rope", "q_out", arch=arch, dims=dim, block_n=append.heads(*dim)
+        )
+        for dim in dims
+    ]
     asked += [request("group", layout, "keys", *one, arch=arch) for one in ((), ("one",)) if layout == KIVI]
     if layout == SCORED:
         copy = page_copy.words(8 * 32 * 128)
         asked += [
-            request("evict", layout, block_n=1024, arch=arch),
+            request("append", PER_LAYER, "rope", "q_out", "one", arch=arch),
             request("score", layout, block_n=256, arch=arch),
         ]
         asked += [request("page_copy", layout, copy, block_n=1024, arch=arch)]

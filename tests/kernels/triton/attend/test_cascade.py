@@ -112,7 +112,7 @@ def compared(table: Tensor, newest: Tensor, size: int, group: int) -> Tensor:
         [],
         None,
         table,
-        made.appends(("one", "prefixes")),
+        made.appends(("one", "prefixes")).to_json(),
     )
     (prefixes,) = found
     return prefixes

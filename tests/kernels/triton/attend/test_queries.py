@@ -1,19 +1,26 @@
-"""Where queries stand, also beyond 2^31 elements: in a file with nothing between its rows, so that no GPU is needed."""
+"""Where queries stand, also beyond 2^31 elements: in a file with nothing between its rows, so that no GPU is needed.
+
+And in which order their tiles come.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
+from kvcompile.kernels.triton.generate import generate
 from kvcompile.kernels.triton.host.call import New, prefill
-from kvcompile.layouts import CacheLayout
+from kvcompile.layouts import CacheLayout, Paged
 from tests.kernels.triton.attend.test_attend import at_the_end, decoded
 from tests.support.triton_attention import Case
-from tests.support.triton_write import kernels_folder  # noqa: F401  (a fixture)
+from tests.support.triton_write import Site, kernels_folder  # noqa: F401  (a fixture)
 
 FAR = 2**30  # elements between two rows: twice that is beyond 31 bits
 CASE = Case(CacheLayout(), (3, 1), (16, 16), torch.float16, chunks=(3,), pads=(0,))
@@ -27,6 +34,31 @@ def far_apart(folder: Path, x: Tensor, dim: int) -> Tensor:
     strides = list(x.stride())
     strides[dim] = FAR
     return memory.as_strided(x.shape, strides, 2**31).copy_(x)
+
+
+@pytest.mark.parametrize("packed", [(), ("packed",)], ids=["batch", "packed"])
+@given(tiles=st.integers(1, 40), block_m=st.sampled_from((16, 64, 128)))
+def test_each_tile_of_queries_is_one_program_and_the_heaviest_comes_first(
+    packed: tuple[str, ...], tiles: int, block_m: int
+) -> None:
+    """As the text says: what a program's rows begin behind, and of a row of sequences, which programs end at once."""
+    layout = CacheLayout(placement=Paged(16))
+    spec = replace(Site(layout).spec("prefill", *packed), block_m=block_m, block_n=16)
+    lines = [line.strip() for line in generate(spec).text.splitlines()]
+    (begins,) = (line.removeprefix("below = ") for line in lines if line.startswith("below = "))
+    found = []
+    for program in range(tiles):
+        tl = SimpleNamespace(num_programs=lambda axis: tiles, program_id=lambda axis, own=program: own)
+        found.append(eval(begins, {"tl": tl}))
+        if packed:
+            (ends,) = (
+                line[3:-1]
+                for line in lines
+                if line.startswith("if ") and line.endswith(f"tokens * {spec.group}:")
+            )
+            few = (tiles * block_m) // (2 * spec.group)  # half of what the launch is for
+            assert eval(ends, {"tl": tl, "tokens": few}) == (found[-1] >= few * spec.group)
+    assert found == [tile * block_m for tile in reversed(range(tiles))]
 
 
 @pytest.mark.parametrize("dim", [1, 2], ids=["heads", "tokens"])

@@ -88,7 +88,7 @@ LAUNCHES = {
     "int4 in pages": (["append", "prefill_attention"], STEP),
     "KIVI": (["append", "group", "prefill_attention", "append"], ["append", "group", *STEP[1:], "combine"]),
     "streaming": (["append", "prefill_attention", "append"], STEP),
-    "H2O": (["append", "prefill_attention", "columns", "columns", "append"], ["evict", *STEP, "score"]),
+    "H2O": (["append", "prefill_attention", "columns", "columns", "append"], [*STEP, "score"]),
 }
 _SLOW = ["model", "int8", "int4 in pages", "KIVI", "streaming"]
 

@@ -43,7 +43,7 @@ def roles(recipe: str, tokens: int, attention: str = "causal") -> list[str]:
         ("streaming", ["append", "decode"], ["append", "prefill", "append"]),
         (
             "h2o",
-            ["evict", "append", "decode", "score"],
+            ["append", "decode", "score"],
             ["append", "prefill", "columns", "columns", "append"],
         ),
         ("quest", ["append", "page_bounds", "decode", "combine"], ["append", "prefill"]),
@@ -155,7 +155,7 @@ def test_what_is_assembled_is_what_a_launch_specialises_for() -> None:
                     expected = 16 if key == "D" else 1 if key == 1 else None
                     assert told.get(name) == expected, (one.kernel.spec.role, name, key)
                 seen.add(one.kernel.spec.role)
-    assert {"append", "decode", "prefill", "combine", "group", "evict", "score", "page_bounds"} <= seen
+    assert {"append", "decode", "prefill", "combine", "group", "score", "page_bounds"} <= seen
 
 
 def test_slots_come_as_sixteens_where_they_are() -> None:

@@ -1,4 +1,5 @@
-"""Roles evict and score against the reference's `_slot_for` and what a step adds to the scores; page_copy."""
+"""The slot that append finds, and role score, against the reference's `slot_for` and what a step adds to the scores;
+page_copy."""
 
 from __future__ import annotations
 
@@ -7,44 +8,66 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from kvcompile.kernels.reference import score_sums
 from kvcompile.kernels.reference.retention.by_score import slot_for
+from kvcompile.kernels.triton.append import append as append_role
 from kvcompile.kernels.triton.append import page_copy as page_copy_role
 from kvcompile.kernels.triton.host import ops_write  # noqa: F401  (registers the ops)
-from kvcompile.kernels.triton.retention import evict as evict_role
+from kvcompile.kernels.triton.retention import evict
 from kvcompile.kernels.triton.retention import score as score_role
-from kvcompile.layouts import CacheLayout, Ring, Scored, Slots, Window
+from kvcompile.layouts import (
+    CacheLayout,
+    Paged,
+    Ring,
+    Scored,
+    Slots,
+    Window,
+    fp8,
+    int8,
+    model_dtype,
+    with_residual,
+)
 from tests.support.triton_write import (
     HKV,
     HQ,
     Site,
+    as_bits,
     kernels_folder,  # noqa: F401  (a fixture)
+    vectors,
 )
 
 ops = torch.ops.kvcompile
 WINDOW = CacheLayout(placement=Ring(), retention=Window(4))
 
 
-@settings(max_examples=25, deadline=None)
+# Smaller examples would take minutes where it fails.
+@settings(max_examples=25, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
     sinks=st.integers(0, 3),
     heavy=st.integers(1, 9),
     recent=st.integers(1, 6),
     score=st.sampled_from(("sum", "mean_age", "last")),
     granularity=st.sampled_from(("kv_head", "layer")),
+    storage=st.sampled_from((model_dtype(), int8(), with_residual(fp8("e4m3", "head"), 0, 2))),
+    placement=st.sampled_from((Slots(), Paged(4))),
     block=st.sampled_from((4, 16)),
+    rows=st.sampled_from((1, 2, 8)),
     levels=st.sampled_from((1, 3, 1000)),
     seed=st.integers(0, 99),
 )
 def test_the_slot_is_that_of_the_reference(
-    sinks, heavy, recent, score, granularity, block, levels, seed
+    sinks, heavy, recent, score, granularity, storage, placement, block, rows, levels, seed
 ) -> None:
-    """Slots in any order, with many equal scores; sequences that are full, that are not, and padding."""
+    """Slots in any order, with many equal scores; sequences that are full, that are not, and padding.
+
+    Keys and values stand there as an append writes them that is told the slots, and nothing else is written.
+    """
     retention = Scored(sinks, heavy, recent, score=score, granularity=granularity)
-    layout, budget = CacheLayout(placement=Slots(), retention=retention), retention.tokens
+    layout, budget = CacheLayout(storage, storage, placement, retention), retention.tokens
+    site = Site(layout, (16, 8))
     g = torch.Generator().manual_seed(seed)
     lens = torch.tensor([budget + 7, budget, max(budget - 1, 0), 0, -1])
     heads = HKV if granularity == "kv_head" else 1
@@ -67,9 +90,34 @@ def test_the_slot_is_that_of_the_reference(
             wanted_token[b, h, wanted[b, h, 0]] = int(lens[b])
             wanted_score[b, h, wanted[b, h, 0]] = 0.0
     wanted[-1] = -1
-    slots = ops.triton_evict(token, values, positions, Site(layout).spec("evict", block_n=block).to_json())
-    assert slots.dtype == torch.int32 and torch.equal(slots, wanted.to(torch.int32))
+    q, k, v = (
+        vectors(seed + i, (len(lens), h, 1, d), torch.float32)
+        for i, (h, d) in enumerate(((HQ, 16), (HKV, 16), (HKV, 8)))
+    )
+    parts, table = site.buffers(len(lens))
+    ours, theirs = ([x.clone() for x in parts[:-2]] for _ in range(2))
+    spec = replace(site.spec("append", "one", "full", "q_out", block_n=rows), block_m=block).to_json()
+    (q_out,) = ops.triton_append(q, k, v, [*ours, token, values], positions, [], None, table, spec)
     assert torch.equal(token, wanted_token) and torch.equal(values, wanted_score)
+    assert torch.equal(q_out, torch.where((positions >= 0)[:, None, :, None], q, 0.0))
+    told = site.spec("append", "full", block_n=1).to_json()
+    ops.triton_append(None, k, v, theirs, positions, [], wanted.to(torch.int32), table, told)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(as_bits(mine), as_bits(other))
+
+
+def test_a_program_writes_all_that_a_slot_of_its_own_holds() -> None:
+    """It is the only one that reads or writes the notes of its heads: programs of a launch run in any order."""
+    for granularity, kv_heads, wanted in (("kv_head", 8, (8, 1)), ("layer", 8, (1, 8)), ("layer", 3, (1, 4))):
+        layout = CacheLayout(placement=Slots(), retention=Scored(1, 6, 3, granularity=granularity))
+        spec = replace(
+            Site(layout).spec("append", "one", "q_out", block_n=4), num_qo_heads=24, num_kv_heads=kv_heads
+        )
+        first, queries = append_role.works(spec)
+        assert (first.programs, first.rows) == wanted and queries.programs == 6
+        text = append_role.generate(spec).text
+        assert text.count("= evicted(") == 1
+        assert "slots_token" not in " ".join(queries.lines) and "slots_score" not in " ".join(queries.lines)
 
 
 @pytest.mark.parametrize("granularity", ["kv_head", "layer"])
@@ -105,18 +153,17 @@ def test_shares_are_those_of_the_reference(score: str, pooling: str, granularity
 
 
 def test_roles_of_scores_are_refused_where_there_are_none() -> None:
-    for role, module in (("evict", evict_role), ("score", score_role)):
-        with pytest.raises(ValueError, match="is for retention by scores"):
-            module.generate(Site(WINDOW).spec(role))
-        with pytest.raises(ValueError, match="no options"):
-            module.generate(Site(WINDOW).spec(role, "one"))
+    with pytest.raises(ValueError, match="score is for retention by scores"):
+        score_role.generate(Site(WINDOW).spec("score"))
+    with pytest.raises(ValueError, match="no options"):
+        score_role.generate(Site(WINDOW).spec("score", "one"))
     votes = CacheLayout(placement=Slots(), retention=Scored(1, 6, 3, "snapkv", "vote"))
     with pytest.raises(ValueError, match="no step changes a score"):
         score_role.generate(Site(votes).spec("score"))
 
 
-def test_tiles_of_evict_are_whole_where_they_can_be() -> None:
-    assert [evict_role.block_n(n) for n in (1, 100, 1024, 100_000)] == [1, 128, 1024, 4096]
+def test_tiles_of_a_search_are_whole_where_they_can_be() -> None:
+    assert [evict.block(n) for n in (1, 100, 1024, 100_000)] == [1, 128, 1024, 4096]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn], ids=str)
