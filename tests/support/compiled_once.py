@@ -88,4 +88,6 @@ def install(folder: Path) -> None:
     """For this process, and all that it forks."""
     folder.mkdir(exist_ok=True)
     compiler._compile = CompiledOnce(folder).compile
-    ahead.begin_kernels = lambda *plans: None  # most tests run a few of a plan's kernels, and wait for those alone
+    ahead.begin_kernels = lambda *plans: (
+        None
+    )  # most tests run a few of a plan's kernels, and wait for those alone
