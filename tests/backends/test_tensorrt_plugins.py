@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.reference import attention as reference
 from kvcompile.kernels.shared.rope import rotate
 from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton.append import append as append_role
 from kvcompile.kernels.triton.attend.cascade import alone
 from kvcompile.kernels.triton.attend.work_list import joined_apart
 from kvcompile.kernels.triton.device import acting_as
@@ -53,9 +55,10 @@ PAGES = 23
 
 
 def real(layout: str, batch: int, tokens: int) -> list[Recorded]:
-    """The launches of a call with these sizes."""
+    """The launches of a call with these sizes, where append takes as many heads a program as for any batch."""
     own = shape("bfloat16")
     with (
+        patch.object(append_role, "PLACES", 0),
         joined_apart(),
         alone(),
         recording() as found,
