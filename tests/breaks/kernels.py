@@ -632,7 +632,7 @@ KERNELS = (
         "kernels/triton/templates/common_pages.jinja",
         "mine & (j > first[:, None])",
         "mine & (j == first[:, None] + 1)",
-        "tests/kernels/triton/attend/test_cascade.py::test_who_is_in_a_bundle",
+        "tests/kernels/triton/attend/test_cascade.py::test_a_bundle_has_in_common_what_all_of_it_have",
     ),
     broken(
         "common tiles are read by all of a bundle as well",

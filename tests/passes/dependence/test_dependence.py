@@ -366,7 +366,6 @@ def test_what_is_a_function_of_each_token_is_accepted(case: str) -> None:
     assert found.limit([logits]) is None
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_mixes_tokens_or_rows_is_refused_with_its_operator_and_line(case: str) -> None:
     place, reason = REFUSED[case]

@@ -279,7 +279,7 @@ def assert_equal(found: Tensor, model: nn.Module) -> None:
     assert float((found - wanted).abs().max()) <= 2e-5 * float(wanted.abs().max())
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_are_found_and_equal(form: str) -> None:
     attend, score = FORMS[form]
