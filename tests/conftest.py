@@ -15,12 +15,26 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
+
+
+def _wants_gpu(words: list[str]) -> bool:
+    """Whether a command line selects tests that need a GPU."""
+    marks = [word for before, word in pairwise(words) if before == "-m"]
+    marks += [word[2:] for word in words if word.startswith("-m")]
+    return any("gpu" in mark.replace("not gpu", "") for mark in marks)
+
+
+# Here, as files of fixtures that are imported next may import Triton; workers have the environment of who starts them.
+if not (_wants_gpu(sys.argv[1:]) or "PYTEST_XDIST_WORKER" in os.environ or torch.cuda.is_available()):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # How long an example takes says something of the machine, and nothing of the code.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -42,9 +56,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # What calls an AOTInductor package's kernels is most of its C++; and nobody debugs what tests compile.
     os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
     os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
-    asked = str(config.getoption("markexpr")).replace("not gpu", "")
-    if "gpu" not in asked and not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -158,7 +169,6 @@ def _understood_once(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def _exported_once(request: pytest.FixtureRequest) -> None:
-    import sys
 
     if "kvcompile.targets.onnx.graph" not in sys.modules:
         return
