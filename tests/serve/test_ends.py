@@ -62,7 +62,6 @@ def ids(name: str) -> st.SearchStrategy[list[int]]:
     return st.lists(some, max_size=30)
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("name", NAMES)
 @given(st.data())
 @settings(max_examples=150)
@@ -73,7 +72,6 @@ def test_pieces_joined_are_the_whole_text(name: str, data: st.DataObject) -> Non
     assert finish is None
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("name", NAMES)
 @given(st.data())
 @settings(max_examples=100)
@@ -118,7 +116,6 @@ def test_a_leading_space_stays_in_the_middle_of_a_text() -> None:
     assert pieces(Ends(LONG, frozenset(), made, [1, 3]), [3, 4])[0] == " ab"
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["fallback", "byt5", "python", "python bytes"])
 @pytest.mark.parametrize("kind", ["bytes that are no text", "words", "specials"])
 def test_a_token_costs_the_same_however_long_the_text_is(name: str, kind: str, monkeypatch: Any) -> None:

@@ -196,7 +196,6 @@ RECIPES["few pages, released"] = {
 }
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("recipe", ["few pages", "few pages, released"])
 @pytest.mark.parametrize("host", [0, 1 << 20], ids=["computed again", "swapped"])
 def test_texts_that_give_up_their_pages(host: int, recipe: str) -> None:
@@ -205,7 +204,6 @@ def test_texts_that_give_up_their_pages(host: int, recipe: str) -> None:
     assert (stats.recomputed_tokens > 0) == (host == 0)
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("recipe", ["few pages", "few pages, int4", "few pages, released", "kivi in pages"])
 def test_swapped_texts_give_the_same_bits(recipe: str) -> None:
     """What goes to the host and comes back is what never went.

@@ -292,7 +292,6 @@ CASES = [
 ]
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__.lower())
 def test_whatever_comes(case: type[Served]) -> None:
     run_state_machine_as_test(case, settings=QUICK)  # type: ignore[no-untyped-call]

@@ -95,7 +95,7 @@ def one(case: str, seconds: float, seed: int) -> tuple[Ends, Any, Mishaps]:
     return ends, stats, mishaps
 
 
-@pytest.mark.parametrize("case", [pytest.param("few pages", marks=pytest.mark.slow), "host memory"])
+@pytest.mark.parametrize("case", ["few pages", "host memory"])
 def test_nothing_stays_behind(case: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "kvcompile")  # every mishap would be told
     ends, stats, mishaps = one(case, 2.0, seed=1)
