@@ -232,7 +232,7 @@ SERVING = (
         "kvcompile/serve/passes.py",
         "        self._on_host.pop(text, None)",
         "        pass",
-        SOAK,
+        ENGINE,
     ),
     broken(
         "room on the host is not given back by who leaves",

@@ -74,6 +74,20 @@ def test_who_leaves_gives_everything_back(engine: Stepped) -> None:
     assert stays.result(0).tokens == greedy(PROMPTS[1]) and empty(engine) and engine.stats().cancelled == 1
 
 
+def test_who_leaves_from_the_host_leaves_nothing_there() -> None:
+    with Stepped(module(), host_memory=1 << 20) as engine:
+        handle = engine.submit(PROMPTS[0], SOME)
+        engine.turn()
+        engine.turn()
+        moves: list[Any] = []
+        engine._scheduler._preempt(engine._scheduler.running[0], moves)
+        engine._passes.move(moves, {})
+        assert engine._passes._on_host and engine._scheduler._on_host
+        handle.cancel()
+        engine.finish([handle])
+        assert not engine._passes._on_host and not engine._scheduler._on_host and empty(engine)
+
+
 def test_an_old_handle_cancels_no_new_request_of_its_name(engine: Stepped) -> None:
     first = engine.submit(PROMPTS[0], SOME, id="mine")
     engine.finish([first])
