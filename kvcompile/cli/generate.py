@@ -93,9 +93,8 @@ def generate(
         loaded_recipe = Recipe.load(recipe, **overrides)  # a mistake in it shows before the model loads
     parallel, device = on_ranks(tensor, device, stage_count)
     started = time.perf_counter()
-    if (
-        device == "cpu"
-    ):  # what is compiled for this machine and not for a model: reading one takes a core, and seconds
+    # What is compiled for this machine and not for a model: reading one takes a core, and seconds.
+    if device == "cpu":
         ahead.begin_for(torch.device(device), None, loaded_recipe)
     with waiting(f"loading {model}"):
         loaded = load_model(model, dtype, device)

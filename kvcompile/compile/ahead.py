@@ -32,6 +32,7 @@ from kvcompile.recipe import Recipe
 
 log = logging.getLogger(__name__)
 _NAME = "kvcompile-ahead"
+_LOOK = "instruction sets"
 _NICE = 5  # of what is not waited for yet: what is has the cores first, though not for ever
 _LOCK = threading.Lock()
 _begun: set[str] = set()
@@ -121,9 +122,6 @@ def wait() -> None:
         looked.wait()
 
 
-_LOOK = "instruction sets"
-
-
 def _look(looked: threading.Event) -> None:
     try:
         instruction_sets.look()
@@ -140,9 +138,8 @@ def _precompile_header() -> None:
 
 
 def _run(wanted: Mapping[str, Callable[[], object]], nice: int) -> None:
-    if (
-        nice and sys.platform == "linux"
-    ):  # where a thread has its own, which the processes that it starts inherit
+    # On Linux a thread has its own, which the processes that it starts inherit.
+    if nice and sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
     for name, make in wanted.items():
