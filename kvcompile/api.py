@@ -57,6 +57,7 @@ from kvcompile.util.serial import traces
 from kvcompile.util.tracing import uncollected
 from kvcompile.verify import Check, check_program, verify
 from kvcompile.verify.ids import bounds
+from kvcompile.verify.proofs import Proof
 from kvcompile.verify.shrink import as_lossless
 
 
@@ -150,8 +151,9 @@ def _built(
     dump = Dump.from_environment(plan)
     dump.front(front)
     checks: tuple[Check, ...] = ()
+    proved: str | None = None
     if parallel.size == 1:
-        checks = _verified(model, front, plan, checked, tell)
+        checks, proved = _proved(model, front, plan, checked, tell)
         verified, group, weights = time.perf_counter(), None, None
     else:  # what all ranks compute is proved on rank 0 before they meet
         rank = rank_of_process(device_mesh)
@@ -184,6 +186,7 @@ def _built(
         verify_seconds=verified - understood,
         emit_seconds=emitted - verified,
         checks=checks,
+        proved=proved,
         passes=totals(runs),
     )
     if front.sharding is not None:
@@ -192,6 +195,20 @@ def _built(
     if front.staging is not None:
         fast.report["stages"] = front.staging.told()
     return fast
+
+
+def _proved(
+    model: nn.Module, front: Front, plan: Plan, checked: Recipe, tell: Progress
+) -> tuple[tuple[Check, ...], str | None]:
+    """The checks of a verification, and when it was made; None: just now."""
+    proof = Proof.of(model, front, plan, checked.digest()) if checked.verify == "quick" else None
+    known = proof.read() if proof is not None else None
+    if known is not None:
+        return known.checks, known.made
+    checks = _verified(model, front, plan, checked, tell)
+    if proof is not None:
+        proof.keep(checks)
+    return checks, None
 
 
 def _verified(

@@ -1,0 +1,113 @@
+"""All that a model computes with beside its graph, as one hash: weights, config, attributes, and its Python."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvcompile.original.checks import hooks_of
+from kvcompile.original.digest import of_config, of_tensors
+from kvcompile.util.own_code import TORCH
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_HANDLED = frozenset(
+    vars(nn.Module())
+)  # tensors are read as tensors, parts as parts, and hooks are looked for
+_THREADS = 2  # hashing lets go of Python's lock; more threads than two wait for memory
+
+
+class Untold(Exception):
+    """Why nobody can tell whether a model is the same as another one: some state or code of it cannot be read."""
+
+
+def identity_of(model: nn.Module) -> str:
+    """A hash that two models have in common only where they compute the same; a third of a second for each GB.
+
+    Raises:
+        Untold: a module has state that is no number, text or tensor, a forward of its own, hooks, or no source file.
+    """
+    if hooks := hooks_of(model):
+        raise Untold(f"hooks run with it: {', '.join(hooks[:3])}")
+    files: set[str] = set()
+    told = [of_config(model)]
+    for path, module in model.named_modules():
+        files.update(file for kind in type(module).__mro__ for file in _file_of(kind))
+        for name, value in vars(module).items():
+            if name not in _HANDLED:
+                told.append(f"{path}.{name}={_told(value, files, f'{path}.{name}')}")
+        told.append(f"{path}: {type(module).__module__}.{type(module).__qualname__} {module.training}")
+    told += [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(files)]
+    told.append(_of_weights(model))
+    return hashlib.sha256("\0".join(told).encode()).hexdigest()[:32]
+
+
+def _of_weights(model: nn.Module) -> str:
+    """Every byte of every parameter and buffer, under all names that it has."""
+    named: dict[int, tuple[list[str], Tensor]] = {}
+    for pairs in (
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    ):
+        for name, tensor in pairs:
+            if type(tensor.data) is not Tensor and not hasattr(tensor, "__tensor_flatten__"):
+                raise Untold(f"{name} is a {type(tensor.data).__name__}")
+            named.setdefault(id(tensor), ([], tensor))[0].append(name)
+    held = [(" ".join(names), tensor) for names, tensor in named.values()]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return " ".join(sorted(pool.map(lambda pair: of_tensors([pair]), held)))
+
+
+def _told(value: Any, files: set[str], where: str) -> str:
+    """A value's text; files: gets those whose code it runs."""
+    if isinstance(value, (FunctionType, MethodType, type)):
+        if where.endswith(".forward"):
+            raise Untold(f"{where} is an instance's own")
+        if isinstance(value, MethodType) and not isinstance(value.__self__, (nn.Module, type)):
+            raise Untold(f"{where} is a method of a {type(value.__self__).__name__}")
+        if isinstance(value, FunctionType) and value.__closure__:
+            raise Untold(f"{where} is a function with state")
+        files.update(_file_of(value))
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, BuiltinFunctionType) or type(value) in _PLAIN:
+        return repr(value)
+    if isinstance(value, Tensor):
+        return of_tensors([("", value)])
+    if isinstance(value, nn.Module):
+        return f"{type(value).__module__}.{type(value).__qualname__}"
+    return _nested(value, files, where)
+
+
+def _nested(value: Any, files: set[str], where: str) -> str:
+    if type(value) in (list, tuple):
+        return repr([_told(each, files, where) for each in value])
+    if type(value) in (set, frozenset):
+        return repr(sorted(_told(each, files, where) for each in value))
+    if isinstance(value, dict):
+        return repr([(_told(k, files, where), _told(v, files, where)) for k, v in value.items()])
+    as_json: Callable[[], str] | None = getattr(value, "to_json_string", None)  # transformers' configs
+    if as_json is not None:
+        return as_json()
+    raise Untold(f"{where} is a {type(value).__name__}")
+
+
+def _file_of(code: Any) -> Iterator[str]:
+    """Where code stands; nothing for PyTorch's and Python's own, which go by their versions."""
+    module = getattr(code, "__module__", None) or ""
+    if module in ("builtins", "abc", "typing") or module.partition(".")[0] == "torch":
+        return
+    try:
+        file = inspect.getsourcefile(code)
+    except (TypeError, OSError):
+        file = None
+    if file is None or not Path(file).is_file():
+        raise Untold(f"the source of {module}.{getattr(code, '__qualname__', code)} is in no file")
+    if not file.startswith(TORCH):
+        yield file
