@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcompile.compile.executor import Executor, Number, Symbolic
+from kvcompile.compile.executor import Executor
 from kvcompile.compile.inductor import Compiled, ShapeClass
+from kvcompile.compile.sizes import Number, Symbolic
 from kvcompile.errors import ExportError, InputError, KVCompileError
 from kvcompile.original.adapters import Adapters
 from kvcompile.original.digest import of_model

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcompile.compile.executor import Executor, Number, Symbolic
+from kvcompile.compile.executor import Executor
 from kvcompile.compile.inductor import ShapeClass
 from kvcompile.compile.packed import packed
+from kvcompile.compile.sizes import Number, Symbolic
 from kvcompile.errors import PlanError
 from kvcompile.layouts.packing import unpacked
 from kvcompile.plan import INDUCTOR, Plan

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvcompile.errors import KernelError
 
+KEEP = "KVCOMPILE_KEEP"
 _OWNER_ONLY = 0o700
 _POSIX = hasattr(os, "getuid")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -25,6 +26,11 @@ def cache_dir() -> Path:
     if own:
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcompile"
+
+
+def keeps() -> bool:
+    """Whether results of one process are kept for the next: KVCOMPILE_KEEP=off keeps no proof and no program."""
+    return os.environ.get(KEEP, "").lower() not in ("off", "0")
 
 
 def make_cache_dir() -> Path:

@@ -8,8 +8,8 @@ verified each time; so are `thorough` verification, ranks and stages.
 
     <cache>/proofs/<hash>.json      when it was proved, and the checks as they were measured
 
-Nobody else may write there (`util/cache_dir.py`): such a file is a promise. KVCOMPILE_PROOFS=off neither reads nor
-keeps any.
+Nobody else may write there (`util/cache_dir.py`): such a file is a promise. KVCOMPILE_KEEP=off neither reads nor keeps
+any.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ from kvcompile.passes.graph_digest import graph_digest, names_of
 from kvcompile.passes.table import VARIABLE as DISABLED
 from kvcompile.pipeline import Front
 from kvcompile.plan import Plan
-from kvcompile.util.cache_dir import code_folder, write_atomically
+from kvcompile.util.cache_dir import code_folder, keeps, write_atomically
 from kvcompile.util.code_digest import code_digest
 from kvcompile.verify.compare import Check
 
 log = logging.getLogger(__name__)
-VARIABLE = "KVCOMPILE_PROOFS"
 FOLDER = "proofs"
 _FORMAT = 1
 
@@ -69,7 +68,7 @@ class Proof:
     @staticmethod
     def of(model: nn.Module, front: Front, plan: Plan, recipe: str) -> Proof | None:
         """None: it cannot be kept; recipe: its digest."""
-        if os.environ.get(VARIABLE, "").lower() in ("off", "0"):
+        if not keeps():
             return None
         try:
             parts = list(_parts(model, front, plan, recipe))

@@ -84,8 +84,8 @@ _MOVING = _PASSING - frozenset(
         *("mean", "sum", "square", "rms_norm", "linalg_vector_norm", "clamp_min", "clamp", "abs"),
     )
 )
-# Numbers of all samples that are rotated at once: what the processor's caches hold takes a quarter of the time.
-_AT_ONCE = 2**20
+# Numbers of all samples that are rotated at once: what the processor's caches hold takes a fraction of the time.
+_AT_ONCE = 2**18
 _COUNTING = ("cumsum", "cumprod", "logcumsumexp", "running_sum")
 _EXACT = (
     1e-6  # of the size of the values: what is left where a map is not linear, or its table not orthogonal

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from kvcompile.compile import program_files
 from kvcompile.compile.cudagraph import CudaRecorder, StepGraphs
 from kvcompile.compile.executor import Executor
 from kvcompile.compile.inductor import Compiled, ShapeClass
@@ -29,7 +30,6 @@ from kvcompile.recipe import Recipe
 from kvcompile.runtime.module import CachedModel, PlainCachedModel
 from kvcompile.runtime.program import Program
 from kvcompile.runtime.report import Report
-from kvcompile.runtime.saved_module import code
 from kvcompile.runtime.saved_module.graphs import graph_of_json
 from kvcompile.runtime.saved_module.record import CODE, CONSTANTS, GRAPH, WEIGHTS, Record
 from kvcompile.runtime.saved_module.tensors import View
@@ -206,7 +206,9 @@ def _take_code(module: CachedModel, path: Path, record: Record, here: dict[str, 
     programs: dict[ShapeClass, list[Compiled]] = {}
     if reason is None and module.executor.compiled:
         try:
-            programs = code.read(of_json(record.programs), path / CODE, record.vectors, record.threads)
+            programs = program_files.read(
+                of_json(record.programs), path / CODE, record.vectors, record.threads
+            )
         except (*_DAMAGED, OSError) as error:
             reason = f"{type(error).__name__}: {error}"
     if reason is not None and record.programs:

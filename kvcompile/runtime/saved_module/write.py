@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from kvcompile.compile import program_files
 from kvcompile.compile.regions import Regions
 from kvcompile.errors import ExportError
 from kvcompile.original.digest import of_weights
 from kvcompile.original.outputs import Outputs
 from kvcompile.runtime.program import Program
-from kvcompile.runtime.saved_module import code
 from kvcompile.runtime.saved_module.graphs import Unwritable, graph_to_json
 from kvcompile.runtime.saved_module.record import CODE, CONSTANTS, GRAPH, WEIGHTS, Record
 from kvcompile.runtime.saved_module.tensors import packed
@@ -82,7 +82,7 @@ def save(module: CachedModel, folder: str | Path, *, weights: bool = True) -> No
         outputs=_outputs(program),
         programs=[],
         machine=machine.needs(module.device, machine.has()),
-        threads=code.threads(module.executor.programs) if module.device.type == "cpu" else None,
+        threads=program_files.threads(module.executor.programs) if module.device.type == "cpu" else None,
         report=json.loads(json.dumps(module.report.to_dict(), default=str)),
         analysis=_analysis(module),
         config=_config(module, "config"),
@@ -90,7 +90,7 @@ def save(module: CachedModel, folder: str | Path, *, weights: bool = True) -> No
     )
     with files.writing(folder) as made:
         (made / CODE).mkdir()
-        programs = code.write(module.executor.programs, made / CODE)
+        programs = program_files.write(module.executor.programs, made / CODE)
         (made / GRAPH).write_text(json.dumps(graph), encoding="utf-8")
         try:
             if weights:
@@ -98,7 +98,7 @@ def save(module: CachedModel, folder: str | Path, *, weights: bool = True) -> No
             save_file(_on_cpu(others), made / CONSTANTS)
         except SafetensorError as error:
             raise OSError(str(error)) from error  # no room, no rights: told by `writing`
-        vectors = code.instruction_sets(module.executor.programs) if programs else []
+        vectors = program_files.instruction_sets(module.executor.programs) if programs else []
         record = record.model_copy(
             update={"programs": to_json(programs), "vectors": vectors, "files": files.infos(made)}
         )
