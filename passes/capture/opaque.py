@@ -62,30 +62,29 @@ class Observed:
 
 
 NONE = (str, bytes, int, float, type, type(None), nn.Module)  # these hold no tensors that are looked for
+_WITHOUT = (dict, list, tuple)  # these have no attributes
 
 
 def tensors_of(root: object) -> Iterator[tuple[Steps, Tensor]]:
     """Every tensor that an object holds in its attributes, lists and dicts, with the way to it. No modules."""
     seen: set[int] = set()
-    stack: list[tuple[Steps, Any]] = [((), root)]
+    stack: list[tuple[Steps, Any]] = [] if isinstance(root, NONE) else [((), root)]
     while stack:
         steps, value = stack.pop()
         if isinstance(value, Tensor):
             yield steps, value
             continue
-        if id(value) in seen or isinstance(value, NONE):
+        if id(value) in seen:
             continue
         seen.add(id(value))
         inside: list[tuple[tuple[str, Any], Any]] = []
         if isinstance(value, dict):
-            inside = [(("item", key), item) for key, item in value.items() if not isinstance(item, NONE)]
+            inside = [(("item", key), item) for key, item in value.items()]
         elif isinstance(value, (list, tuple)):
-            inside = [(("item", key), item) for key, item in enumerate(value) if not isinstance(item, NONE)]
-        if hasattr(value, "__dict__") and not callable(value):
-            inside += [
-                (("attr", name), item) for name, item in vars(value).items() if not isinstance(item, NONE)
-            ]
-        stack.extend(((*steps, step), item) for step, item in reversed(inside))
+            inside = [(("item", key), item) for key, item in enumerate(value)]
+        if type(value) not in _WITHOUT and hasattr(value, "__dict__") and not callable(value):
+            inside += [(("attr", name), item) for name, item in vars(value).items()]
+        stack.extend(((*steps, step), item) for step, item in reversed(inside) if not isinstance(item, NONE))
 
 
 @contextmanager

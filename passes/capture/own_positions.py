@@ -176,7 +176,8 @@ class _Noting(TorchDispatchMode):
         result = func(*args, **kwargs)
         known = _known(func)
         name, like = known.name, known.name in _LIKE
-        made, values = _tensors_in(result), _flat((args, kwargs))
+        made = [result] if isinstance(result, Tensor) else _tensors_in(result)
+        values = _flat((*args, *kwargs.values()))
         used = [x for x in values if isinstance(x, Tensor)]
         writes, reads = self._hold(made), self._hold(used)
         if known.written:
@@ -199,9 +200,9 @@ class _Noting(TorchDispatchMode):
 
     def _hold(self, tensors: Sequence[Tensor]) -> Memory:
         """The memory of tensors, which stays alive from now on."""
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        self.held.update((storage._cdata, storage) for storage in storages)
-        return frozenset(storage._cdata for storage in storages)
+        storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        self.held.update(storages)
+        return frozenset(storages)
 
 
 def _only_makes(calls: Sequence[_Call], others: Sequence[_Call], counted: Memory, held: Any) -> bool:
@@ -248,22 +249,20 @@ def _tensors(values: Any) -> list[Tensor]:
 def _flat(values: Any) -> list[Any]:
     """The leaves of an operator's arguments, in order: these nest in lists, tuples and dicts alone."""
     found: list[Any] = []
-    stack = [values]
-    while stack:
-        value = stack.pop()
+    for value in values:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            stack.extend(reversed(value))
+            found += _flat(value)
         elif isinstance(value, dict):
-            stack.extend(reversed(value.values()))
+            found += _flat(value.values())
         else:
             found.append(value)
     return found
 
 
 def _tensors_in(values: Any) -> list[Tensor]:
-    return [leaf for leaf in _flat(values) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in _flat((values,)) if isinstance(leaf, Tensor)]
 
 
 def _whole(values: Sequence[Any]) -> bool:

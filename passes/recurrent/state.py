@@ -151,15 +151,22 @@ def _hooked(
         yield
 
 
+_NO_CACHE = (Tensor, nn.Module, str, bytes, int, float, torch.dtype, torch.device, type(None))
+
+
 def _caches(args: Any, kwargs: Any) -> list[object]:
     """The arguments that may be a cache: objects with attributes that are no tensors, modules or functions."""
-    plain = (Tensor, nn.Module, str, bytes, int, float, torch.dtype, torch.device, type(None))
-    leaves = template((args, kwargs))[0].leaves
-    return [
-        leaf
-        for leaf in leaves
-        if not isinstance(leaf, plain) and hasattr(leaf, "__dict__") and not callable(leaf)
-    ]
+    found: list[object] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, _NO_CACHE):
+            continue
+        if isinstance(value, (tuple, list)):
+            found += _caches(value, {})
+        elif isinstance(value, dict):
+            found += _caches((), value)
+        elif hasattr(value, "__dict__") and not callable(value):
+            found.append(value)
+    return found
 
 
 def _slots(first: Changed, second: Changed) -> tuple[list[Slot], bool]:
