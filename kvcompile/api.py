@@ -145,15 +145,20 @@ def _built(
     _warn_beyond(model, front, plan)
     front = absorbed(front, plan)
     front = divided(front, plan, parallel.tensor, parallel.stages)
-    if parallel.size == 1:  # a rank's kernels are for its own heads
-        ahead.begin_kernels(plan, *([] if checked.verify == "off" else [as_lossless(plan)]))
     understood = time.perf_counter()
+    whole = parallel.size == 1
+    proof = Proof.of(model, front, plan, checked.digest()) if whole and checked.verify == "quick" else None
+    known = None if proof is None else proof.read()
+    if whole:  # a rank's kernels are for its own heads
+        proves = checked.verify != "off" and known is None
+        ahead.begin_kernels(plan, *([as_lossless(plan)] if proves else []))
     dump = Dump.from_environment(plan)
     dump.front(front)
     checks: tuple[Check, ...] = ()
-    proved: str | None = None
-    if parallel.size == 1:
-        checks, proved = _proved(model, front, plan, checked, tell)
+    if whole:
+        checks = _verified(model, front, plan, checked, tell) if known is None else known.checks
+        if proof is not None and known is None:
+            proof.keep(checks)
         verified, group, weights = time.perf_counter(), None, None
     else:  # what all ranks compute is proved on rank 0 before they meet
         rank = rank_of_process(device_mesh)
@@ -186,7 +191,7 @@ def _built(
         verify_seconds=verified - understood,
         emit_seconds=emitted - verified,
         checks=checks,
-        proved=proved,
+        proved=None if known is None else known.made,
         passes=totals(runs),
     )
     if front.sharding is not None:
@@ -195,20 +200,6 @@ def _built(
     if front.staging is not None:
         fast.report["stages"] = front.staging.told()
     return fast
-
-
-def _proved(
-    model: nn.Module, front: Front, plan: Plan, checked: Recipe, tell: Progress
-) -> tuple[tuple[Check, ...], str | None]:
-    """The checks of a verification, and when it was made; None: just now."""
-    proof = Proof.of(model, front, plan, checked.digest()) if checked.verify == "quick" else None
-    known = proof.read() if proof is not None else None
-    if known is not None:
-        return known.checks, known.made
-    checks = _verified(model, front, plan, checked, tell)
-    if proof is not None:
-        proof.keep(checks)
-    return checks, None
 
 
 def _verified(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
 
@@ -62,6 +63,27 @@ def shape(node: Node) -> tuple[Any, ...]:
 def expr(dim: object) -> sympy.Expr:
     """A dimension as a sympy expression, so that comparing two of them adds no guard."""
     return dim.node.expr if isinstance(dim, torch.SymInt) else sympy.sympify(dim)
+
+
+def is_size(dim: object, size: sympy.Expr) -> bool:
+    """Whether a dimension is `size`, without a guard; most are numbers, which need no algebra."""
+    if isinstance(dim, torch.SymInt):
+        return bool(dim.node.expr == size)
+    return bool(size.is_Integer) and int(size) == dim
+
+
+def size_at(dim: object, sizes: Mapping[sympy.Expr, int]) -> int:
+    """A dimension as it is for these values of symbols.
+
+    Raises:
+        TypeError: it has other symbols, too.
+    """
+    return dim if type(dim) is int else _at(expr(dim), tuple(sizes.items()))
+
+
+@lru_cache(1 << 14)
+def _at(size: sympy.Expr, sizes: tuple[tuple[sympy.Expr, int], ...]) -> int:
+    return int(size.subs(sizes))
 
 
 def target_name(node: Node) -> str:

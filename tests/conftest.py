@@ -50,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
     logging.getLogger("torch.__trace").propagate = True
     # For processes that tests start, too: threads of theirs only wait for cores that others compute on.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # What an earlier session proved or compiled is none of a test's business: those of it switch this on.
+    os.environ.setdefault("KVCOMPILE_KEEP", "off")
     # Otherwise each process that compiles has Inductor try every instruction set that the processor says it has: it
     # compiles a file for each, and loads it in a process that imports PyTorch.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")

@@ -6,8 +6,9 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -76,7 +77,11 @@ def _told(value: Any, files: set[str], where: str) -> str:
             raise Untold(f"{where} is a function with state")
         files.update(_file_of(value))
         return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, BuiltinFunctionType) or type(value) in _PLAIN:
+    if isinstance(value, BuiltinFunctionType):
+        if not isinstance(value.__self__, (ModuleType, type)):
+            raise Untold(f"{where} is a method of a {type(value.__self__).__name__}")
+        return f"{value.__module__}.{value.__qualname__}"
+    if type(value) in _PLAIN:
         return repr(value)
     if isinstance(value, Tensor):
         return of_tensors([("", value)])
@@ -92,6 +97,14 @@ def _nested(value: Any, files: set[str], where: str) -> str:
         return repr(sorted(_told(each, files, where) for each in value))
     if isinstance(value, dict):
         return repr([(_told(k, files, where), _told(v, files, where)) for k, v in value.items()])
+    if is_dataclass(value) or type(value) is SimpleNamespace:  # configs that somebody writes himself
+        files.update(_file_of(type(value)))
+        own = (
+            vars(value)
+            if hasattr(value, "__dict__")
+            else {f.name: getattr(value, f.name) for f in fields(value)}
+        )
+        return f"{type(value).__module__}.{type(value).__qualname__} {_told(own, files, where)}"
     as_json: Callable[[], str] | None = getattr(value, "to_json_string", None)  # transformers' configs
     if as_json is not None:
         return as_json()
@@ -101,7 +114,7 @@ def _nested(value: Any, files: set[str], where: str) -> str:
 def _file_of(code: Any) -> Iterator[str]:
     """Where code stands; nothing for PyTorch's and Python's own, which go by their versions."""
     module = getattr(code, "__module__", None) or ""
-    if module in ("builtins", "abc", "typing") or module.partition(".")[0] == "torch":
+    if module in ("builtins", "abc", "types", "typing") or module.partition(".")[0] == "torch":
         return
     try:
         file = inspect.getsourcefile(code)

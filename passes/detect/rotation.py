@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
 from kvcompile.kernels.ops.opaque import find, opaque
-from kvcompile.passes.graph import call, expr, shape, target_name, value
+from kvcompile.passes.graph import call, expr, is_size, shape, size_at, target_name, value
 from kvcompile.passes.probe.evaluate import evaluate, fetch_attr, shape_only
 from kvcompile.passes.records import Rotation
 from kvcompile.specs import RotaryForm
@@ -173,7 +173,7 @@ class Rotations:
         """Whether the walk goes on behind `node`: where tokens are no dimension of their own, it ends."""
         sources = [shape(n) for n in node.all_input_nodes if n in self._from_tokens and shape(n)]
         return target_name(node) in _PASSING and all(
-            any(expr(size) == self.seq for size in sizes) for sizes in sources
+            any(is_size(size, self.seq) for size in sizes) for sizes in sources
         )
 
     def _refresh(self) -> None:
@@ -204,7 +204,7 @@ class Rotations:
             for source in inputs:
                 assert isinstance(source, Node)
                 val = source.meta["val"]
-                size = [int(expr(dim).subs(sizes)) for dim in shape(source)]
+                size = [size_at(dim, sizes) for dim in shape(source)]
                 if source in behind and not val.is_floating_point():
                     steps = [n if n == 7 else 1 for n in size]
                     value = (
@@ -278,9 +278,9 @@ class Rotations:
         chosen = []
         for node, table in zip(rotation.tables, tables, strict=True):
             for dim, size in enumerate(shape(node)):
-                if expr(size) == self.seq:
+                if is_size(size, self.seq):
                     table = table.index_select(dim, positions.to(table.device))
-                elif expr(size) == self.batch:
+                elif is_size(size, self.batch):
                     table = table.expand(*table.shape[:dim], batch, *table.shape[dim + 1 :])
             chosen.append(_double(table.to(self.device)))
         return chosen
@@ -291,7 +291,7 @@ class Rotations:
         values = []
         for node in rotation.roots:
             one, full = (
-                [int(expr(s).subs({self.batch: batch, self.seq: tokens})) for s in shape(node)]
+                [size_at(size, {self.batch: batch, self.seq: tokens}) for size in shape(node)]
                 for tokens in (1, seq)
             )
             if any(a not in (b, 1) for a, b in zip(one, full, strict=True)):
@@ -319,7 +319,7 @@ class Rotations:
                 return values[node]
             val = value(node)
             if isinstance(val, torch.SymInt):
-                return int(expr(val).subs(sizes))
+                return size_at(val, sizes)
             if node.op == "get_attr":
                 found = fetch_attr(self.graph_module, str(node.target))
                 return _double(found.to(self.device)) if isinstance(found, Tensor) else found
@@ -524,7 +524,7 @@ def _position_sources(graph_module: GraphModule, seq: Any) -> list[Node]:
     found = []
     tables: set[Node] = set()  # made of weights and buffers alone
     for node in graph_module.graph.nodes:
-        runs = any(expr(size) == seq for size in shape(node))
+        runs = any(is_size(size, seq) for size in shape(node))
         constant = all(parent in tables or not shape(parent) for parent in node.all_input_nodes)
         if node.op == "get_attr" or (constant and node.all_input_nodes and not runs):
             tables.add(node)

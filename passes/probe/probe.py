@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from kvcompile.passes.dependence import Dependence
 from kvcompile.passes.detect.refused import Refused
-from kvcompile.passes.graph import expr, shape
+from kvcompile.passes.graph import expr, shape, size_at
 from kvcompile.passes.probe.evaluate import evaluate
 from kvcompile.passes.score_mod.reader import Reader
 
@@ -64,7 +64,7 @@ class Prober:
 
     def size(self, dim: Any, batch: int, seq: int) -> int:
         """A symbolic dimension at concrete sizes."""
-        return int(expr(dim).subs({self.batch: batch, self.seq: seq}))
+        return size_at(dim, {self.batch: batch, self.seq: seq})
 
     def concrete(self, node: Node, batch: int, seq: int) -> tuple[int, ...]:
         return tuple(self.size(dim, batch, seq) for dim in shape(node))
