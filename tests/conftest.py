@@ -124,6 +124,7 @@ OTHERS = [
     "benchmarks/test_serving",
     "cli/test_cli",
     "cli/test_serve",
+    "compile/test_kept_programs",
     "decide/test_auto",
     "decide/test_kernel_choice",
     "decide/test_one_decision",
@@ -146,6 +147,7 @@ OTHERS = [
     "serve/test_reading",
     "targets/test_artifacts",
     "targets/test_new_target",
+    "verify/test_proofs",
 ]
 
 

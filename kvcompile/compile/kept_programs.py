@@ -47,8 +47,9 @@ _CANNOT = (RuntimeError, AssertionError, OSError, ValueError, KeyError, Attribut
 class KeptPrograms:
     """Where the programs of one class of shapes are kept, or would be."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, calls: int):
+        """calls: of regions, each of which has a program"""
+        self.folder, self.calls = folder, calls
 
     @staticmethod
     def of(regions: Regions, mode: str, shapes: ShapeClass, inputs: Mapping[str, Any]) -> KeptPrograms | None:
@@ -62,18 +63,20 @@ class KeptPrograms:
             log.info("programs are not kept: %s", error)
             return None
         text = "\0".join(map(str, parts))
-        return KeptPrograms(folder / hashlib.sha256(text.encode()).hexdigest()[:32])
+        return KeptPrograms(folder / hashlib.sha256(text.encode()).hexdigest()[:32], len(regions.calls))
 
     def read(self, shapes: ShapeClass) -> list[Compiled] | None:
         """The program of each call; None: none are kept, or they cannot be read."""
+        if not self.folder.exists():
+            return None
         try:
             data = json.loads((self.folder / _CALLS).read_bytes())
             written = Programs(shapes, tuple(map(str, data["files"])))
+            if len(written.files) != self.calls:
+                raise ValueError(f"{len(written.files)} programs for {self.calls} calls")
             found = program_files.read(
                 [written], self.folder, list(map(str, data["vectors"])), data["threads"]
             )
-        except FileNotFoundError:
-            return None
         except _CANNOT as error:
             log.info("%s cannot be used: %s", self.folder, error)
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 import torch._inductor.config as config
 from torch._inductor import cpu_vec_isa
 
 from kvcompile.compile import instruction_sets
+from kvcompile.util.cache_dir import KEEP
 
 
 class Isa:
@@ -83,3 +87,56 @@ def test_where_another_is_asked_for_all_are_tried(asked: str, monkeypatch: pytes
 def test_inductor_takes_the_best_that_was_tried() -> None:
     instruction_sets.look()
     assert str(cpu_vec_isa.pick_vec_isa()) == "wide wider"
+
+
+def _another_process() -> None:
+    TRIED.clear()
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where it is kept that a set works."""
+    monkeypatch.setenv(KEEP, "on")
+    monkeypatch.setenv("KVCOMPILE_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / instruction_sets.FOLDER
+
+
+@pytest.mark.usefixtures("folder")
+def test_that_the_best_works_is_kept() -> None:
+    instruction_sets.look()
+    _another_process()
+    instruction_sets.look()
+    assert _known() == ["wide wider", "wide"] and TRIED == []
+
+
+def test_that_it_fails_is_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _sets(monkeypatch, wider_works=False)
+    instruction_sets.look()
+    assert list(folder.iterdir()) == []
+    _another_process()
+    instruction_sets.look()
+    assert _known() == ["wide"] and "wide wider" in TRIED
+
+
+@pytest.mark.parametrize("other", ["compiler", "processor", "torch", "set", "off", "not ours alone"])
+def test_it_is_kept_for_this_compiler_processor_and_torch(
+    other: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instruction_sets.look()
+    _another_process()
+    match other:
+        case "compiler":
+            monkeypatch.setattr(instruction_sets, "version", lambda: "g++ 99")
+        case "processor":
+            monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx9": True})
+        case "torch":
+            monkeypatch.setattr(torch, "__version__", "9.9")
+        case "set":
+            monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [Isa("wide")])
+        case "off":
+            monkeypatch.setenv(KEEP, "off")
+        case _:
+            folder.chmod(folder.stat().st_mode | stat.S_IWOTH)
+    instruction_sets.look()
+    assert TRIED
