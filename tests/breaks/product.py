@@ -260,7 +260,8 @@ PRODUCT = (
         "kvcompile/original/identity.py",
         "    told.append(_of_weights(model))",
         "    _of_weights(model)",
-        "original/identity verify/proofs",
+        "original/identity",
+        "verify/proofs",
     ),
     broken(
         "a proof is believed of another graph of the same source",
@@ -288,7 +289,8 @@ PRODUCT = (
         "kvcompile/original/identity.py",
         "if hooks := hooks_of(model):",
         "if hooks := []:",
-        "original/identity verify/proofs",
+        "original/identity",
+        "verify/proofs",
     ),
     broken(
         "programs are taken that another code compiled",
