@@ -100,10 +100,9 @@ def _nested(value: Any, files: set[str], where: str) -> str:
     if is_dataclass(value) or type(value) is SimpleNamespace:  # configs that somebody writes himself
         files.update(_file_of(type(value)))
         own = (
-            vars(value)
-            if hasattr(value, "__dict__")
-            else {f.name: getattr(value, f.name) for f in fields(value)}
+            {field.name: getattr(value, field.name) for field in fields(value)} if is_dataclass(value) else {}
         )
+        own |= getattr(value, "__dict__", {})
         return f"{type(value).__module__}.{type(value).__qualname__} {_told(own, files, where)}"
     as_json: Callable[[], str] | None = getattr(value, "to_json_string", None)  # transformers' configs
     if as_json is not None:
