@@ -2,7 +2,8 @@
 
 Tracing adds, multiplies and compares sizes some thousand times a model, and sympy works each of them out anew. Here
 its answer for equal expressions of equal types is kept. PyTorch prepares each such step for a log and for a replay,
-too; here it does so only where steps are recorded. Together they are a tenth of what tracing takes.
+too; here it does so only where steps are recorded. And it asks for guards where an answer is true whatever the sizes
+are. Together they are a fifth of what tracing takes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import sympy
+import torch
+from torch import SymBool, SymInt
 from torch.fx.experimental import recording, sym_node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
@@ -19,8 +23,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 # For these, sympy's answer follows from the two expressions alone; for `mod`, it depends on the ranges of symbols.
 METHODS = ("eq", "ne", "ge", "gt", "le", "lt", "add", "mul", "sub", "and_", "or_")
 PLAIN = {name: getattr(SymNode, f"_{name}") for name in METHODS}
+# What Python code calls for them with whole numbers, itself or with its operands in the other order.
+OPERATORS = ("eq", "ne", "ge", "gt", "le", "lt", "add", "mul", "sub", "radd", "rmul", "rsub")
+PLAIN_OPERATORS = {name: getattr(SymInt, f"__{name}__") for name in OPERATORS}
+PLAIN_EVALUATION = ShapeEnv.evaluate_sym_node
 _MOST = 1 << 16
 _VALUES = (int, float, bool)
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+_proxy_mode = torch._C._get_dispatch_mode
+_modes_before = torch._ops.mode_stack_state_for_pre_dispatch().get
 
 
 def computed_once(name: str, method: Callable[[SymNode, SymNode], SymNode]) -> Callable[..., SymNode]:
@@ -52,6 +63,64 @@ def computed_once(name: str, method: Callable[[SymNode, SymNode], SymNode]) -> C
     return quick
 
 
+def of_whole_numbers(name: str, operator: Callable[[SymInt, Any], Any]) -> Callable[[SymInt, Any], Any]:
+    """An operator of a size and another or an `int` that keeps what it answered; of all else, as it is."""
+    answers: dict[Any, tuple[Any, type, bool]] = {}
+    method = sym_node.method_to_operator(name.removeprefix("r"))
+    turned = name.startswith("r")
+
+    def quick(self: SymInt, other: Any) -> Any:
+        node, kind = self.node, type(other)
+        if type(node) is not SymNode:
+            return operator(self, other)
+        env, mine = node.shape_env, node._hint
+        if kind is int:
+            right, summation, value = other, False, other
+        elif kind is SymInt and type(other.node) is SymNode:
+            theirs = other.node
+            right, summation, value = theirs.expr, theirs._optimized_summation, theirs._hint
+        else:
+            return operator(self, other)
+        if (
+            env is None
+            or env._translation_validation_enabled
+            or type(mine) is not int
+            or type(value) is not int
+        ):
+            return operator(self, other)
+        if _proxy_mode(_PROXY) is not None or _modes_before(0) is not None:
+            return operator(self, other)
+        left = node.expr
+        key = left, right, node._optimized_summation, summation
+        answer = answers.get(key)
+        if answer is None:
+            result = operator(self, other)
+            if type(result) in (SymInt, SymBool) and type(result.node) is SymNode:
+                if len(answers) >= _MOST:
+                    answers.clear()
+                own = result.node
+                answers[key] = own._expr, own.pytype, own._optimized_summation
+            return result
+        expression, pytype, summation = answer
+        hint = method(value, mine) if turned else method(mine, value)
+        result = SymNode(expression, env, pytype, hint, optimized_summation=summation)
+        return SymInt(result) if pytype is int else SymBool(result)
+
+    return quick
+
+
+def without_guards(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`ShapeEnv.evaluate_sym_node` that looks for guards only where the answer depends on sizes."""
+
+    def quick(self: ShapeEnv, sym_node: SymNode, *args: Any, **kwargs: Any) -> Any:
+        expression = sym_node._expr
+        if expression is sympy.true or expression is sympy.false:
+            return expression
+        return method(self, sym_node, *args, **kwargs)
+
+    return quick
+
+
 def unrecorded(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of a shape environment that is not prepared for a replay where nothing is recorded."""
     inner = inspect.unwrap(method, stop=lambda each: each is not method)
@@ -66,6 +135,9 @@ def install() -> None:
     """For this process, and all that it forks."""
     for name in METHODS:
         setattr(SymNode, f"_{name}", computed_once(name, PLAIN[name]))
+    for name in OPERATORS:
+        setattr(SymInt, f"__{name}__", of_whole_numbers(name, PLAIN_OPERATORS[name]))
+    ShapeEnv.evaluate_sym_node = without_guards(PLAIN_EVALUATION)  # type: ignore[method-assign]
     for name, method in [*vars(ShapeEnv).items()]:
         code = getattr(method, "__code__", None)
         if code is not None and code.co_filename == recording.__file__:

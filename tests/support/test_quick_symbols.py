@@ -5,22 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import SymInt
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvcompile.passes.capture.capture import capture
 from tests.support.models import tiny_hf
-from tests.support.quick_symbols import METHODS, PLAIN
+from tests.support.quick_symbols import METHODS, OPERATORS, PLAIN, PLAIN_EVALUATION, PLAIN_OPERATORS
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_models_are_traced_alike(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     assert not any(getattr(SymNode, f"_{name}") is PLAIN[name] for name in METHODS)
+    assert not any(getattr(SymInt, f"__{name}__") is PLAIN_OPERATORS[name] for name in OPERATORS)
+    assert ShapeEnv.evaluate_sym_node is not PLAIN_EVALUATION
     found = []
     for quick in (True, True, False):
         if not quick:
             for name in METHODS:
                 monkeypatch.setattr(SymNode, f"_{name}", PLAIN[name])
+            for name in OPERATORS:
+                monkeypatch.setattr(SymInt, f"__{name}__", PLAIN_OPERATORS[name])
+            monkeypatch.setattr(ShapeEnv, "evaluate_sym_node", PLAIN_EVALUATION)
         environments: list[ShapeEnv] = []
         made = ShapeEnv.__init__
 
