@@ -118,6 +118,8 @@ def without_guards(method: Callable[..., Any]) -> Callable[..., Any]:
             return expression
         return method(self, sym_node, *args, **kwargs)
 
+    # Who looks for the line of a model that asks, looks for the first frame outside of PyTorch.
+    quick.__code__ = quick.__code__.replace(co_filename=method.__code__.co_filename)
     return quick
 
 
