@@ -16,7 +16,6 @@ import sympy
 import torch
 from torch import SymBool, SymInt
 from torch.fx.experimental import recording, sym_node
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -27,6 +26,8 @@ PLAIN = {name: getattr(SymNode, f"_{name}") for name in METHODS}
 OPERATORS = ("eq", "ne", "ge", "gt", "le", "lt", "add", "mul", "sub", "radd", "rmul", "rsub")
 PLAIN_OPERATORS = {name: getattr(SymInt, f"__{name}__") for name in OPERATORS}
 PLAIN_EVALUATION = ShapeEnv.evaluate_sym_node
+PLAIN_EXPRESSION: Any = SymNode.expr.fget  # type: ignore[attr-defined]
+PLAIN_NUMBER = SymNode.wrap_int
 _MOST = 1 << 16
 _VALUES = (int, float, bool)
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
@@ -41,22 +42,31 @@ def computed_once(name: str, method: Callable[[SymNode, SymNode], SymNode]) -> C
 
     def quick(self: SymNode, other: SymNode) -> SymNode:
         env, mine, theirs = self.shape_env, self._hint, other._hint
-        if env is None or env._translation_validation_enabled or get_proxy_mode():
+        if env is None or env._translation_validation_enabled:
             return method(self, other)
         if type(mine) not in _VALUES or type(theirs) not in _VALUES:
             return method(self, other)
-        left, right = self.expr, other.expr
+        if _proxy_mode(_PROXY) is not None or _modes_before(0) is not None:
+            return method(self, other)
+        left, right, one, two = self.expr, other.expr, self.pytype, other.pytype
         key = (
-            *(left, type(left), self.pytype, self._optimized_summation),
-            *(right, type(right), other.pytype, other._optimized_summation),
+            left,
+            right,
+            type(left),
+            type(right),
+            one,
+            two,
+            self._optimized_summation,
+            other._optimized_summation,
         )
-        if key not in answers:
+        answer = answers.get(key)
+        if answer is None:
             result = method(self, other)
             if len(answers) >= _MOST:
                 answers.clear()
             answers[key] = result._expr, result.pytype, result._optimized_summation
             return result
-        expression, pytype, summation = answers[key]
+        expression, pytype, summation = answer
         hint = pytype(operator(mine, theirs))
         return SymNode(expression, env, pytype, hint, optimized_summation=summation)
 
@@ -109,6 +119,26 @@ def of_whole_numbers(name: str, operator: Callable[[SymInt, Any], Any]) -> Calla
     return quick
 
 
+def expression(self: SymNode) -> Any:
+    """`SymNode.expr`, which asks whether it is a number only where symbols were replaced by others."""
+    env = self.shape_env
+    if env is not None and env._replacements_version_counter == 0:
+        return self._expr
+    return PLAIN_EXPRESSION(self)
+
+
+def wrapped(self: SymNode, number: int) -> SymNode:
+    """`SymNode.wrap_int`: nobody writes to the node of a number, so an environment has one of each."""
+    env = self.shape_env
+    if env is None or type(number) is not int:
+        return PLAIN_NUMBER(self, number)
+    known = env.__dict__.setdefault("_numbers_of_tests", {})
+    node = known.get(number)
+    if node is None:
+        node = known[number] = PLAIN_NUMBER(self, number)
+    return node
+
+
 def without_guards(method: Callable[..., Any]) -> Callable[..., Any]:
     """`ShapeEnv.evaluate_sym_node` that looks for guards only where the answer depends on sizes."""
 
@@ -139,6 +169,8 @@ def install() -> None:
         setattr(SymNode, f"_{name}", computed_once(name, PLAIN[name]))
     for name in OPERATORS:
         setattr(SymInt, f"__{name}__", of_whole_numbers(name, PLAIN_OPERATORS[name]))
+    SymNode.expr = property(expression)  # type: ignore[method-assign, assignment]
+    SymNode.wrap_int = wrapped  # type: ignore[method-assign]
     ShapeEnv.evaluate_sym_node = without_guards(PLAIN_EVALUATION)  # type: ignore[method-assign]
     for name, method in [*vars(ShapeEnv).items()]:
         code = getattr(method, "__code__", None)

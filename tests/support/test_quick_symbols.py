@@ -11,7 +11,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvcompile.passes.capture.capture import capture
 from tests.support.models import tiny_hf
-from tests.support.quick_symbols import METHODS, OPERATORS, PLAIN, PLAIN_EVALUATION, PLAIN_OPERATORS
+from tests.support.quick_symbols import (
+    METHODS,
+    OPERATORS,
+    PLAIN,
+    PLAIN_EVALUATION,
+    PLAIN_EXPRESSION,
+    PLAIN_NUMBER,
+    PLAIN_OPERATORS,
+)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -19,6 +27,7 @@ def test_models_are_traced_alike(monkeypatch: pytest.MonkeyPatch, family: str) -
     assert not any(getattr(SymNode, f"_{name}") is PLAIN[name] for name in METHODS)
     assert not any(getattr(SymInt, f"__{name}__") is PLAIN_OPERATORS[name] for name in OPERATORS)
     assert ShapeEnv.evaluate_sym_node is not PLAIN_EVALUATION
+    assert SymNode.wrap_int is not PLAIN_NUMBER and SymNode.expr.fget is not PLAIN_EXPRESSION  # type: ignore[attr-defined]
     found = []
     for quick in (True, True, False):
         if not quick:
@@ -27,6 +36,8 @@ def test_models_are_traced_alike(monkeypatch: pytest.MonkeyPatch, family: str) -
             for name in OPERATORS:
                 monkeypatch.setattr(SymInt, f"__{name}__", PLAIN_OPERATORS[name])
             monkeypatch.setattr(ShapeEnv, "evaluate_sym_node", PLAIN_EVALUATION)
+            monkeypatch.setattr(SymNode, "expr", property(PLAIN_EXPRESSION))
+            monkeypatch.setattr(SymNode, "wrap_int", PLAIN_NUMBER)
         environments: list[ShapeEnv] = []
         made = ShapeEnv.__init__
 
