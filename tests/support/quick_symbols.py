@@ -15,7 +15,7 @@ from typing import Any
 import sympy
 import torch
 from torch import SymBool, SymInt
-from torch.fx.experimental import recording, sym_node
+from torch.fx.experimental import recording, sym_node, symbolic_shapes
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -25,6 +25,8 @@ PLAIN = {name: getattr(SymNode, f"_{name}") for name in METHODS}
 # What Python code calls for them with whole numbers, itself or with its operands in the other order.
 OPERATORS = ("eq", "ne", "ge", "gt", "le", "lt", "add", "mul", "sub", "radd", "rmul", "rsub")
 PLAIN_OPERATORS = {name: getattr(SymInt, f"__{name}__") for name in OPERATORS}
+PLAIN_QUESTION = symbolic_shapes._guard_or
+PLAIN_EXPECTATION = symbolic_shapes.expect_true
 PLAIN_EVALUATION = ShapeEnv.evaluate_sym_node
 PLAIN_EXPRESSION: Any = SymNode.expr.fget  # type: ignore[attr-defined]
 PLAIN_NUMBER = SymNode.wrap_int
@@ -139,6 +141,12 @@ def wrapped(self: SymNode, number: int) -> SymNode:
     return node
 
 
+def hidden(function: Any) -> Any:
+    """A function whose frame is one of PyTorch's: the line of a model that asks is the first that is none."""
+    function.__code__ = function.__code__.replace(co_filename=symbolic_shapes.__file__)
+    return function
+
+
 def without_guards(method: Callable[..., Any]) -> Callable[..., Any]:
     """`ShapeEnv.evaluate_sym_node` that looks for guards only where the answer depends on sizes."""
 
@@ -148,9 +156,29 @@ def without_guards(method: Callable[..., Any]) -> Callable[..., Any]:
             return expression
         return method(self, sym_node, *args, **kwargs)
 
-    # Who looks for the line of a model that asks, looks for the first frame outside of PyTorch.
-    quick.__code__ = quick.__code__.replace(co_filename=method.__code__.co_filename)
-    return quick
+    return hidden(quick)
+
+
+def asked(condition: Any, default: bool) -> bool:
+    """In place of `symbolic_shapes._guard_or`: what is so whatever the sizes are is not asked."""
+    if condition is True or condition is False:
+        return condition
+    if type(condition) is SymBool:
+        expression = condition.node._expr
+        if expression is sympy.true or expression is sympy.false:
+            return expression is sympy.true
+    return PLAIN_QUESTION(condition, default)
+
+
+def expected(condition: Any, skip: int = 0) -> bool:
+    """In place of `symbolic_shapes.expect_true`."""
+    if condition is True or condition is False:
+        return condition
+    if type(condition) is SymBool:
+        expression = condition.node._expr
+        if expression is sympy.true or expression is sympy.false:
+            return expression is sympy.true
+    return PLAIN_EXPECTATION(condition, skip + 1)
 
 
 def unrecorded(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,6 +200,8 @@ def install() -> None:
     SymNode.expr = property(expression)  # type: ignore[method-assign, assignment]
     SymNode.wrap_int = wrapped  # type: ignore[method-assign]
     ShapeEnv.evaluate_sym_node = without_guards(PLAIN_EVALUATION)  # type: ignore[method-assign]
+    symbolic_shapes._guard_or = hidden(asked)
+    symbolic_shapes.expect_true = hidden(expected)
     for name, method in [*vars(ShapeEnv).items()]:
         code = getattr(method, "__code__", None)
         if code is not None and code.co_filename == recording.__file__:

@@ -18,6 +18,11 @@ PLAIN: Any = proxy.CapturedTraceback
 PLAIN_FORM: Any = proxy_tensor._extract_tensor_metadata
 
 
+_kept: dict[
+    int, tuple[bool, Any]
+] = {}  # whether frames of a code are kept; with the code, whose id stays its own
+
+
 class Forwards:
     """Those frames of a stack that a tracer keeps, outermost first."""
 
@@ -31,13 +36,13 @@ class Forwards:
         if not getattr(tracer, "_record_forward_stack_traces_only", False):
             return PLAIN.extract(skip=1)
         frames, frame = [], asks
+        anchors = getattr(proxy, "_STACK_TRACE_ANCHORS", ())
         while frame is not None:
             code = frame.f_code
-            if (
-                code.co_name == "forward"
-                or code.co_filename.endswith("torch/__init__.py")
-                or (code.co_filename, code.co_name) in getattr(proxy, "_STACK_TRACE_ANCHORS", ())
-            ):
+            if id(code) not in _kept:
+                own = code.co_name == "forward" or code.co_filename.endswith("torch/__init__.py")
+                _kept[id(code)] = (own, code)
+            if _kept[id(code)][0] or (anchors and (code.co_filename, code.co_name) in anchors):
                 frames.append(FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False))
             frame = frame.f_back
         return Forwards(frames[::-1])

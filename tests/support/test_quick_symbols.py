@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from torch import SymInt
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -16,9 +17,11 @@ from tests.support.quick_symbols import (
     OPERATORS,
     PLAIN,
     PLAIN_EVALUATION,
+    PLAIN_EXPECTATION,
     PLAIN_EXPRESSION,
     PLAIN_NUMBER,
     PLAIN_OPERATORS,
+    PLAIN_QUESTION,
 )
 
 
@@ -28,6 +31,8 @@ def test_models_are_traced_alike(monkeypatch: pytest.MonkeyPatch, family: str) -
     assert not any(getattr(SymInt, f"__{name}__") is PLAIN_OPERATORS[name] for name in OPERATORS)
     assert ShapeEnv.evaluate_sym_node is not PLAIN_EVALUATION
     assert SymNode.wrap_int is not PLAIN_NUMBER and SymNode.expr.fget is not PLAIN_EXPRESSION  # type: ignore[attr-defined]
+    assert symbolic_shapes._guard_or is not PLAIN_QUESTION
+    assert symbolic_shapes.expect_true is not PLAIN_EXPECTATION
     found = []
     for quick in (True, True, False):
         if not quick:
@@ -38,6 +43,8 @@ def test_models_are_traced_alike(monkeypatch: pytest.MonkeyPatch, family: str) -
             monkeypatch.setattr(ShapeEnv, "evaluate_sym_node", PLAIN_EVALUATION)
             monkeypatch.setattr(SymNode, "expr", property(PLAIN_EXPRESSION))
             monkeypatch.setattr(SymNode, "wrap_int", PLAIN_NUMBER)
+            monkeypatch.setattr(symbolic_shapes, "_guard_or", PLAIN_QUESTION)
+            monkeypatch.setattr(symbolic_shapes, "expect_true", PLAIN_EXPECTATION)
         environments: list[ShapeEnv] = []
         made = ShapeEnv.__init__
 
