@@ -33,7 +33,9 @@ def constants(code: Any) -> list[Any]:
 def test_kernels_are_rewritten_alike(role: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert interpreter.FunctionRewriter.rewrite_ast is _rewritten
     monkeypatch.setenv("KVCOMPILE_CACHE_DIR", str(tmp_path))
-    made, _ = spec(role, cache(keys={"dtype": "int8"}, retention={"kind": "sink_window", "sinks": 4, "window": 60}))
+    made, _ = spec(
+        role, cache(keys={"dtype": "int8"}, retention={"kind": "sink_window", "sinks": 4, "window": 60})
+    )
     function = kernel.__wrapped__(made).function
     assert _lines_of(function.fn) is not None
     quick, plain = _rewritten(function.rewriter), PLAIN_REWRITE(function.rewriter)
