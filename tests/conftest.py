@@ -64,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _quick(tmp_path_factory: pytest.TempPathFactory) -> None:
     import torch._dynamo.config  # imports Triton: not before `pytest_configure`
 
-    from tests.support import compiled_once, quick_symbols, quick_tracing
+    from tests.support import compiled_once, quick_arguments, quick_symbols, quick_tracing
 
     torch.set_num_threads(1)
     torch._dynamo.config.fake_tensor_cache_enabled = False
@@ -73,6 +73,7 @@ def _quick(tmp_path_factory: pytest.TempPathFactory) -> None:
     compiled_once.install((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "compiled")
     quick_tracing.install()
     quick_symbols.install()
+    quick_arguments.install()
     gc.freeze()  # what was imported and collected stays: nothing looks through it again, here or in forks
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tests.support import quick_interpreter

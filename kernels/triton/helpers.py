@@ -31,7 +31,7 @@ def with_helpers(text: str) -> str:
     found = _called(text) & known.keys()
     while found - wanted:
         wanted |= found
-        found = {name for helper in wanted for name in _called(known[helper])} & known.keys()
+        found = {name for helper in wanted for name in _calls()[helper]} & known.keys()
     return "\n\n\n".join([*(source for name, source in known.items() if name in wanted), text.strip()]) + "\n"
 
 
@@ -65,6 +65,12 @@ def _helpers() -> dict[str, str]:
         for node in ast.parse(text).body
         if isinstance(node, ast.FunctionDef)
     }
+
+
+@cache
+def _calls() -> dict[str, set[str]]:
+    """What each helper calls."""
+    return {name: _called(source) for name, source in _helpers().items()}
 
 
 def _called(text: str) -> set[str]:

@@ -8,7 +8,7 @@ they are multiples of 16 is what loads of whole vectors rest on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -50,7 +50,11 @@ def rendered(template: str, **values: object) -> str:
 
 def header(spec: KernelSpec, versions: bool = True) -> str:
     """Comment lines before a kernel: what it is for, its spec, and what made it; the same for equal specs."""
-    made_by = ", ".join(f"{name} {version(name)}" for name in ("kvcompile", "torch", "triton"))
     return rendered(
-        "header.jinja", spec=spec, does=ROLES[spec.role].does, versions=made_by if versions else ""
+        "header.jinja", spec=spec, does=ROLES[spec.role].does, versions=_made_by() if versions else ""
     )
+
+
+@cache
+def _made_by() -> str:
+    return ", ".join(f"{name} {version(name)}" for name in ("kvcompile", "torch", "triton"))

@@ -20,6 +20,7 @@ from kvcompile.passes.graph_module import module_of
 from kvcompile.passes.records import AttentionSite, Leaf
 from kvcompile.passes.rewrite.clean import drop_dead
 from kvcompile.passes.table import graph_pass
+from kvcompile.util.faking import faking
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -50,7 +51,12 @@ def canonicalize(captured: Captured, detection: Detection) -> Canonical:
             args = (moved.q, moved.k, moved.v, moved.sm_scale, moved.mask.kind, window, moved.layer)
             more = score_arguments(moved)
             form = _form(args[:-1], more)
-            new = call(graph, torch.ops.kvcompile.attention.default, args, old, more, known.get(form))
+            val = known.get(form)
+            if (
+                val is None and more
+            ):  # of plain attention, the operator itself is as quick, and has its own strides
+                val = _scored(moved)
+            new = call(graph, torch.ops.kvcompile.attention.default, args, old, more, val)
             known.setdefault(form, new.meta.get("val"))
             result = _in_shape_of(old, new, moved.q, batch, seq)
         old.replace_all_uses_with(result)
@@ -76,6 +82,14 @@ def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         return (val.dtype, val.device, val.requires_grad, val.dim(), sizes)
 
     return (*kwargs, *map(told, tree_leaves((args, kwargs))))
+
+
+def _scored(site: AttentionSite) -> Tensor:
+    """The fake value of attention whose scores are computed one by one: a new tensor, without that arithmetic."""
+    q, v = value(site.q), value(site.v)
+    with faking(q.fake_mode):
+        result: Tensor = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return result
 
 
 def score_arguments(site: AttentionSite) -> dict[str, Any]:

@@ -96,11 +96,11 @@ def serve(rank: int, name: str) -> Any:
 
 def idle(rank: int) -> Any:
     """Nothing to do for more than twice the time limit of a rank."""
-    fast = module(PAGED, RANKS, timeout=3.0)
+    fast = module(PAGED, RANKS, timeout=2.0)
     if rank:
         return follow(fast)
     with Engine(fast) as engine:
-        time.sleep(6.5)
+        time.sleep(4.5)
         return engine.generate([[5, 6, 7]], Sampling(max_tokens=3))[0].tokens
 
 

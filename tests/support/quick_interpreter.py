@@ -9,6 +9,8 @@ they are half of what tests of kernels take.
 
 from __future__ import annotations
 
+import ast
+import linecache
 import math
 from functools import cache
 from types import SimpleNamespace
@@ -23,6 +25,10 @@ _replaced = interpreter._patch_lang
 _numpy_dtype = interpreter._get_np_dtype
 _computation_type = TritonSemantic.computation_type_impl
 _types: dict[Any, Any] = {}
+PLAIN_REWRITE = interpreter.FunctionRewriter.rewrite_ast
+PLAIN_BLOCK: Any = language.block_type.__init__
+_blocks: dict[tuple[Any, ...], tuple[Any, int]] = {}
+_names: dict[tuple[Any, str], str] = {}
 
 
 class _Language:
@@ -88,6 +94,56 @@ def _computed_in(semantic: Any, a: Any, a_scalar: bool, b: Any, b_scalar: bool, 
     return found
 
 
+def _make_block(self: Any, element_ty: Any, shape: Any) -> None:
+    """In place of a block type's `__init__`: those of one shape share it, as nobody writes to it."""
+    values = shape.values if type(shape) is language.tuple else shape
+    sizes = tuple([size.value if type(size) is constexpr else size for size in values])
+    known = _blocks.get(sizes)
+    if known is None:
+        PLAIN_BLOCK(self, element_ty, shape)
+        if all(type(size) is int for size in sizes):
+            _blocks[sizes] = self.shape, self.numel
+        return
+    self.element_ty = element_ty
+    self.shape, self.numel = known
+    key = sizes, str(element_ty)
+    name = _names.get(key)
+    if name is None:
+        name = _names[key] = f"<{self.shape}, {element_ty}>"
+    self.name = name
+
+
+def _lines_of(function: Any) -> tuple[int, list[str]] | None:
+    """The number of a function's `def` in its file, from 1, and its lines from there on; None: not so easily."""
+    code = function.__code__
+    lines = linecache.getlines(code.co_filename)
+    first = next(
+        (place for place in range(code.co_firstlineno - 1, len(lines)) if lines[place].startswith("def ")),
+        None,
+    )
+    # Decorators of one line each stand between.
+    if first is None or not all(line.startswith("@") for line in lines[code.co_firstlineno - 1 : first]):
+        return None
+    end = first + 1
+    while end < len(lines) and (lines[end][0] in " \n)" or not lines[end].strip()):
+        end += 1
+    own = lines[first:end]
+    if sum(line.strip().startswith("def ") for line in own) != 1:
+        return None
+    return first + 1, own
+
+
+def _rewritten(self: Any) -> Any:
+    """In place of `FunctionRewriter.rewrite_ast`."""
+    found = _lines_of(self.fn)
+    if found is None:
+        return PLAIN_REWRITE(self)
+    first, lines = found
+    self.filename, self.def_file_lineno, self.def_lineno = self.fn.__code__.co_filename, first, 1
+    tree = self.ast_transformer.visit(ast.parse("\n" * (first - 1) + "".join(lines)))
+    return self._compile_and_exec(ast.fix_missing_locations(tree))
+
+
 def install() -> None:
     """In a process whose kernels are interpreted, before the first launch."""
     known: dict[str, Any] = {}
@@ -95,5 +151,7 @@ def install() -> None:
     interpreter._get_np_dtype = lambda dtype: _dtype_in_numpy(dtype, known)
     language.tensor.__init__ = _make
     TritonSemantic.computation_type_impl = _computed_in
+    language.block_type.__init__ = _make_block
+    interpreter.FunctionRewriter.rewrite_ast = _rewritten
     if not interpreter.interpreter_builder.options.debug:
         TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None

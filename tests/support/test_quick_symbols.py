@@ -5,22 +5,46 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import SymInt
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvcompile.passes.capture.capture import capture
 from tests.support.models import tiny_hf
-from tests.support.quick_symbols import METHODS, PLAIN
+from tests.support.quick_symbols import (
+    METHODS,
+    OPERATORS,
+    PLAIN,
+    PLAIN_EVALUATION,
+    PLAIN_EXPECTATION,
+    PLAIN_EXPRESSION,
+    PLAIN_NUMBER,
+    PLAIN_OPERATORS,
+    PLAIN_QUESTION,
+)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_models_are_traced_alike(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     assert not any(getattr(SymNode, f"_{name}") is PLAIN[name] for name in METHODS)
+    assert not any(getattr(SymInt, f"__{name}__") is PLAIN_OPERATORS[name] for name in OPERATORS)
+    assert ShapeEnv.evaluate_sym_node is not PLAIN_EVALUATION
+    assert SymNode.wrap_int is not PLAIN_NUMBER and SymNode.expr.fget is not PLAIN_EXPRESSION  # type: ignore[attr-defined]
+    assert symbolic_shapes._guard_or is not PLAIN_QUESTION
+    assert symbolic_shapes.expect_true is not PLAIN_EXPECTATION
     found = []
     for quick in (True, True, False):
         if not quick:
             for name in METHODS:
                 monkeypatch.setattr(SymNode, f"_{name}", PLAIN[name])
+            for name in OPERATORS:
+                monkeypatch.setattr(SymInt, f"__{name}__", PLAIN_OPERATORS[name])
+            monkeypatch.setattr(ShapeEnv, "evaluate_sym_node", PLAIN_EVALUATION)
+            monkeypatch.setattr(SymNode, "expr", property(PLAIN_EXPRESSION))
+            monkeypatch.setattr(SymNode, "wrap_int", PLAIN_NUMBER)
+            monkeypatch.setattr(symbolic_shapes, "_guard_or", PLAIN_QUESTION)
+            monkeypatch.setattr(symbolic_shapes, "expect_true", PLAIN_EXPECTATION)
         environments: list[ShapeEnv] = []
         made = ShapeEnv.__init__
 

@@ -7,18 +7,21 @@ import operator
 import pytest
 import torch
 from torch.fx import proxy
+from torch.fx.experimental import proxy_tensor
 
 from kvcompile.passes.capture.capture import capture
 from kvcompile.passes.graph import source_line
 from tests.support.models import tiny_hf
-from tests.support.quick_tracing import PLAIN, Forwards
+from tests.support.quick_tracing import PLAIN, PLAIN_FORM, Forwards, no_form
 
 
 def test_nodes_say_the_same_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert proxy.CapturedTraceback is Forwards
+    assert proxy_tensor._extract_tensor_metadata is no_form
     notes = []
-    for kind in (Forwards, PLAIN):
+    for kind, form in ((Forwards, no_form), (PLAIN, PLAIN_FORM)):
         monkeypatch.setattr(proxy, "CapturedTraceback", kind)
+        monkeypatch.setattr(proxy_tensor, "_extract_tensor_metadata", form)
         nodes = capture(tiny_hf("llama", layers=1)).graph_module.graph.nodes
         notes.append([(node.name, node.meta.get("stack_trace"), source_line(node)) for node in nodes])
     assert notes[0] == notes[1]

@@ -20,8 +20,10 @@ import kvcompile
 from kvcompile import api
 from kvcompile.errors import DetectionError, PlanError, VerificationError
 from kvcompile.kernels.reference import attend_many, attend_one
+from kvcompile.passes.graph import expr, value
 from kvcompile.pipeline import Front, plan_for, understand
 from kvcompile.recipe import Recipe
+from kvcompile.util.faking import faking
 from kvcompile.verify import verify
 from tests.support.marks import cases
 
@@ -428,11 +430,24 @@ def test_buckets_by_logarithm_have_no_end() -> None:
     assert plan_for(front, Recipe.load({}, max_tokens=100_000)).limits.max_tokens == 100_000
 
 
+def check_values(front: Front) -> None:
+    """The fake value of a site's attention, for which nothing is computed, is what the operator gives."""
+
+    def form(x: Tensor) -> tuple[Any, ...]:
+        return (*map(expr, (*x.shape, *x.stride(), x.storage_offset())), x.dtype, x.requires_grad)
+
+    for site in front.sites:
+        args, kwargs = torch.fx.map_arg((site.out.args, site.out.kwargs), value)
+        with faking(value(site.out).fake_mode):
+            assert form(value(site.out)) == form(site.out.target(*args, **kwargs))
+
+
 @pytest.mark.parametrize("mode", ["quick", pytest.param("thorough", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("form", cases(("all of them", "buckets", "any table"), ("all of them",)))
 def test_the_products_own_verification_passes(form: str, mode: Any) -> None:
     model = Decoder(FORMS[form][0]).eval()
     front = understand(model)
+    check_values(front)
     retention: dict[str, Any] = {"kind": "sink_window", "sinks": 2, "window": 9}
     if form != "any table":  # by distance: StreamingLLM counts it in the cache
         retention["positions"] = "in_cache"

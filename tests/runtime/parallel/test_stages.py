@@ -161,7 +161,7 @@ def _several(rank: int, ranks: int, seen: Any) -> None:
         RankError, match=r"weights: the part of rank 1 is .* on rank 0, .* on rank 1. Start all"
     ):
         part(model)
-    fast = part(MODELS["llama"](), timeout=6)
+    fast = part(MODELS["llama"](), timeout=4)
     with pytest.raises(InputError, match="called with different tokens: rank 1 not as rank 0"):
         fast(IDS + rank)
     fast(IDS)  # that refusal has moved nothing
@@ -170,7 +170,7 @@ def _several(rank: int, ranks: int, seen: Any) -> None:
         os._exit(0)
     started = time.monotonic()
     fast.group.agree = lambda ids, mask: None  # the stages' own messages are waited for
-    with pytest.raises(RankError, match="another rank has died, or did not answer within 6 s"):
+    with pytest.raises(RankError, match="another rank has died, or did not answer within 4 s"):
         fast(IDS[:, :1])
     with pytest.raises(RankError, match="is out of use"):
         fast(IDS)

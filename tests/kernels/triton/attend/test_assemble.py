@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -184,20 +185,27 @@ def _unpipelined(name: str, made: Assembled) -> list[str]:
     return worse(found, ideal)
 
 
-CASES = {name_of(*case): request(*case) for case in QUICK}
+@lru_cache
+def cases_of_recipes() -> dict[str, Request]:
+    """When they are asked for: a launch generates its kernels."""
+    return {name_of(*case): request(*case) for case in QUICK}
+
+
 BROKEN = Request(spec("decode", CacheLayout(), "llama", "no such option")[0], 90, num_warps=3)
 
 
 @pytest.fixture(scope="module")
 def together() -> dict[str, Assembled | str]:
     """All of this file in one process, with the texts of main loops; what does not assemble is last."""
-    return dict(zip([*CASES, "broken"], attempted([*CASES.values(), BROKEN], listing=True), strict=True))
+    cases = cases_of_recipes()
+    return dict(zip([*cases, "broken"], attempted([*cases.values(), BROKEN], listing=True), strict=True))
 
 
 def test_kernels_of_shipped_recipes(together: dict[str, Assembled | str]) -> None:
-    found = [together[name] for name in CASES]
+    cases = cases_of_recipes()
+    found = [together[name] for name in cases]
     assert not [text for text in found if isinstance(text, str)]
-    wrong = list(check(CASES, True, [one for one in found if isinstance(one, Assembled)]))
+    wrong = list(check(cases, True, [one for one in found if isinstance(one, Assembled)]))
     assert not wrong, "\n".join(wrong)
 
 
