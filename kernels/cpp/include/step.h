@@ -49,9 +49,9 @@ class Team {
 
   // Runs task(0 .. threads - 1), each once; the first thread calls it.
   void share(int64_t threads, kv::Task task, void* context) {
-    task_ = task, context_ = context, tasks_ = threads;
+    task_ = task, context_ = context, tasks_ = threads, sharing_ = workers.of(threads);
     next_.store(0, std::memory_order_relaxed);
-    if (workers.of(threads) == 1) return work();
+    if (sharing_ == 1) return work();
     const int64_t began = kv::nanoseconds();
     open_.store(++number_);
     work();
@@ -60,12 +60,13 @@ class Team {
     while (inside_.load() != 0) kv::pause();
     const int64_t left = kv::nanoseconds();
     workers.met(left - began, left - ended);
+    if (workers.now(threads_) == 1) end();  // the others do not stand in the way of who has their cores
   }
 
   void end() { open_.store(-1); }
 
-  // What the other threads do until the end.
-  void follow() {
+  // What another thread, number `own`, does until the end.
+  void follow(int64_t own) {
     for (int64_t done = 0;;) {
       const int64_t number = open_.load(std::memory_order_acquire);
       if (number < 0) return;
@@ -75,7 +76,7 @@ class Team {
       }
       inside_.fetch_add(1);
       // From here on it stays open until this thread has left, if it is open still.
-      if (open_.load() == number) work();
+      if (open_.load() == number && own < sharing_) work();
       inside_.fetch_sub(1);
       done = number;
     }
@@ -91,7 +92,7 @@ class Team {
   const int64_t threads_;
   kv::Task task_ = nullptr;
   void* context_ = nullptr;
-  int64_t tasks_ = 0, number_ = 0;
+  int64_t tasks_ = 0, sharing_ = 0, number_ = 0;
   alignas(64) std::atomic<int64_t> open_{0};  // the number of what is shared out; 0: nothing is, -1: never again
   alignas(64) std::atomic<int64_t> next_{0};
   alignas(64) std::atomic<int64_t> inside_{0};
@@ -101,8 +102,10 @@ thread_local Team* team = nullptr;
 
 void by_team(int64_t threads, kv::Task task, void* context) { team->share(threads, task, context); }
 
-// Calls begin .. end - 1; `share` is how a kernel's work is shared out.
-void make_calls(const Noted* begin, const Noted* end, int64_t threads, void (*share)(int64_t, kv::Task, void*)) {
+// Calls begin .. end - 1; `share` is how a kernel's work is shared out. took: of each, its nanoseconds; null: not asked.
+void make_calls(const Noted* begin, const Noted* end, int64_t threads, void (*share)(int64_t, kv::Task, void*),
+                int64_t* took) {
+  int64_t before = took ? kv::nanoseconds() : 0;
   for (const Noted* noted = begin; noted != end; ++noted) {
     if (noted->kernel) {
       const kv::Call call{noted->tensors.data(), threads, share, workspace};
@@ -110,44 +113,55 @@ void make_calls(const Noted* begin, const Noted* end, int64_t threads, void (*sh
     } else {
       call_by_number(noted->function, noted->arguments, std::make_index_sequence<MOST_ARGUMENTS + 1>());
     }
+    if (took) {
+      const int64_t now = kv::nanoseconds();
+      *took++ = now - before;
+      before = now;
+    }
   }
 }
 
 // The same by a team; none of them has threads of its own.
-void make_calls_together(const Noted* begin, const Noted* end, int64_t threads) {
+void make_calls_together(const Noted* begin, const Noted* end, int64_t threads, int64_t* took) {
   struct Calls {
     const Noted *begin, *end;
     Team team;
     std::exception_ptr failed;
-  } calls{begin, end, Team(threads), nullptr};
+    int64_t* took;
+    int64_t ended;
+  } calls{begin, end, Team(threads), nullptr, took, 0};
   torch_parallel_for(
       0, threads, 1,
       [](int64_t first, int64_t, void* own) {
         Calls& calls = *static_cast<Calls*>(own);
-        if (first != 0) return calls.team.follow();
+        if (first != 0) return calls.team.follow(first);
         team = &calls.team;
         try {
-          make_calls(calls.begin, calls.end, calls.team.threads(), by_team);
+          make_calls(calls.begin, calls.end, calls.team.threads(), by_team, calls.took);
         } catch (...) {
           calls.failed = std::current_exception();
         }
         team = nullptr;
         calls.team.end();
+        calls.ended = kv::nanoseconds();
       },
       &calls);
+  const int64_t waited = kv::nanoseconds() - calls.ended;
+  workers.met(waited, waited);
   if (calls.failed) std::rethrow_exception(calls.failed);
 }
 
-void run_step(const Program& program) {
+void run_step(const Program& program, int64_t* took = nullptr) {
   uint32_t threads = 1;
   torch_get_num_threads(&threads);
   const Noted *next = program.calls.data(), *const end = next + program.calls.size();
   while (next != end) {
     const Noted* stop = std::find_if(next, end, [&](const Noted& noted) { return noted.alone != next->alone; });
-    if (next->alone || threads <= 1)
-      make_calls(next, stop, threads, parallel);
+    if (next->alone || workers.now(threads) == 1)
+      make_calls(next, stop, threads, parallel, took);
     else
-      make_calls_together(next, stop, threads);
+      make_calls_together(next, stop, threads, took);
+    if (took) took += stop - next;
     next = stop;
   }
 }
