@@ -20,7 +20,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
@@ -28,9 +28,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor.standalone_compile import CompiledArtifact
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvcompile.compile.generated import function_of
 from kvcompile.kernels.cpp.host import ops
 from kvcompile.kernels.cpp.host.step import NOTED, StepProgram
 
@@ -97,7 +99,9 @@ class CpuSteps:
         Raises:
             KernelError: a call of C++ code failed.
         """
-        if shapes in self.problems or torch._C._len_torch_dispatch_stack():  # somebody wants to see the operators
+        if (
+            shapes in self.problems or torch._C._len_torch_dispatch_stack()
+        ):  # somebody wants to see the operators
             return step({**moving, **fixed})
         place = (version, ops.forgotten(), tuple(map(Tensor.data_ptr, fixed.values())))
         if place != self._place:
@@ -137,7 +141,7 @@ class _Recorder(TorchDispatchMode):
     """Notes what a step calls, while it computes it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.program = StepProgram()
         self.kept: list[Tensor] = []
         self.problem = ""
@@ -150,9 +154,7 @@ class _Recorder(TorchDispatchMode):
             self.problem = f"{self._count} calls were expected, {len(self.program)} noted"
         return outputs
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in NOTED:
             self._count += 1
@@ -206,7 +208,9 @@ class _Recorder(TorchDispatchMode):
         def call(*args: Any) -> None:
             kernel(*args)
             given = [x.data_ptr() if isinstance(x, Tensor) else x for x in args]
-            if not all(type(x) is int for x in given) or not self.program.note_function(address, given, alone):
+            if not all(type(x) is int for x in given) or not self.program.note_function(
+                address, given, alone
+            ):
                 self.problem = self.problem or "it calls a function with other arguments than can be noted"
             self._count += 1
 
@@ -219,36 +223,17 @@ def _function_of(program: Any) -> FunctionType:
     Raises:
         _Otherwise: there is none, or there is something around it.
     """
-    from torch._inductor.output_code import CompiledFxGraph
-
-    found: dict[int, CompiledFxGraph] = {}
-    _look(program, found, set())
-    if len(found) != 1:
+    own = getattr(program, "run", program)  # of one from a file
+    if not isinstance(own, CompiledArtifact):
         raise _Otherwise("a region is no program of Inductor's")
-    called = next(iter(found.values())).current_callable
-    function = getattr(called, "__func__", called)
-    runner = getattr(called, "__self__", None)
-    if not isinstance(function, FunctionType) or function.__closure__ or getattr(runner, "partitions", None):
+    function = function_of(own)
+    if (
+        not isinstance(function, FunctionType)
+        or function.__closure__
+        or "partitions" in function.__code__.co_names
+    ):
         raise _Otherwise("there is something around a program of Inductor's")
     return function
-
-
-def _look(value: Any, found: dict[int, Any], seen: set[int]) -> None:
-    """Find the compiled graphs that a callable of PyTorch's keeps, in its cells and attributes."""
-    from torch._inductor.output_code import CompiledFxGraph
-
-    if id(value) in seen or not callable(value) or isinstance(value, (type, torch.nn.Module)):
-        return
-    seen.add(id(value))
-    if isinstance(value, CompiledFxGraph):
-        found[id(value)] = value
-        return
-    inside = [getattr(value, name, None) for name in ("_compiled_fn", "compiled_fn", "__func__", "__wrapped__")]
-    for cell in getattr(value, "__closure__", None) or ():
-        with suppress(ValueError):  # it is empty
-            inside.append(cell.cell_contents)
-    for each in inside:
-        _look(each, found, seen)
 
 
 def _entry(kernel: Any) -> tuple[int, bool]:
@@ -257,7 +242,7 @@ def _entry(kernel: Any) -> tuple[int, bool]:
     Raises:
         _Otherwise: there is none.
     """
-    path = getattr(kernel.__self__, "__file__", None)
+    path = getattr(kernel.__self__, "__file__", "")
     try:
         code = Path(path).read_bytes()
         address = ctypes.cast(getattr(ctypes.CDLL(path), _ENTRY), ctypes.c_void_p).value

@@ -146,7 +146,9 @@ class Executor:
         if not self.compiled or self.regions.eager:
             return self.run(shapes, moving | fixed)
         programs = self._programs[shapes]
-        return self.steps.run(shapes, lambda inputs: self.run(shapes, inputs), programs, moving, fixed, version)
+        return self.steps.run(
+            shapes, lambda inputs: self.run(shapes, inputs), programs, moving, fixed, version
+        )
 
     def replay(
         self, shapes: ShapeClass, moving: dict[str, Any], fixed: dict[str, Tensor], version: int

@@ -1,4 +1,4 @@
-"""A decode step as a list of calls of C++ code: noted while they are made, then made again at once (`include/step.h`)."""
+"""A decode step as a list of calls of C++ code, noted while they are made, and made again (`include/step.h`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-
 
 from kvcompile.errors import KernelError
 from kvcompile.kernels.cpp.host import ops
