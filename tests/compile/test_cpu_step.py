@@ -94,12 +94,19 @@ def test_what_a_step_gave_stays() -> None:
     for _ in range(3):
         logits(noted, torch.tensor([[9]]))
     assert torch.equal(given, before)
-    # A text of its own, in buffers of its own.
-    fork = noted.handle.fork()
-    ids = torch.tensor([[11]])
+    # Texts of their own, in buffers of their own; the plain module's goes the way of the first.
+    plain(input_ids=torch.tensor([[7]]))
     for _ in range(3):
-        own = noted(input_ids=ids, past_key_values=fork).logits
-        assert torch.equal(own, logits(noted, ids))
+        plain(input_ids=torch.tensor([[9]]))
+    forks, ids = [module.handle.fork() for module in (noted, plain)], torch.tensor([[11]])
+    for number in range(4):
+        own, other = (
+            module(input_ids=ids + number, past_key_values=fork).logits
+            for module, fork in zip((noted, plain), forks, strict=True)
+        )
+        assert torch.equal(own, other)
+        go(noted, plain, 1)
+    fork = noted.handle.fork()
     # Under inference mode, and after it.
     for _ in range(3):
         with torch.inference_mode():
