@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from kvcompile.compile.cpu_step import CpuSteps
 from kvcompile.compile.cudagraph import StepGraphs
 from kvcompile.compile.inductor import Compiled, ShapeClass, Tracer, compile_region, describe
 from kvcompile.compile.kept_programs import KeptPrograms
@@ -52,6 +53,7 @@ class Executor:
         self.step_seconds: dict[str, float] = {}  # that these steps take of `compile_seconds`, by path
         self.compile_seconds: dict[str, float] = {}
         self._programs: dict[ShapeClass, list[Compiled]] = {}
+        self.steps = CpuSteps()
         drops: dict[int, list[str]] = {}
         for name, index in regions.last_use.items():
             if name not in regions.weights:
@@ -153,6 +155,17 @@ class Executor:
                 for name in drops:
                     values.pop(name, None)
         return tuple(values[name] if name in values else weights[name] for name in self.regions.outputs)
+
+    def step(
+        self, shapes: ShapeClass, moving: dict[str, Any], fixed: dict[str, Tensor], version: int
+    ) -> tuple[Tensor, ...]:
+        """As `run`, of one token a sequence on a CPU, where it can be by calls that were noted; see `CpuSteps.run`."""
+        if not self.compiled or self.regions.eager:
+            return self.run(shapes, moving | fixed)
+        programs = self._programs[shapes]
+        return self.steps.run(
+            shapes, lambda inputs: self.run(shapes, inputs), programs, moving, fixed, version
+        )
 
     def replay(
         self, shapes: ShapeClass, moving: dict[str, Any], fixed: dict[str, Tensor], version: int

@@ -24,12 +24,12 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.standalone_compile import CompiledArtifact
 
 from kvcompile.compile import ahead
+from kvcompile.compile.generated import function_of
 from kvcompile.compile.inductor import Compiled, ShapeClass
 
 log = logging.getLogger(__name__)
 
 _LIBRARIES = "libraries"
-_DEEPEST = 12  # of how far the compiled graph is looked for within what Inductor returns
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _install(folder: Path) -> None:
 
 def _libraries(program: Any) -> Iterator[Path]:
     """The libraries that a compiled program has loaded."""
-    runner = _runner(program, _DEEPEST, set())
+    runner = function_of(program)
     for function in getattr(runner, "__globals__", {}).values():
         path = getattr(getattr(function, "__self__", None), "__file__", None)
         if (
@@ -146,26 +146,3 @@ def _libraries(program: Any) -> Iterator[Path]:
             and Path(path).is_relative_to(cache_dir())
         ):
             yield Path(path)
-
-
-def _runner(value: Any, deep: int, seen: set[int]) -> Any:
-    """The function of the generated module, wherever it is wrapped; None: not found, as in another torch."""
-    if deep == 0 or id(value) in seen:
-        return None
-    seen.add(id(value))
-    found = getattr(value, "current_callable", None)
-    if found is not None:
-        call = getattr(getattr(found, "__self__", None), "call", found)
-        return getattr(call, "__func__", call)
-    inside: list[Any] = []
-    if isinstance(value, types.FunctionType):
-        for cell in value.__closure__ or ():
-            try:
-                inside.append(cell.cell_contents)
-            except ValueError:
-                continue
-    elif isinstance(value, types.MethodType):
-        inside = [value.__self__, value.__func__]
-    elif type(value).__module__.startswith(("torch._inductor", "torch._functorch", "torch._dynamo")):
-        inside = list(getattr(value, "__dict__", {}).values())
-    return next((f for item in inside if (f := _runner(item, deep - 1, seen)) is not None), None)

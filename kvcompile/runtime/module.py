@@ -153,6 +153,7 @@ class CachedModel(nn.Module):
     def release(self) -> None:
         """Forget all tokens and give the cache's memory back."""
         self.cache.release()
+        self.executor.steps.clear()
         if self.executor.graphs is not None:
             self.executor.graphs.clear()
 
@@ -297,12 +298,19 @@ class CachedModel(nn.Module):
             if captured:
                 assert version is not None
                 outputs = self.executor.replay(shapes, inputs, fixed, version)
+            elif tokens == 1 and version is not None and self._steps_on_cpu:
+                outputs = self.executor.step(shapes, inputs, fixed, version)
             else:
                 outputs = self.executor.run(shapes, inputs | fixed)
             flat = self._given(outputs, sizes)
             if not program.takes_logits_to_keep and kept < tokens:
                 flat = [value[:, tokens - max(kept, 1) :] for value in flat]
             return flat if program.stage is None or self.group is None else self.group.share(flat)
+
+    @property
+    def _steps_on_cpu(self) -> bool:
+        """Whether a step may be by calls that were noted: no state is looked at by Python, no other rank waited for."""
+        return self.device.type == "cpu" and not self.program.states and self.group is None
 
     def _taken(self, sizes: tuple[int, int, int]) -> dict[str, Tensor]:
         """What the stage before gives for sequences, tokens, and kept ones."""

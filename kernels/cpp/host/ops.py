@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +118,19 @@ def ready() -> ctypes.CDLL:
     return loaded
 
 
+_FORGOTTEN = count()
+_forgotten = next(_FORGOTTEN)
+
+
+def forgotten() -> int:
+    """A number that is another once `forget` was called: kernels that were found before are not to be called."""
+    return _forgotten
+
+
 def forget() -> None:
     """Have the launcher ask for every kernel again: another instruction set may be wanted."""
+    global _forgotten
+    _forgotten = next(_FORGOTTEN)
     if ready.cache_info().currsize:
         ready().kvcompile_set_loader(ctypes.cast(_LOADER, ctypes.c_void_p))
 

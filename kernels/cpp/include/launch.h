@@ -112,11 +112,16 @@ At empty(const std::vector<int64_t>& size, const std::vector<int64_t>& stride, c
   return At(made);
 }
 
+// What notes the calls of a thread while they are made (step.h); null: nothing does.
+thread_local void (*noting)(Kernel kernel, const std::vector<kv::Tensor>& tensors) = nullptr;
+
 void run(const std::string& spec, const std::vector<kv::Tensor>& tensors) {
   uint32_t threads = 1;
   torch_get_num_threads(&threads);
   const kv::Call call{tensors.data(), threads, parallel, workspace};
-  kernel_of(spec)(&call);
+  const Kernel kernel = kernel_of(spec);
+  kernel(&call);
+  if (noting) noting(kernel, tensors);
 }
 
 At attend(At q, At k, At v, std::vector<At> buffers, At positions, std::vector<At> rope, std::optional<At> sinks,

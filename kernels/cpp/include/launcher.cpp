@@ -7,6 +7,7 @@
 #include <unordered_map>
 
 #include "launch.h"
+#include "step.h"
 
 namespace {
 
@@ -37,6 +38,41 @@ extern "C" void kvcompile_set_loader(void* given) {
   std::unique_lock<std::shared_mutex> writing(lock);
   loader = reinterpret_cast<Loader>(given);
   kernels.clear();
+}
+
+thread_local Program* noted = nullptr;
+
+extern "C" void* kvcompile_step_new() { return new Program; }
+extern "C" void kvcompile_step_free(void* program) { delete static_cast<Program*>(program); }
+
+// From now on, calls of kernels by this thread are noted in a program; null: in none.
+extern "C" void kvcompile_step_note(void* program) {
+  noted = static_cast<Program*>(program);
+  noting = noted ? [](Kernel kernel, const std::vector<kv::Tensor>& tensors) { noted->calls.push_back({kernel, tensors}); }
+                 : static_cast<decltype(noting)>(nullptr);
+}
+
+// Notes a function of pointers and whole numbers; whether it could be. alone: it has threads of its own.
+extern "C" bool kvcompile_step_function(void* program, void* function, const int64_t* given, int64_t count, bool alone) {
+  if (count > static_cast<int64_t>(MOST_ARGUMENTS)) return false;
+  static_cast<Program*>(program)->calls.push_back({nullptr, {}, function, {given, given + count}, alone});
+  return true;
+}
+
+extern "C" int64_t kvcompile_step_size(void* program) { return static_cast<Program*>(program)->calls.size(); }
+
+// Makes the calls once more; where one fails, `message` says why, and it gives false. took: of each, its nanoseconds;
+// null: they are not asked for.
+extern "C" bool kvcompile_step_run(void* program, char* message, int64_t size, int64_t* took) {
+  try {
+    run_step(*static_cast<Program*>(program), took);
+    return true;
+  } catch (const std::exception& error) {
+    std::strncpy(message, error.what(), size - 1);
+  } catch (...) {
+    std::strncpy(message, "an error that is no exception of C++'s", size - 1);
+  }
+  return false;
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvcompile, CPU, m) {

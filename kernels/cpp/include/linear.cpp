@@ -15,22 +15,30 @@ namespace {
 using Model = KV_MODEL;
 enum { OUT, X, WEIGHTS };  // weight and bias of each, and a null behind the last
 
-// Rows of all weights are taken in pieces by whoever is free.
+// Rows of all weights stand in one line, from which whoever is free takes a part of what is left: long ones, so that memory
+// is read on and on, and at last short ones, so that nobody waits long for the other.
 struct Work {
   const Tensor* weights;
   int layers;
   Model* out;
   const float* x;
   const Model* raw;
-  int64_t piece[MOST_LAYERS], first[MOST_LAYERS + 1], start[MOST_LAYERS];  // rows of a piece, number of the first, where results stand
+  int64_t share, least;          // of what is left, how much is taken: one of so many parts, and no fewer rows than these
+  int64_t first[MOST_LAYERS + 1];  // of each layer, and behind the last: the number of its first row, where its results stand
   std::atomic<int64_t> next;
 
   void operator()() {
-    for (;;) {
-      const int64_t mine = next.fetch_add(1);
-      if (mine >= first[layers]) return;
-      const int layer = static_cast<int>(std::upper_bound(first, first + layers + 1, mine) - first - 1);
-      rows(weights[2 * layer], weights[2 * layer + 1], (mine - first[layer]) * piece[layer], piece[layer], out + start[layer]);
+    const int64_t all = first[layers];
+    for (int64_t begin = next.load(), end;;) {
+      do {
+        if (begin >= all) return;
+        end = std::min(all, begin + std::max(least, (all - begin) / share));
+      } while (!next.compare_exchange_weak(begin, end));
+      for (int layer = 0; layer < layers; ++layer) {
+        const int64_t from = std::max(begin, first[layer]), to = std::min(end, first[layer + 1]);
+        if (from < to) rows(weights[2 * layer], weights[2 * layer + 1], from - first[layer], to - from, out + first[layer]);
+      }
+      begin = next.load();
     }
   }
 
@@ -52,16 +60,11 @@ extern "C" void kvcompile_kernel(const Call* call) {
   const int64_t k = weights->size[1];
   float* wide = static_cast<float*>(call->workspace(k * sizeof(float) + 64));
   widen(given[X].as<Model>(), static_cast<int>(k), wide);
-  Work work{weights, 0, given[OUT].as<Model>(), wide, given[X].as<Model>()};
-  int64_t outputs = 0;
+  const int64_t least = rows_of_piece<Model>(k, LEAST), share = std::max<int64_t>(1, call->threads * 3 / 2);
+  Work work{weights, 0, given[OUT].as<Model>(), wide, given[X].as<Model>(), share, least};
   work.first[0] = 0;
-  for (; weights[2 * work.layers]; ++work.layers) {
-    const int own = work.layers;
-    const int64_t n = weights[2 * own].size[0];
-    work.piece[own] = rows_of_piece<Model>(k);
-    work.first[own + 1] = work.first[own] + (n + work.piece[own] - 1) / work.piece[own];
-    work.start[own] = outputs;
-    outputs += n;
-  }
-  shared_out(*call, std::min(call->threads, work.first[work.layers]), work);
+  for (; weights[2 * work.layers]; ++work.layers)
+    work.first[work.layers + 1] = work.first[work.layers] + weights[2 * work.layers].size[0];
+  const int64_t parts = (work.first[work.layers] + least - 1) / least;
+  shared_out(*call, std::min(call->threads, parts), work);
 }

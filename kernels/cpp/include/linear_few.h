@@ -7,12 +7,13 @@
 namespace kv {
 
 constexpr int64_t PIECE = 96 * 1024;   // bytes of weights
+constexpr int64_t LEAST = 16 * 1024;   // of the last pieces, where pieces become shorter
 constexpr int64_t BYTES_AHEAD = 4096;  // that are asked for, into the second cache
 
 // Rows of k weights that are taken at a time.
 template <class Model>
-inline int64_t rows_of_piece(int64_t k) {
-  return std::max<int64_t>(4, PIECE / std::max<int64_t>(1, k * sizeof(Model)));
+inline int64_t rows_of_piece(int64_t k, int64_t piece = PIECE) {
+  return std::max<int64_t>(4, piece / std::max<int64_t>(1, k * sizeof(Model)));
 }
 
 inline void ask_ahead(const void* at) { __builtin_prefetch(static_cast<const char*>(at) + BYTES_AHEAD, 0, 2); }

@@ -23,6 +23,9 @@ class Workers {
     return std::max<int64_t>(1, threads >> halvings_.load(RELAXED));
   }
 
+  // How many it was for the loop before.
+  int64_t now(int64_t threads) const { return std::max<int64_t>(1, threads >> halvings_.load(RELAXED)); }
+
   // A loop of `took` nanoseconds has ended, in the last `waited` of which the caller had nothing left to do.
   void met(int64_t took, int64_t waited) {
     if (waited < LATE || waited < took / 2) {
