@@ -143,7 +143,7 @@ def measured(options: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
 
 
 def profile(variant: Any, token: Any) -> None:
-    """Print what torch.profiler says of ten steps."""
+    """Print what the calls of a step take that was noted, then what torch.profiler says of ten steps."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
@@ -151,6 +151,14 @@ def profile(variant: Any, token: Any) -> None:
     for _ in range(10):
         token = variant.step(token)
     print(f"{(time.perf_counter() - began) * 100:.2f} ms a step, not profiled", file=sys.stderr)
+    steps = variant.fast.executor.steps
+    if steps.count:
+        rounds = [steps.times() for _ in range(20)]
+        took: dict[str, list[float]] = {}
+        for number, (name, _) in enumerate(rounds[0]):
+            took.setdefault(name, []).append(statistics.median(times[number][1] for times in rounds) * 1e3)
+        for name, each in sorted(took.items(), key=lambda item: -sum(item[1])):
+            print(f"{sum(each):7.2f} ms in {len(each):3} calls of {name}")
     with profiler(activities=[ProfilerActivity.CPU]) as made:
         for _ in range(10):
             token = variant.step(token)

@@ -53,12 +53,17 @@ class _Otherwise(Exception):
 
 @dataclass(frozen=True)
 class _Known:
-    """A step that was noted. kept: what stays where it is while the program may run"""
+    """A step that was noted.
+
+    names: of its calls: an op's, or that of a function of Inductor's
+    kept:  what stays where it is while the program may run
+    """
 
     program: StepProgram
     inputs: dict[str, Any]
     outputs: Outputs
     kept: list[Tensor]
+    names: list[str]
 
 
 class CpuSteps:
@@ -78,6 +83,14 @@ class CpuSteps:
     def clear(self) -> None:
         """Forget all steps, and give their memory back."""
         self._seen, self._known, self._place = set(), {}, None
+
+    def times(self) -> list[tuple[str, float]]:
+        """The calls of the newest noted step and the seconds that each takes: they are made once more, for a profile.
+
+        The step is computed again: what a cache keeps by scores is not to be trusted any more.
+        """
+        known = list(self._known.values())[-1]
+        return list(zip(known.names, known.program.times(), strict=True))
 
     def run(
         self,
@@ -132,7 +145,7 @@ class CpuSteps:
             return outputs
         while len(self._known) >= _MOST:
             del self._known[next(iter(self._known))]
-        self._known[key] = _Known(recorder.program, own, outputs, recorder.kept)
+        self._known[key] = _Known(recorder.program, own, outputs, recorder.kept, recorder.names)
         log.debug("noted a step: %s, %d calls", shapes, len(recorder.program))
         return tuple(map(_copy, outputs))
 
@@ -144,20 +157,20 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.program = StepProgram()
         self.kept: list[Tensor] = []
+        self.names: list[str] = []  # of the calls that must have been noted
         self.problem = ""
-        self._count = 0
 
     def run(self, step: Callable[[], Outputs]) -> Outputs:
         with self.program.noting(), self:
             outputs = step()
-        if not self.problem and len(self.program) != self._count:
-            self.problem = f"{self._count} calls were expected, {len(self.program)} noted"
+        if not self.problem and len(self.program) != len(self.names):
+            self.problem = f"{len(self.names)} calls were expected, {len(self.program)} noted"
         return outputs
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in NOTED:
-            self._count += 1
+            self.names.append(str(func))
         elif not _is_view(func):
             self.problem = self.problem or f"it calls {func}"
         self.kept += [x for x in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(x, Tensor)]
@@ -190,7 +203,7 @@ class _Recorder(TorchDispatchMode):
             if name == _EMPTY:
                 yield names, name, self._kept(value)
             elif isinstance(value, BuiltinFunctionType) and value.__name__ == _ENTRY:
-                yield names, name, self._noted(value)
+                yield names, name, self._noted(name, value)
             elif not isinstance(value, Tensor):
                 raise _Otherwise(f"it asks for {name}")
 
@@ -202,7 +215,7 @@ class _Recorder(TorchDispatchMode):
 
         return made
 
-    def _noted(self, kernel: Any) -> Callable[..., None]:
+    def _noted(self, name: str, kernel: Any) -> Callable[..., None]:
         address, alone = _entry(kernel)
 
         def call(*args: Any) -> None:
@@ -212,7 +225,7 @@ class _Recorder(TorchDispatchMode):
                 address, given, alone
             ):
                 self.problem = self.problem or "it calls a function with other arguments than can be noted"
-            self._count += 1
+            self.names.append(name)
 
         return call
 
