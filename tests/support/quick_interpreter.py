@@ -98,10 +98,11 @@ def _make_block(self: Any, element_ty: Any, shape: Any) -> None:
     """In place of a block type's `__init__`: those of one shape share it, as nobody writes to it."""
     values = shape.values if type(shape) is language.tuple else shape
     sizes = tuple([size.value if type(size) is constexpr else size for size in values])
-    known = _blocks.get(sizes)
+    whole = {*map(type, sizes)} == {int}  # 16.0 is equal to 16, and no size
+    known = _blocks.get(sizes) if whole else None
     if known is None:
         PLAIN_BLOCK(self, element_ty, shape)
-        if all(type(size) is int for size in sizes):
+        if whole:
             _blocks[sizes] = self.shape, self.numel
         return
     self.element_ty = element_ty
