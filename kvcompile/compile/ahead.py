@@ -66,7 +66,7 @@ def begin_for(device: torch.device, dtype: torch.dtype | None, recipe: Recipe) -
         from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401
 
         wanted[_LOOK] = lambda: _look(looked)
-        wanted["header"] = _precompile_header
+        wanted["header"] = instruction_sets.precompile_header
     if kernels and inductor and dtype is not None:
         from kvcompile.kernels.cpp.host.source import linear_kernels
 
@@ -127,14 +127,6 @@ def _look(looked: threading.Event) -> None:
         instruction_sets.look()
     finally:
         looked.set()
-
-
-def _precompile_header() -> None:
-    """Have Inductor precompile what kernels include, as it does for every one; this one is compiled for nobody."""
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-
-    text = 'extern "C" void kernel(float* out) {}'
-    CppPythonBindingsCodeCache.load_pybinding_async(["float*"], text)
 
 
 def _run(wanted: Mapping[str, Callable[[], object]], nice: int) -> None:

@@ -1,8 +1,9 @@
-"""Inductor's look at the instruction sets that its kernels may use, without those that it will not choose.
+"""Inductor's look at the instruction sets that its kernels may use, without what it takes for those it will not choose.
 
-It compiles PyTorch's vectors for each set that an x86-64 processor has, seconds each, and takes the first, which is the
-best. Where the best compiles and loads, so do those that it contains. That it does is kept, for this compiler, PyTorch
-and processor, in a file of the user's cache that has nothing in it: the look starts a process that imports PyTorch.
+For each set that an x86-64 processor has, it compiles PyTorch's vectors and loads them in a process that imports PyTorch:
+seconds each. It takes the first, which is the best. Here the best is tried by what Inductor compiles anyway, the header of
+its kernels and a kernel that includes it; where these compile and load, so do those for the sets that it contains. That
+they do is kept, for this compiler, PyTorch and processor, in a file of the user's cache that has nothing in it.
 
     <cache>/instruction_sets/<set>_<hash>
 """
@@ -10,9 +11,12 @@ and processor, in a file of the user's cache that has nothing in it: the look st
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import torch._inductor.config
 
@@ -21,22 +25,62 @@ from kvcompile.kernels.cpp.host.compiler import compiler, version
 from kvcompile.util.cache_dir import code_folder, keeps
 
 FOLDER = "instruction_sets"
+log = logging.getLogger(__name__)
 
 
 def look() -> None:
-    """Have Inductor know its sets: the best is tried, and all are where it fails or another is asked for."""
+    """Have Inductor know its sets: the best is tried, and all are, by Inductor, where it fails or another is asked for."""
     from torch._inductor import cpu_vec_isa
 
     best = _best() if _takes_the_first() else None
-    known = None if best is None else _kept(best)
-    if best is not None and ((known is not None and known.exists()) or best):
-        if known is not None:
-            with suppress(OSError):
-                known.touch()
+    if best is not None and _works(best):
+        # Inductor asks each set whether it works, and keeps the answer; for the best it asks again while it compiles.
+        with mock.patch.object(type(best), "check_build", lambda self, code: True):
+            bool(best)
         with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
             cpu_vec_isa.valid_vec_isa_list()
     else:
         cpu_vec_isa.valid_vec_isa_list()
+
+
+def precompile_header() -> Callable[[], object]:
+    """Have Inductor precompile what kernels include, as it does for every one.
+
+    Returns what compiles and loads a kernel that includes it; either raises whatever Inductor does where that fails.
+    """
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    text = 'extern "C" void kernel(float* out) {}'
+    load: Callable[[], object] = CppPythonBindingsCodeCache.load_pybinding_async(["float*"], text)
+    return load
+
+
+def _works(best: object) -> bool:
+    """Whether kernels for `best` compile and load."""
+    known = _kept(best)
+    if known is not None and known.exists():
+        return True
+    if not _tried():
+        return False
+    if known is not None:
+        with suppress(OSError):
+            known.touch()
+    return True
+
+
+def _tried() -> bool:
+    from torch._inductor import cpu_vec_isa
+
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    try:
+        with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):  # take it for the time being
+            precompile_header()()
+    except Exception as error:  # whatever Inductor raises
+        log.debug("kernels for the best instruction set cannot be compiled: %s", error)
+        return False
+    finally:
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    return True
 
 
 def _kept(best: object) -> Path | None:

@@ -244,8 +244,22 @@ PRODUCT = (
     broken(
         "the best instruction set is believed without a trial",
         "kvcompile/compile/instruction_sets.py",
-        "(known is not None and known.exists()) or best)",
-        "True)",
+        "if best is not None and _works(best):",
+        "if best is not None:",
+        "compile/instruction_sets",
+    ),
+    broken(
+        "an instruction set that failed is kept as one that works",
+        "kvcompile/compile/instruction_sets.py",
+        "    if not _tried():\n        return False",
+        "    _tried()",
+        "compile/instruction_sets",
+    ),
+    broken(
+        "Inductor tries the best instruction set once more while it compiles",
+        "kvcompile/compile/instruction_sets.py",
+        "            bool(best)",
+        "            pass",
         "compile/instruction_sets",
     ),
     broken(

@@ -34,7 +34,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(ahead, "_looking", [])
     monkeypatch.setattr(available, "problem", lambda device: found.append(f"launcher {device}"))
     monkeypatch.setattr(instruction_sets, "look", lambda: found.append("instruction sets"))
-    monkeypatch.setattr(ahead, "_precompile_header", lambda: found.append("header"))
+    monkeypatch.setattr(instruction_sets, "precompile_header", lambda: found.append("header"))
     monkeypatch.setattr(source, "linear_kernels", lambda dtype: found.append(f"linear layers {dtype}"))
     return found
 
@@ -121,7 +121,7 @@ def test_waiting_ends_with_the_look_and_not_with_what_comes_after_it(
         made.append("instruction sets")
 
     monkeypatch.setattr(instruction_sets, "look", look)
-    monkeypatch.setattr(ahead, "_precompile_header", lambda: later.wait(60) and made.append("header"))
+    monkeypatch.setattr(instruction_sets, "precompile_header", lambda: later.wait(60) and made.append("header"))
     ahead.begin(MODEL, Recipe.load("int8", compile={"kernels": "reference"}))
     assert made == []
     go.set()
@@ -145,7 +145,7 @@ def test_the_header_is_that_of_inductors_kernels_and_nothing_else_is_compiled(
     compiled: list[object] = []
     with fresh_cache(), monkeypatch.context() as patched:
         patched.setattr(codecache, "_worker_compile_cpp", lambda *given: compiled.append(given))
-        ahead._precompile_header()
+        instruction_sets.precompile_header()
     (of_ahead,) = asked
     assert compiled == []
     asked.clear()

@@ -174,6 +174,7 @@ def launcher() -> Path:
     flags = (
         *SHARED,
         *torch_flags(),
+        "-O1",  # it only hands over: a first start waits for it, and -O2 takes a fifth more
         f"-L{Path(torch.__file__).parent / 'lib'}",
         "-ltorch_cpu",
         "-lc10",
