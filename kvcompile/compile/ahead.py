@@ -6,8 +6,8 @@ order, what is made for a machine and not for a model:
 | what | who waits for it |
 |---|---|
 | the launcher of generated C++ kernels | the plan, which asks whether they can run |
-| Inductor's look at instruction sets | its first kernel, while it is written |
-| the header of its kernels, precompiled | its first kernel, when it is compiled: Inductor has a lock for it |
+| Inductor's look at instruction sets, by its kernels' header, precompiled | its first kernel, while it is written |
+| that header, where the look was kept | its first kernel, when it is compiled: Inductor has a lock for it |
 | the kernels of linear layers | the first prompt and step |
 
 While it is verified: the attention kernels of its plan, which verification runs.

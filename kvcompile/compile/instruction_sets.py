@@ -1,9 +1,10 @@
 """Inductor's look at the instruction sets that its kernels may use, without what it takes for those it will not choose.
 
-For each set that an x86-64 processor has, it compiles PyTorch's vectors and loads them in a process that imports PyTorch:
-seconds each. It takes the first, which is the best. Here the best is tried by what Inductor compiles anyway, the header of
-its kernels and a kernel that includes it; where these compile and load, so do those for the sets that it contains. That
-they do is kept, for this compiler, PyTorch and processor, in a file of the user's cache that has nothing in it.
+For each set that an x86-64 processor has, it compiles PyTorch's vectors and loads them in a process that imports
+PyTorch: seconds each. It takes the first, which is the best. Here the best is tried by what Inductor compiles anyway,
+the header of its kernels and a kernel that includes it; where these compile and load, so do those for the sets that it
+contains. That they do is kept, for this compiler, PyTorch and processor, in a file of the user's cache that has nothing
+in it.
 
     <cache>/instruction_sets/<set>_<hash>
 """
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def look() -> None:
-    """Have Inductor know its sets: the best is tried, and all are, by Inductor, where it fails or another is asked for."""
+    """Have Inductor know its sets: the best is tried here; all by Inductor where that fails or is not asked for."""
     from torch._inductor import cpu_vec_isa
 
     best = _best() if _takes_the_first() else None

@@ -121,7 +121,9 @@ def test_waiting_ends_with_the_look_and_not_with_what_comes_after_it(
         made.append("instruction sets")
 
     monkeypatch.setattr(instruction_sets, "look", look)
-    monkeypatch.setattr(instruction_sets, "precompile_header", lambda: later.wait(60) and made.append("header"))
+    monkeypatch.setattr(
+        instruction_sets, "precompile_header", lambda: later.wait(60) and made.append("header")
+    )
     ahead.begin(MODEL, Recipe.load("int8", compile={"kernels": "reference"}))
     assert made == []
     go.set()
