@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -119,6 +120,7 @@ def compile_region(module: GraphModule, inputs: Sequence[Any], tracer: Tracer, m
     """
     on_cpu = all(value.device.type == "cpu" for value in inputs if isinstance(value, Tensor))
     module = with_gemv(module) if on_cpu else module
+    _import_inductor()
     ahead.wait()
     try:
         with torch.no_grad(), tracing(TracingContext(tracer.mode)), _cached_for_this_code():
@@ -142,6 +144,16 @@ def compile_region(module: GraphModule, inputs: Sequence[Any], tracer: Tracer, m
             "This is a defect of kvcompile; compile: {mode: none} runs the graph without compilation."
         )
     return artifact
+
+
+@cache
+def _import_inductor() -> None:
+    """What takes Inductor a second at its first compilation is done while others look at instruction sets."""
+    from torch._inductor import codecache, compile_fx  # noqa: F401
+
+    with suppress(Exception):  # it asks again, and tells
+        codecache.torch_key()
+        codecache.CacheBase.get_system()
 
 
 def _cached_for_this_code() -> AbstractContextManager[None]:

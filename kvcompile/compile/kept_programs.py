@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcompile.compile import ahead, program_files
+from kvcompile.compile import program_files
 from kvcompile.compile.inductor import Compiled, ShapeClass, describe
 from kvcompile.compile.program_files import Programs
 from kvcompile.compile.regions import Regions
@@ -104,7 +104,6 @@ def _parts(
 ) -> Iterator[object | None]:
     """All that programs depend on; None among it: it cannot be told."""
     yield from (code_digest(), torch.__version__, torch.backends.cpu.get_cpu_capability(), mode, shapes)
-    ahead.wait()  # a look at instruction sets changes Inductor's settings for as long as it takes
     yield from (torch.get_num_threads(), os.environ.get(DISABLED, ""), _config())
     with suppress(KernelError, ValueError):  # no compiler, and Inductor will say so
         yield from (compiler(), version(), isa().name)
@@ -136,5 +135,7 @@ def _config() -> str:
     """Inductor's settings, as its own caches read them."""
     from torch._inductor import config as inductor
 
-    told = (inductor.save_config_portable(), torch.compiler.config.cache_key_tag)
+    own = inductor.save_config_portable()
+    own.pop("cpp.vec_isa_ok", None)  # another one while somebody looks, and programs say what they are for
+    told = (own, torch.compiler.config.cache_key_tag)
     return hashlib.sha256(repr(told).encode()).hexdigest()
