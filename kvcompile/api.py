@@ -23,6 +23,7 @@ from kvcompile.kernels.ops import opaque
 from kvcompile.original.adapters import base_of
 from kvcompile.original.checks import hooks_of, not_finite
 from kvcompile.original.digest import of_config, of_model, of_tensors
+from kvcompile.original.identity import read_ahead
 from kvcompile.original.inference_tensors import as_normal
 from kvcompile.passes.graph_digest import names_of
 from kvcompile.passes.probe.evaluate import fetch_attr
@@ -52,6 +53,7 @@ from kvcompile.runtime.parallel.options import Parallel
 from kvcompile.runtime.parallel.skeleton import skeleton
 from kvcompile.runtime.program import OfStage, Program
 from kvcompile.runtime.report import Report
+from kvcompile.util.cache_dir import keeps
 from kvcompile.util.progress import Progress, told
 from kvcompile.util.serial import traces
 from kvcompile.util.tracing import uncollected
@@ -101,6 +103,8 @@ def optimize(
         tell("capture and detect", 0, 1)
         model = base_of(model)
         ahead.begin(model, checked)
+        if over.size == 1 and checked.verify == "quick" and keeps() and isinstance(model, nn.Module):
+            read_ahead(model)
         front = understand(model)
         _warn_of_hooks(model)
         tell("capture and detect", 1, 1)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +25,32 @@ _HANDLED = frozenset(
 )  # tensors are read as tensors, parts as parts, and hooks are looked for
 _THREADS = 2  # hashing lets go of Python's lock; more threads than two wait for memory
 
+# What was read ahead of parameters, by their ids: where each stood, its version, and its hash.
+Read = dict[int, tuple[int, int, str]]
+_AHEAD: WeakKeyDictionary[nn.Module, Future[Read]] = WeakKeyDictionary()
+
 
 class Untold(Exception):
     """Why nobody can tell whether a model is the same as another one: some state or code of it cannot be read."""
+
+
+def read_ahead(model: nn.Module) -> None:
+    """Begin to read the weights of a model on the CPU beside whatever is done next, for its `identity_of`.
+
+    What is written into a parameter until then, as PyTorch counts it, is read again.
+    """
+    named = [tensor for tensor in model.parameters() if _is_plain(tensor)]
+    pool = ThreadPoolExecutor(1, thread_name_prefix="kvcompile-read-ahead")
+    _AHEAD[model] = pool.submit(
+        lambda: {
+            id(tensor): (tensor.data_ptr(), tensor._version, of_tensors([("", tensor)])) for tensor in named
+        }
+    )
+    pool.shutdown(wait=False)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor.data) is Tensor and tensor.device.type == "cpu" and not tensor.is_inference()
 
 
 def identity_of(model: nn.Module) -> str:
@@ -61,9 +85,17 @@ def _of_weights(model: nn.Module) -> str:
             if type(tensor.data) is not Tensor and not hasattr(tensor, "__tensor_flatten__"):
                 raise Untold(f"{name} is a {type(tensor.data).__name__}")
             named.setdefault(id(tensor), ([], tensor))[0].append(name)
-    held = [(" ".join(names), tensor) for names, tensor in named.values()]
+    known = ahead.result() if (ahead := _AHEAD.pop(model, None)) is not None else {}
+
+    def told(names_and_tensor: tuple[list[str], Tensor]) -> str:
+        names, tensor = names_and_tensor
+        place, version, digest = known.get(id(tensor), (0, 0, ""))
+        if not digest or not _is_plain(tensor) or (tensor.data_ptr(), tensor._version) != (place, version):
+            digest = of_tensors([("", tensor)])
+        return f"{' '.join(names)} {digest}"
+
     with ThreadPoolExecutor(_THREADS) as pool:
-        return " ".join(sorted(pool.map(lambda pair: of_tensors([pair]), held)))
+        return "\0".join(sorted(pool.map(told, named.values())))
 
 
 def _told(value: Any, files: set[str], where: str) -> str:

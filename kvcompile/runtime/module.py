@@ -36,6 +36,7 @@ from kvcompile.runtime.turns import Turns, alone
 from kvcompile.runtime.weights import Weights
 from kvcompile.util.progress import Progress, told
 from kvcompile.util.serial import TRACING
+from kvcompile.util.tracing import uncollected
 
 _GRAPH_SPAN = 512  # the least span of a captured step
 
@@ -367,7 +368,7 @@ class CachedModel(nn.Module):
             examples[STAGE_IN] = Symbolic(program.stage.takes.dims, program.stage.takes.dtype, device)
         for name, (shape, dtype, place) in self.cache.shapes().items():
             examples[name] = Symbolic(shape, dtype, place)
-        with told(progress) as tell, TRACING:
+        with told(progress) as tell, TRACING, uncollected():
             self.executor.prepare(shapes, examples, tell)
         self._prepared.add(shapes)
         tell_of_steps(self, shapes)

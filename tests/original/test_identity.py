@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from kvcompile.original.identity import Untold, identity_of
+from kvcompile.original import identity
+from kvcompile.original.identity import Untold, identity_of, read_ahead
 from tests.support.models import NanoGPT, TinyConfig, TinyLlama, make, tiny_hf
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -136,3 +137,36 @@ def test_a_class_without_a_file_has_none() -> None:
     exec("from torch import nn\nclass Typed(nn.Linear):\n    pass", names)
     with pytest.raises(Untold, match=r"the source of typed_in\.Typed is in no file"):
         identity_of(names["Typed"](2, 2))
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile", "to another tensor"])
+def test_what_was_read_ahead_is_what_is_there(when: str) -> None:
+    model = tiny_hf()
+    plain = identity_of(model)
+    if when == "before":
+        _plus(next(model.parameters()))
+    read_ahead(model)
+    if when == "meanwhile":
+        _plus(next(model.parameters()))
+    elif when != "before":
+        part = _first_linear(model)
+        part.weight.data = part.weight.detach() + 1
+    found = identity_of(model)
+    assert found != plain and found == identity_of(model)
+    read_ahead(model)
+    assert identity_of(model) == found
+
+
+def test_weights_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[torch.Tensor] = []
+
+    def of_tensors(named: Any) -> str:
+        read.extend(tensor for _, tensor in named)
+        return f"{len(read)}"
+
+    monkeypatch.setattr(identity, "of_tensors", of_tensors)
+    model = tiny_hf()
+    read_ahead(model)
+    identity_of(model)
+    parameters = [*model.parameters()]
+    assert sum(isinstance(tensor, nn.Parameter) for tensor in read) == len(parameters)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -44,6 +44,7 @@ class KernelText:
         return (*flags_for(own, form), *self.defines)
 
 
+@lru_cache(256)
 def text_of(spec: str) -> KernelText:
     """The kernel of a spec as ops carry it: a CppSpec as JSON, or what `linear_spec` gives."""
     if not spec.startswith(_LINEAR):
