@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -44,7 +44,6 @@ class KernelText:
         return (*flags_for(own, form), *self.defines)
 
 
-@lru_cache(256)
 def text_of(spec: str) -> KernelText:
     """The kernel of a spec as ops carry it: a CppSpec as JSON, or what `linear_spec` gives."""
     if not spec.startswith(_LINEAR):
@@ -114,7 +113,8 @@ def _linear(spec: str, own: Isa) -> int:
 
 @cache
 def _kernel(spec: CppSpec, own: Isa) -> CppKernel:
-    return CppKernel(spec, own, library_of(spec, own), _address(lambda: library_of(spec, own)))
+    text = text_of(spec.to_json())
+    return CppKernel(spec, own, compiled(text, own), _address(lambda: compiled(text, own)))
 
 
 def _address(made: Callable[[], Path]) -> int:
