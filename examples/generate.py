@@ -240,7 +240,8 @@ def _starts(options: argparse.Namespace, fast: Any, start: dict[str, float]) -> 
             with waiting("starting once more in another process, with the caches of this one"):
                 row("a second one, warm caches", _measure("ours", options))
     else:
-        row(f"this one, warm ({hits} graphs from the cache)", start)
+        known = f"{hits} graphs from the cache" if hits else "programs of an earlier start"
+        row(f"this one, warm ({known})", start)
         cold = _remembered(fast)
         if cold is not None:
             row(f"the cold one, on {cold['date']}", cold)
