@@ -85,8 +85,9 @@ class KeptPrograms:
 
     def keep(self, shapes: ShapeClass, programs: Sequence[Compiled]) -> None:
         """Write them; where that fails, they are compiled again the next time."""
-        beside = Path(tempfile.mkdtemp(dir=self.folder.parent, prefix=f".{self.folder.name}."))
+        beside: Path | None = None
         try:
+            beside = Path(tempfile.mkdtemp(dir=self.folder.parent, prefix=f".{self.folder.name}."))
             (written,) = program_files.write({shapes: programs}, beside) or (None,)
             if written is not None:
                 vectors = program_files.instruction_sets({shapes: programs})
@@ -96,7 +97,8 @@ class KeptPrograms:
         except _CANNOT as error:
             log.debug("programs are not kept: %s", error)
         finally:
-            shutil.rmtree(beside, ignore_errors=True)
+            if beside is not None:
+                shutil.rmtree(beside, ignore_errors=True)
 
 
 def _parts(

@@ -169,8 +169,8 @@ def test_under_other_circumstances_too(other: str, monkeypatch: pytest.MonkeyPat
     "damage",
     [
         lambda folder: (folder / "calls.json").write_text("{}"),
-        lambda folder: (folder / "calls.json").write_text("{"),
-        lambda folder: (folder / "0.bin").write_bytes(b"no program"),
+        pytest.param(lambda folder: (folder / "calls.json").write_text("{"), marks=pytest.mark.slow),
+        pytest.param(lambda folder: (folder / "0.bin").write_bytes(b"no program"), marks=pytest.mark.slow),
         lambda folder: (folder / "0.bin").unlink(),
         lambda folder: _fewer(folder / "calls.json"),
     ],
@@ -206,3 +206,14 @@ def test_none_are_kept(
     fast = kvcompile.optimize(make(NanoGPT), "baseline", **TINY)
     assert _key(fast) is None
     assert reason == "not ours alone" or not folder.exists()
+
+
+def test_a_full_disk_keeps_nothing_and_harms_nothing(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*_: Any, **__: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(kept_programs.tempfile, "mkdtemp", full)
+    fast = kvcompile.optimize(make(NanoGPT), "baseline", **TINY)
+    assert stepped(fast).shape[1] == 11 and compiled and folders(tmp_path) == []
