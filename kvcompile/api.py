@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -53,7 +53,6 @@ from kvcompile.runtime.parallel.options import Parallel
 from kvcompile.runtime.parallel.skeleton import skeleton
 from kvcompile.runtime.program import OfStage, Program
 from kvcompile.runtime.report import Report
-from kvcompile.util.cache_dir import keeps
 from kvcompile.util.progress import Progress, told
 from kvcompile.util.serial import traces
 from kvcompile.util.tracing import uncollected
@@ -103,12 +102,12 @@ def optimize(
         tell("capture and detect", 0, 1)
         model = base_of(model)
         ahead.begin(model, checked)
-        if over.size == 1 and checked.verify == "quick" and keeps() and isinstance(model, nn.Module):
-            read_ahead(model)
-        front = understand(model)
-        _warn_of_hooks(model)
-        tell("capture and detect", 1, 1)
-        return build(model, front, checked, tell, started, over, device_mesh)
+        kept = isinstance(model, nn.Module) and Proof.kept(checked.verify, over.size)
+        with read_ahead(model) if kept else nullcontext():
+            front = understand(model)
+            _warn_of_hooks(model)
+            tell("capture and detect", 1, 1)
+            return build(model, front, checked, tell, started, over, device_mesh)
 
 
 @traces
@@ -151,7 +150,8 @@ def _built(
     front = divided(front, plan, parallel.tensor, parallel.stages)
     understood = time.perf_counter()
     whole = parallel.size == 1
-    proof = Proof.of(model, front, plan, checked.digest()) if whole and checked.verify == "quick" else None
+    kept = Proof.kept(checked.verify, parallel.size)
+    proof = Proof.of(model, front, plan, checked.digest()) if kept else None
     known = None if proof is None else proof.read()
     if whole:  # a rank's kernels are for its own heads
         proves = checked.verify != "off" and known is None

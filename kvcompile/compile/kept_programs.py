@@ -88,7 +88,7 @@ class KeptPrograms:
         beside: Path | None = None
         try:
             beside = Path(tempfile.mkdtemp(dir=self.folder.parent, prefix=f".{self.folder.name}."))
-            (written,) = program_files.write({shapes: programs}, beside) or (None,)
+            (written,) = program_files.write({shapes: programs}, beside, logging.DEBUG) or (None,)
             if written is not None:
                 vectors = program_files.instruction_sets({shapes: programs})
                 data = {"files": written.files, "vectors": vectors, "threads": torch.get_num_threads()}

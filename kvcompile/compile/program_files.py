@@ -56,8 +56,13 @@ class Loaded:
         Path(path).write_bytes(self.data)
 
 
-def write(programs: Mapping[ShapeClass, Sequence[Compiled]], folder: Path) -> tuple[Programs, ...]:
-    """The programs as files in `folder`; of those that Inductor cannot save, nothing."""
+def write(
+    programs: Mapping[ShapeClass, Sequence[Compiled]], folder: Path, told: int = logging.WARNING
+) -> tuple[Programs, ...]:
+    """The programs as files in `folder`; of those that Inductor cannot save, nothing.
+
+    told: the level of logging at which that is said.
+    """
     names: dict[int, str] = {}
     written: list[Programs] = []
     libraries: set[Path] = set()
@@ -69,7 +74,7 @@ def write(programs: Mapping[ShapeClass, Sequence[Compiled]], folder: Path) -> tu
                     program.save(path=str(folder / names[id(program)]))  # type: ignore[attr-defined]
                     libraries |= set(_libraries(getattr(program, "run", program)))
         except (RuntimeError, AttributeError, AssertionError) as error:
-            log.warning("compiled code (%s) cannot be saved: %s", shapes, error)
+            log.log(told, "compiled code (%s) cannot be saved: %s", shapes, error)
             continue
         written.append(Programs(shapes, tuple(names[id(program)] for program in calls)))
     for path in libraries:

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -34,10 +35,11 @@ class Untold(Exception):
     """Why nobody can tell whether a model is the same as another one: some state or code of it cannot be read."""
 
 
-def read_ahead(model: nn.Module) -> None:
-    """Begin to read the weights of a model on the CPU beside whatever is done next, for its `identity_of`.
+@contextmanager
+def read_ahead(model: nn.Module) -> Iterator[None]:
+    """Read the weights of a model on the CPU beside whatever is done within, for an `identity_of` there.
 
-    What is written into a parameter until then, as PyTorch counts it, is read again.
+    What is written into a parameter meanwhile, as PyTorch counts it, is read again.
     """
     named = [tensor for tensor in model.parameters() if _is_plain(tensor)]
     pool = ThreadPoolExecutor(1, thread_name_prefix="kvcompile-read-ahead")
@@ -47,6 +49,10 @@ def read_ahead(model: nn.Module) -> None:
         }
     )
     pool.shutdown(wait=False)
+    try:
+        yield
+    finally:
+        _AHEAD.pop(model, None)  # it says nothing of weights that somebody changes afterwards
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -85,7 +91,7 @@ def _of_weights(model: nn.Module) -> str:
             if type(tensor.data) is not Tensor and not hasattr(tensor, "__tensor_flatten__"):
                 raise Untold(f"{name} is a {type(tensor.data).__name__}")
             named.setdefault(id(tensor), ([], tensor))[0].append(name)
-    known = ahead.result() if (ahead := _AHEAD.pop(model, None)) is not None else {}
+    known = ahead.result() if (ahead := _AHEAD.get(model)) is not None else {}
 
     def told(names_and_tensor: tuple[list[str], Tensor]) -> str:
         names, tensor = names_and_tensor

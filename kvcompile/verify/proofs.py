@@ -38,6 +38,7 @@ from kvcompile.passes.graph_digest import graph_digest, names_of
 from kvcompile.passes.table import VARIABLE as DISABLED
 from kvcompile.pipeline import Front
 from kvcompile.plan import Plan
+from kvcompile.recipe.schema import VerifyMode
 from kvcompile.util.cache_dir import code_folder, keeps, write_atomically
 from kvcompile.util.code_digest import code_digest
 from kvcompile.verify.compare import Check
@@ -66,10 +67,13 @@ class Proof:
     path: Path
 
     @staticmethod
+    def kept(verify: VerifyMode, ranks: int) -> bool:
+        """Whether proofs of such a verification are kept; ranks: that a model is divided over."""
+        return verify == "quick" and ranks == 1 and keeps()
+
+    @staticmethod
     def of(model: nn.Module, front: Front, plan: Plan, recipe: str) -> Proof | None:
         """None: it cannot be kept; recipe: its digest."""
-        if not keeps():
-            return None
         try:
             parts = list(_parts(model, front, plan, recipe))
             folder = code_folder(FOLDER)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config
 from torch import Tensor
+from torch._inductor.standalone_compile import CacheCompiledArtifact
 
 import kvcompile
 from kvcompile.compile import executor, kept_programs
@@ -214,6 +217,17 @@ def test_a_full_disk_keeps_nothing_and_harms_nothing(
     def full(*_: Any, **__: Any) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(kept_programs.tempfile, "mkdtemp", full)
+    monkeypatch.setattr(kept_programs, "tempfile", SimpleNamespace(mkdtemp=full))
     fast = kvcompile.optimize(make(NanoGPT), "baseline", **TINY)
     assert stepped(fast).shape[1] == 11 and compiled and folders(tmp_path) == []
+
+
+def test_what_cannot_be_saved_is_not_kept_and_warns_nobody(
+    compiled: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: Any, **_: Any) -> None:
+        raise RuntimeError("there is no artifact to save")
+
+    monkeypatch.setattr(CacheCompiledArtifact, "save", refuse)
+    assert stepped(kvcompile.optimize(make(NanoGPT), "baseline", **TINY)).shape[1] == 11 and compiled
+    assert folders(tmp_path) == [] and not any(record.levelno >= logging.WARNING for record in caplog.records)

@@ -145,16 +145,25 @@ def test_what_was_read_ahead_is_what_is_there(when: str) -> None:
     plain = identity_of(model)
     if when == "before":
         _plus(next(model.parameters()))
-    read_ahead(model)
-    if when == "meanwhile":
-        _plus(next(model.parameters()))
-    elif when != "before":
-        part = _first_linear(model)
-        part.weight.data = part.weight.detach() + 1
-    found = identity_of(model)
+    with read_ahead(model):
+        if when == "meanwhile":
+            _plus(next(model.parameters()))
+        elif when != "before":
+            part = _first_linear(model)
+            part.weight.data = part.weight.detach() + 1
+        found = identity_of(model)
     assert found != plain and found == identity_of(model)
-    read_ahead(model)
-    assert identity_of(model) == found
+    with read_ahead(model):
+        assert identity_of(model) == found
+
+
+def test_nothing_is_believed_of_what_was_read_once_that_has_ended() -> None:
+    """A write to `.data` is one that PyTorch does not count."""
+    model = tiny_hf()
+    with read_ahead(model):
+        before = identity_of(model)
+    next(model.parameters()).data.add_(1)
+    assert identity_of(model) != before
 
 
 def test_weights_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +175,7 @@ def test_weights_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(identity, "of_tensors", of_tensors)
     model = tiny_hf()
-    read_ahead(model)
-    identity_of(model)
+    with read_ahead(model):
+        identity_of(model)
     parameters = [*model.parameters()]
     assert sum(isinstance(tensor, nn.Parameter) for tensor in read) == len(parameters)

@@ -159,26 +159,27 @@ def without_guards(method: Callable[..., Any]) -> Callable[..., Any]:
     return hidden(quick)
 
 
-def asked(condition: Any, default: bool) -> bool:
-    """In place of `symbolic_shapes._guard_or`: what is so whatever the sizes are is not asked."""
+def _constant(condition: Any) -> bool | None:
+    """What a condition is whatever the sizes are; None: that depends on them."""
     if condition is True or condition is False:
-        return condition
+        return bool(condition)
     if type(condition) is SymBool:
         expression = condition.node._expr
         if expression is sympy.true or expression is sympy.false:
             return expression is sympy.true
-    return PLAIN_QUESTION(condition, default)
+    return None
+
+
+def asked(condition: Any, default: bool) -> bool:
+    """In place of `symbolic_shapes._guard_or`: what is so whatever the sizes are is not asked."""
+    known = _constant(condition)
+    return PLAIN_QUESTION(condition, default) if known is None else known
 
 
 def expected(condition: Any, skip: int = 0) -> bool:
     """In place of `symbolic_shapes.expect_true`."""
-    if condition is True or condition is False:
-        return condition
-    if type(condition) is SymBool:
-        expression = condition.node._expr
-        if expression is sympy.true or expression is sympy.false:
-            return expression is sympy.true
-    return PLAIN_EXPECTATION(condition, skip + 1)
+    known = _constant(condition)
+    return PLAIN_EXPECTATION(condition, skip + 1) if known is None else known
 
 
 def unrecorded(method: Callable[..., Any]) -> Callable[..., Any]:
