@@ -153,9 +153,10 @@ def _built(
     kept = Proof.kept(checked.verify, parallel.size)
     proof = Proof.of(model, front, plan, checked.digest()) if kept else None
     known = None if proof is None else proof.read()
-    if whole:  # a rank's kernels are for its own heads
-        proves = checked.verify != "off" and known is None
-        ahead.begin_kernels(plan, *([as_lossless(plan)] if proves else []))
+    # A rank's kernels are for its own heads; and those of what was proved before are likely to be compiled.
+    if whole and known is None:
+        ahead.begin_kernels(plan, *([as_lossless(plan)] if checked.verify != "off" else []))
+        ahead.begin_header(front.device, checked)
     dump = Dump.from_environment(plan)
     dump.front(front)
     checks: tuple[Check, ...] = ()

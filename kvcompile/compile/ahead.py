@@ -6,11 +6,13 @@ order, what is made for a machine and not for a model:
 | what | who waits for it |
 |---|---|
 | the launcher of generated C++ kernels | the plan, which asks whether they can run |
-| Inductor's look at instruction sets, by its kernels' header, precompiled | its first kernel, while it is written |
-| that header, where the look was kept | its first kernel, when it is compiled: Inductor has a lock for it |
 | the kernels of linear layers | the first prompt and step |
+| the header of Inductor's kernels, precompiled, which tries the instruction set that it took | its first kernel |
+| Inductor's own look at instruction sets, where it does not take the best | its first kernel, while it is written |
 
-While it is verified: the attention kernels of its plan, which verification runs.
+While it is verified: the attention kernels of its plan, which verification runs. The header waits for these on a
+machine that has no core for it beside them and Python. Neither is begun for a model whose proof was kept: its kernels
+and programs are likely to be kept, too.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -29,14 +33,19 @@ from torch import nn
 from kvcompile.compile import instruction_sets
 from kvcompile.plan import INDUCTOR, Decision, Plan
 from kvcompile.recipe import Recipe
+from kvcompile.util.threads import take_core
 
 log = logging.getLogger(__name__)
+_Made = TypeVar("_Made")
 _NAME = "kvcompile-ahead"
-_LOOK = "instruction sets"
+_HEADER = "header"
 _NICE = 5  # of what is not waited for yet: what is has the cores first, though not for ever
+_CORES = 3  # for Python, what it waits for, and what it does not
 _LOCK = threading.Lock()
 _begun: set[str] = set()
-_looking: list[threading.Event] = []  # at instruction sets; set once that has ended
+_looking: list[threading.Event] = []  # Inductor's own looks at instruction sets; set once they have ended
+_trials: list[Future[bool]] = []  # of instruction sets that Inductor took: whether they work
+_awaited: list[threading.Thread] = []  # what verification waits for
 
 
 def begin(model: nn.Module, recipe: Recipe) -> None:
@@ -56,35 +65,53 @@ def begin_for(device: torch.device, dtype: torch.dtype | None, recipe: Recipe) -
         return
     kernels, inductor = options.kernels in ("auto", "cpp"), options.backend == INDUCTOR
     wanted: dict[str, Callable[[], object]] = {}
-    looked = threading.Event()
     if kernels:
         from kvcompile.kernels.cpp.available import problem
 
         wanted["launcher"] = lambda: problem(device)
-    if inductor:
-        # Modules are imported here: two threads that import PyTorch's could meet halves of them.
-        from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401
-
-        wanted[_LOOK] = lambda: _look(looked)
-        wanted["header"] = instruction_sets.precompile_header
     if kernels and inductor and dtype is not None:
         from kvcompile.kernels.cpp.host.source import linear_kernels
 
         wanted[f"linear layers in {dtype}"] = lambda: linear_kernels(dtype)
-    _begin(wanted, _NICE, looked)
+    if inductor:
+        wanted |= _instruction_sets()
+    _begin(wanted, _NICE)
 
 
-def _begin(
-    wanted: Mapping[str, Callable[[], object]], nice: int, looked: threading.Event | None = None
-) -> None:
-    """Make what nobody has begun, in a thread; looked: set once a look at instruction sets among it has ended."""
+def _instruction_sets() -> dict[str, Callable[[], object]]:
+    """Once in a process, what is still to be done for Inductor to know its sets."""
+    # Modules are imported here: two threads that import PyTorch's could meet halves of them.
+    from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401
+
     with _LOCK:
-        new = {name: make for name, make in wanted.items() if name not in _begun}
-        _begun.update(new)
-        if looked is not None and _LOOK in new:
-            _looking.append(looked)
-        if new:
-            threading.Thread(target=_run, args=(new, nice), name=_NAME, daemon=True).start()
+        if "instruction sets" in _begun:
+            return {}
+        _begun.add("instruction sets")
+    best = instruction_sets.take()
+    if best is None:
+        looked = threading.Event()
+        _looking.append(looked)
+        return {"a look": lambda: _look(looked)}
+    if instruction_sets.confirmed(best):
+        return {}
+    trial: Future[bool] = Future()
+    _trials.append(trial)
+    return {_HEADER: lambda: _try(best, trial)}
+
+
+def _look(looked: threading.Event) -> None:
+    try:
+        instruction_sets.look()
+    finally:
+        looked.set()
+
+
+def _try(best: object, trial: Future[bool]) -> None:
+    works = False
+    try:
+        works = instruction_sets.confirm(best)
+    finally:
+        trial.set_result(works)
 
 
 def begin_kernels(*plans: Plan) -> None:
@@ -97,8 +124,20 @@ def begin_kernels(*plans: Plan) -> None:
     _begin(wanted, nice=0)
 
 
+def begin_header(device: torch.device, recipe: Recipe) -> None:
+    """Begin the header of Inductor's kernels, where it was compiled before and may be gone. As `begin`."""
+    options = recipe.compile
+    if device.type == "cpu" and options.backend == INDUCTOR and options.mode != "none":
+        _begin({_HEADER: _precompile_header}, _NICE)
+
+
+def _precompile_header() -> None:
+    wait()
+    instruction_sets.precompile_header()
+
+
 def _kernels(decision: Decision, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    # Modules are imported, and texts written, here: see `begin_for`.
+    # Modules are imported, and texts written, here: see `_instruction_sets`.
     from kvcompile.kernels.cpp.host.launches import launches
     from kvcompile.kernels.cpp.host.source import compiled, text_of
     from kvcompile.kernels.cpp.isa import isa
@@ -113,7 +152,7 @@ def _kernels(decision: Decision, dtype: torch.dtype) -> dict[str, Callable[[], o
 
 
 def wait() -> None:
-    """Wait until nobody looks at instruction sets, before Inductor is asked to compile.
+    """Wait until Inductor does not look at instruction sets itself, before it is asked for a program.
 
     That is no business of two threads at once: while one of them tries a flag, it stands in the command line of the
     other, and libraries get names that no later process finds.
@@ -122,20 +161,46 @@ def wait() -> None:
         looked.wait()
 
 
-def _look(looked: threading.Event) -> None:
+def compiling(make: Callable[[], _Made]) -> _Made:
+    """What `make` has Inductor compile; once more where the set that it had taken turns out not to work meanwhile."""
+    wait()
+    doubted = [trial for trial in _trials if not trial.done()]
     try:
-        instruction_sets.look()
-    finally:
-        looked.set()
+        with instruction_sets.COMPILING:
+            return make()
+    except Exception:
+        if all(trial.result() for trial in doubted):
+            raise
+    with instruction_sets.COMPILING:
+        return make()
 
 
-def _run(wanted: Mapping[str, Callable[[], object]], nice: int) -> None:
+def _begin(wanted: Mapping[str, Callable[[], object]], nice: int) -> None:
+    """Make what nobody has begun, in a thread."""
+    with _LOCK:
+        new = {name: make for name, make in wanted.items() if name not in _begun}
+        _begun.update(new)
+        if new:
+            core = take_core()
+            thread = threading.Thread(target=_run, args=(new, nice, core), name=_NAME, daemon=True)
+            if not nice:
+                _awaited.append(thread)
+            thread.start()
+
+
+def _run(wanted: Mapping[str, Callable[[], object]], nice: int, core: threading.Event) -> None:
     # On Linux a thread has its own, which the processes that it starts inherit.
     if nice and sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
-    for name, make in wanted.items():
-        try:
-            make()
-        except Exception as error:
-            log.debug("%s, ahead of time: %s", name, error)
+    try:
+        for name, make in wanted.items():
+            if name == _HEADER and (os.cpu_count() or 1) < _CORES:
+                for thread in tuple(_awaited):
+                    thread.join()
+            try:
+                make()
+            except Exception as error:
+                log.debug("%s, ahead of time: %s", name, error)
+    finally:
+        core.set()

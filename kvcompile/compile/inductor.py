@@ -121,15 +121,18 @@ def compile_region(module: GraphModule, inputs: Sequence[Any], tracer: Tracer, m
     on_cpu = all(value.device.type == "cpu" for value in inputs if isinstance(value, Tensor))
     module = with_gemv(module) if on_cpu else module
     _import_inductor()
-    ahead.wait()
-    try:
+
+    def compiled() -> Compiled:
         with torch.no_grad(), tracing(TracingContext(tracer.mode)), _cached_for_this_code():
-            artifact = torch._inductor.standalone_compile(
+            return torch._inductor.standalone_compile(
                 module,
                 list(inputs),
                 dynamic_shapes="from_tracing_context",
                 options={"config_patches": _patches(mode, on_cpu and tracer.one_token)},
             )
+
+    try:
+        artifact = ahead.compiling(compiled)
     except Exception as error:
         raise CompileError(
             f"Inductor could not compile {type(module).__name__}: {type(error).__name__}: {error}. "

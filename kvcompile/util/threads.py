@@ -3,6 +3,7 @@
 What understands and verifies a model runs thousands of small operators. Where all cores are ours, threads halve the
 time of the larger ones; where one is busy elsewhere, every loop of two threads waits for the scheduler: on two cores
 beside two other programs, `optimize` of a model of 135 million weights took 135 s with two threads and 11 s with one.
+Compilers of our own that run beside it are such programs, and known without a measurement.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from statistics import median
+from threading import Event
 from typing import Any
 
 import torch
@@ -30,14 +32,34 @@ _PRODUCTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dty
 _PAYS = 0.9  # of the time: what more threads must save
 _FRESH = 10.0  # seconds for which a measurement is believed: understanding and proof of a model share one
 _most: ContextVar[int | None] = ContextVar("most threads", default=None)  # of whoever is outside of all
+_beside: list[
+    Event
+] = []  # for each core that programs have which this process started: set once they have ended
+_MOMENT = 0.05  # seconds
+
+
+def take_core() -> Event:
+    """Say that programs which this process started have a core, until the event is set that is given back."""
+    ended = Event()
+    _beside.append(ended)
+    return ended
+
+
+def cores_taken() -> int:
+    """How many cores such programs have; what ends within a moment has found all that it would make."""
+    for ended in tuple(_beside):
+        if ended.wait(_MOMENT):
+            with suppress(ValueError):  # another thread was quicker
+                _beside.remove(ended)
+    return len(_beside)
 
 
 @contextmanager
 def threads_that_pay(model: nn.Module, tokens: int = SHORT) -> Iterator[None]:
     """Let a model on a CPU run over texts of `tokens` in as many threads as make it faster just now.
 
-    What is inside of another is measured for itself, with the threads of whoever is outside of all. A sample that was
-    taken a few seconds ago is not taken again.
+    What is inside of another is measured for itself, with the threads of whoever is outside of all, less those whose
+    cores compilers of this process have. A sample that was taken a few seconds ago is not taken again.
     """
     before = torch.get_num_threads()
     most = _most.get() or before
@@ -47,7 +69,8 @@ def threads_that_pay(model: nn.Module, tokens: int = SHORT) -> Iterator[None]:
         return
     outside = _most.set(most)
     try:
-        fewer = _lately(sample, most)
+        free = max(1, most - cores_taken())
+        fewer = 1 if free == 1 else _lately(sample, free)
         torch.set_num_threads(fewer)
         if fewer < most:
             log.info(

@@ -20,6 +20,7 @@ from kvcompile.kernels.cpp.host import compiler, ops, source
 from kvcompile.layouts import CacheLayout
 from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe
+from kvcompile.util import threads
 from tests.support.models import tiny_hf
 
 MODEL = nn.Linear(2, 2)
@@ -30,9 +31,12 @@ BEGIN_KERNELS = ahead.begin_kernels  # which other tests do without (`tests/supp
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was made ahead, in order; nothing was begun before."""
     found: list[str] = []
-    monkeypatch.setattr(ahead, "_begun", set())
-    monkeypatch.setattr(ahead, "_looking", [])
+    for name, empty in {"_begun": set(), "_looking": [], "_trials": [], "_awaited": []}.items():
+        monkeypatch.setattr(ahead, name, empty)
     monkeypatch.setattr(available, "problem", lambda device: found.append(f"launcher {device}"))
+    monkeypatch.setattr(instruction_sets, "take", lambda: "the best")
+    monkeypatch.setattr(instruction_sets, "confirmed", lambda best: False)
+    monkeypatch.setattr(instruction_sets, "confirm", lambda best: bool(found.append("header tried")) or True)
     monkeypatch.setattr(instruction_sets, "look", lambda: found.append("instruction sets"))
     monkeypatch.setattr(instruction_sets, "precompile_header", lambda: found.append("header"))
     monkeypatch.setattr(source, "linear_kernels", lambda dtype: found.append(f"linear layers {dtype}"))
@@ -53,7 +57,7 @@ def _ended() -> None:
 def test_each_thing_is_made_once(made: list[str]) -> None:
     _begun(MODEL)
     _begun(MODEL)
-    assert made == ["launcher cpu", "instruction sets", "header", "linear layers torch.float32"]
+    assert made == ["launcher cpu", "linear layers torch.float32", "header tried"]
 
 
 def test_only_what_the_recipe_needs(made: list[str]) -> None:
@@ -61,17 +65,17 @@ def test_only_what_the_recipe_needs(made: list[str]) -> None:
     _begun(nn.Linear(2, 2, device="meta"))
     assert made == []
     _begun(MODEL, kernels="reference")
-    assert made == ["instruction sets", "header"]
+    assert made == ["header tried"]
     _begun(MODEL)
-    assert made == ["instruction sets", "header", "launcher cpu", "linear layers torch.float32"]
+    assert made == ["header tried", "launcher cpu", "linear layers torch.float32"]
 
 
 def test_what_does_not_depend_on_the_model_begins_before_it_is_loaded(made: list[str]) -> None:
     ahead.begin_for(torch.device("cpu"), None, Recipe.load("int8"))
     _ended()
-    assert made == ["launcher cpu", "instruction sets", "header"]
+    assert made == ["launcher cpu", "header tried"]
     _begun(MODEL)
-    assert made[3:] == ["linear layers torch.float32"]
+    assert made[2:] == ["linear layers torch.float32"]
 
 
 def test_what_fails_is_left_to_whoever_needs_it(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,13 +84,51 @@ def test_what_fails_is_left_to_whoever_needs_it(made: list[str], monkeypatch: py
 
     monkeypatch.setattr(available, "problem", problem)
     _begun(MODEL)
-    assert made == ["instruction sets", "header", "linear layers torch.float32"]
+    assert made == ["linear layers torch.float32", "header tried"]
+
+
+def test_a_set_that_is_known_to_work_is_not_tried_and_the_header_comes_with_the_plan(
+    made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a proof was kept, programs are likely to be, too: then nothing needs the header."""
+    monkeypatch.setattr(instruction_sets, "confirmed", lambda best: True)
+    _begun(MODEL, kernels="reference")
+    assert made == []
+    for _ in range(2):
+        ahead.begin_header(torch.device("cpu"), Recipe.load("int8"))
+        _ended()
+    assert made == ["header"]
+
+
+def test_a_header_that_was_tried_is_not_made_again(made: list[str]) -> None:
+    _begun(MODEL, kernels="reference")
+    ahead.begin_header(torch.device("cpu"), Recipe.load("int8"))
+    _ended()
+    assert made == ["header tried"]
+
+
+@pytest.mark.parametrize("cores", [2, 8])
+def test_the_header_waits_for_what_is_waited_for_where_cores_are_few(
+    cores: int, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, begun = threading.Event(), threading.Event()
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(source, "linear_kernels", lambda dtype: begun.wait(60))
+    ahead.begin(MODEL, Recipe.load("int8"))
+    ahead._begin({"a kernel": lambda: go.wait(60) and made.append("a kernel")}, nice=0)
+    begun.set()
+    time.sleep(0.2)
+    go.set()
+    _ended()
+    last = ["header tried", "a kernel"]
+    assert made == ["launcher cpu", *(last[::-1] if cores == 2 else last)]
 
 
 def test_nobody_waits_for_a_look_that_failed(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def look() -> None:
         raise RuntimeError("no compiler")
 
+    monkeypatch.setattr(instruction_sets, "take", lambda: None)
     monkeypatch.setattr(instruction_sets, "look", look)
     _begun(MODEL)
     assert [looked.is_set() for looked in ahead._looking] == [True]
@@ -120,11 +162,13 @@ def test_waiting_ends_with_the_look_and_not_with_what_comes_after_it(
         go.wait(60)
         made.append("instruction sets")
 
+    monkeypatch.setattr(instruction_sets, "take", lambda: None)
     monkeypatch.setattr(instruction_sets, "look", look)
     monkeypatch.setattr(
         instruction_sets, "precompile_header", lambda: later.wait(60) and made.append("header")
     )
     ahead.begin(MODEL, Recipe.load("int8", compile={"kernels": "reference"}))
+    ahead.begin_header(torch.device("cpu"), Recipe.load("int8"))
     assert made == []
     go.set()
     ahead.wait()
@@ -132,6 +176,47 @@ def test_waiting_ends_with_the_look_and_not_with_what_comes_after_it(
     later.set()
     _ended()
     assert made == ["instruction sets", "header"]
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_what_was_compiled_for_a_set_that_does_not_work_is_compiled_again(
+    works: bool, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor takes the best set before it is tried: nobody waits, and a program may have been written for it."""
+    go = threading.Event()
+    monkeypatch.setattr(instruction_sets, "confirm", lambda best: go.wait(60) and works)
+    ahead.begin(MODEL, Recipe.load("int8", compile={"kernels": "reference"}))
+    asked: list[bool] = []
+
+    def make() -> str:
+        assert instruction_sets.COMPILING.locked()
+        asked.append(go.is_set())
+        go.set()
+        if len(asked) == 1:
+            raise RuntimeError("an unknown flag")
+        return "a program"
+
+    if works:
+        with pytest.raises(RuntimeError, match="an unknown flag"):
+            ahead.compiling(make)
+        assert asked == [False]
+    else:
+        assert ahead.compiling(make) == "a program"
+        assert asked == [False, True]
+    asked.clear()
+    with pytest.raises(RuntimeError, match="an unknown flag"):  # what is known by now is no excuse
+        ahead.compiling(make)
+    _ended()
+
+
+def test_compilers_have_cores_until_they_end(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    monkeypatch.setattr(available, "problem", lambda device: go.wait(60))
+    ahead.begin(MODEL, Recipe.load("int8"))
+    assert threads.cores_taken() == 1
+    go.set()
+    _ended()
+    assert threads.cores_taken() == 0
 
 
 def test_the_header_is_that_of_inductors_kernels_and_nothing_else_is_compiled(
@@ -162,7 +247,7 @@ def test_the_kernels_of_a_plan_are_begun_and_no_others(recipe: str, monkeypatch:
     begun: list[str] = []
     monkeypatch.setattr(ahead, "begin_kernels", BEGIN_KERNELS)
     monkeypatch.setattr(ahead, "_begun", set())
-    monkeypatch.setattr(ahead, "_begin", lambda wanted, nice, looked=None: begun.extend(wanted))
+    monkeypatch.setattr(ahead, "_begin", lambda wanted, nice: begun.extend(wanted))
     asked: list[str] = []
     address_of = source.address_of
     monkeypatch.setattr(source, "address_of", lambda spec: asked.append(spec) or address_of(spec))
@@ -200,9 +285,9 @@ def test_threads_that_want_one_library_compile_it_once(
         compiler.built("some", "int x;", ("-O1",))
 
     monkeypatch.setattr(compiler, "_compile", _compile)
-    threads = [threading.Thread(target=want) for _ in range(4)]
-    for thread in threads:
+    wanting = [threading.Thread(target=want) for _ in range(4)]
+    for thread in wanting:
         thread.start()
-    for thread in threads:
+    for thread in wanting:
         thread.join(60)
     assert len(compiled) == 1

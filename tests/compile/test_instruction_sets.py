@@ -16,26 +16,29 @@ from kvcompile.compile import instruction_sets
 from kvcompile.util.cache_dir import KEEP
 
 
-class Isa:
-    """As Inductor's: its name has all that it contains, and whether it is there is tried when it is asked."""
+class Isa(cpu_vec_isa.VecISA):
+    """One of Inductor's: its name has all that it contains, and whether it is there is tried when it is asked."""
 
     def __init__(self, name: str, works: bool = True):
         self.name, self.works = name, works
-        self.known: bool | None = None
 
     def __str__(self) -> str:
         return self.name
 
-    def __bool__(self) -> bool:
-        if config.cpp.vec_isa_ok is not None:
-            return config.cpp.vec_isa_ok
-        if self.known is None:
-            self.known = self.check_build("vectors")
-        return self.known
 
-    def check_build(self, code: str) -> bool:
-        TRIED.append(self.name)
-        return self.works
+class Asking(Isa):
+    """One that asks for more each time, as those with AVX-512 do."""
+
+    def __bool__(self) -> bool:
+        if super().__bool__():
+            self.more = self.check_build("more")
+            return True
+        return False
+
+
+def _check_build(self: Isa, code: str) -> bool:
+    TRIED.append(self.name)
+    return self.works
 
 
 TRIED: list[str] = []
@@ -49,6 +52,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cpu_vec_isa.sys, "platform", "linux")
     monkeypatch.setattr(cpu_vec_isa.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["wide", "wider"])
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", _check_build)
     _sets(monkeypatch)
     monkeypatch.setattr(instruction_sets, "precompile_header", _precompile)
     _another_process()
@@ -71,7 +75,7 @@ def _precompile() -> Callable[[], None]:
 
 
 def _sets(monkeypatch: pytest.MonkeyPatch, wider_works: bool = True) -> None:
-    own = [Isa("wide wider widest"), Isa("wide wider", wider_works), Isa("wide")]
+    own = [Isa("wide wider widest"), Isa("wide wider", wider_works), Asking("wide")]
     monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", own)
 
 
@@ -83,42 +87,61 @@ def _known() -> list[str]:
     return [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()]
 
 
-def test_the_best_is_tried_alone() -> None:
-    instruction_sets.look()
+def _looked() -> bool | None:
+    """As a process begins; None: Inductor looked for itself, else whether what it took works."""
+    best = instruction_sets.take()
+    if best is None:
+        instruction_sets.look()
+        return None
+    return instruction_sets.confirmed(best) or instruction_sets.confirm(best)
+
+
+def test_the_best_is_taken_at_once_and_tried_alone() -> None:
+    best = instruction_sets.take()
+    assert best is not None and str(cpu_vec_isa.pick_vec_isa()) == "wide wider"
+    assert _known() == ["wide wider", "wide"] and TRIED == [] == COMPILED
+    assert config.cpp.vec_isa_ok is None and not instruction_sets.confirmed(best)
+    assert instruction_sets.confirm(best)
     assert COMPILED == ["wide wider"]
-    assert _known() == ["wide wider", "wide"]
-    assert all(_known_sets()) and TRIED == ["wide"]  # the best is asked for by those who write kernels
-    assert config.cpp.vec_isa_ok is None
+    assert bool(best) and TRIED == []  # who writes kernels asks once more
+    assert _known() == ["wide wider", "wide"] and not _known_sets()[1].more
 
 
-def test_where_the_best_fails_the_others_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_best_fails_all_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     _sets(monkeypatch, wider_works=False)
-    instruction_sets.look()
+    assert _looked() is False
     assert _known() == ["wide"]
-    assert TRIED == ["wide wider", "wide"] and config.cpp.vec_isa_ok is None
+    assert TRIED == ["wide wider", "wide", "wide"] and config.cpp.vec_isa_ok is None
+
+
+def test_inductor_looks_when_nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it tries a set, all that it compiles is for that."""
+    held: list[bool] = []
+    monkeypatch.setattr(
+        cpu_vec_isa.VecISA,
+        "check_build",
+        lambda *given: bool(held.append(instruction_sets.COMPILING.locked())),
+    )
+    _sets(monkeypatch, wider_works=False)
+    assert _looked() is False
+    assert held and all(held) and not instruction_sets.COMPILING.locked()
 
 
 @pytest.mark.parametrize("asked", ["ATEN_CPU_CAPABILITY", "simdlen"])
 def test_where_another_is_asked_for_all_are_tried(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if asked == "simdlen":
         with config.patch({"cpp.simdlen": 256}):
-            instruction_sets.look()
+            assert _looked() is None
     else:
         monkeypatch.setenv(asked, "avx2")
-        instruction_sets.look()
-    assert TRIED == ["wide wider", "wide"] and COMPILED == []
-
-
-def test_inductor_takes_the_best_that_was_tried() -> None:
-    instruction_sets.look()
-    assert str(cpu_vec_isa.pick_vec_isa()) == "wide wider"
+        assert _looked() is None
+    assert TRIED == ["wide wider", "wide", "wide"] and COMPILED == []
 
 
 def _another_process() -> None:
     TRIED.clear()
     COMPILED.clear()
-    for own in cpu_vec_isa.supported_vec_isa_list:
-        own.known = None
+    cpu_vec_isa.VecISA._VecISA__bool__impl.cache_clear()  # type: ignore[attr-defined]
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
 
@@ -132,18 +155,18 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("folder")
 def test_that_the_best_works_is_kept() -> None:
-    instruction_sets.look()
+    _looked()
     _another_process()
-    instruction_sets.look()
+    _looked()
     assert _known() == ["wide wider", "wide"] and COMPILED == [] == TRIED
 
 
 def test_that_it_fails_is_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _sets(monkeypatch, wider_works=False)
-    instruction_sets.look()
+    _looked()
     assert list(folder.iterdir()) == []
     _another_process()
-    instruction_sets.look()
+    _looked()
     assert _known() == ["wide"] and COMPILED == ["wide wider"] and "wide wider" in TRIED
 
 
@@ -151,7 +174,7 @@ def test_that_it_fails_is_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_it_is_kept_for_this_compiler_processor_and_torch(
     other: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    instruction_sets.look()
+    _looked()
     _another_process()
     match other:
         case "compiler":
@@ -166,5 +189,5 @@ def test_it_is_kept_for_this_compiler_processor_and_torch(
             monkeypatch.setenv(KEEP, "off")
         case _:
             folder.chmod(folder.stat().st_mode | stat.S_IWOTH)
-    instruction_sets.look()
+    _looked()
     assert COMPILED

@@ -55,6 +55,26 @@ def test_as_many_as_save_time(monkeypatch: pytest.MonkeyPatch, taken: dict[int, 
     assert torch.get_num_threads() == 8
 
 
+def test_compilers_of_this_process_have_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no accident that a sample meets or not: their cores are left to them until they end."""
+    asked = sample(monkeypatch, {1: 8.0, 2: 4.0, 4: 2.0, 6: 1.5, 7: 1.4, 8: 1.0})
+    monkeypatch.setattr(threads, "_beside", [])
+    monkeypatch.setattr(threads, "_MOMENT", 0.001)
+    ended = [threads.take_core(), threads.take_core()]
+    with threads_that_pay(MODEL):
+        assert torch.get_num_threads() == 6
+    more = [threads.take_core() for _ in range(20)]
+    asked.clear()
+    with threads_that_pay(MODEL):
+        assert torch.get_num_threads() == 1 and not asked
+    for event in (ended[0], *more):
+        event.set()
+    assert threads.cores_taken() == 1
+    with threads_that_pay(MODEL):
+        assert torch.get_num_threads() == 7
+    assert torch.get_num_threads() == 8
+
+
 def test_a_measurement_is_believed_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """And only for the same sample and the same number of threads."""
     now = 100.0

@@ -119,13 +119,16 @@ def compiled(function: Functional, entry: Entry, mode: str, level: str, folder: 
         if entry.one and entry.alone:
             module = give_gemv(module, kernels=False)
     given = example(function, entry.one, entry.alone)
-    ahead.wait()
-    try:
-        linked = kernels.options(named, isa)
+
+    def make() -> Any:
         with torch.no_grad(), quiet("torch._inductor"):
-            made: Any = torch._inductor.aot_compile(
+            return torch._inductor.aot_compile(
                 module, given, options=_options(entry, mode, level, folder) | linked
             )
+
+    try:
+        linked = kernels.options(named, isa)
+        made = ahead.compiling(make)
     except Exception as error:  # Inductor and the C++ compiler raise many kinds
         reason = " ".join(str(error).split())[:600]
         raise ExportError(
