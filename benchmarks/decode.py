@@ -1,8 +1,9 @@
 """Decode speed, time to first token and memory of recipes, beside transformers and what the memory could do.
 
-Speed: all variants stand in one process with the same text in their caches and take turns, a few tokens each; the
-figures are medians of the rounds, ratios are taken within each round. Between the turns a probe reads memory, so
-that the limit (bytes of weights and cache that a token must read, over the bandwidth) is of the same minutes.
+Speed: all variants stand in one process, each once for every length of text, and take turns, a few tokens each.
+Figures are medians of the rounds; ratios, and slopes (what 1,000 more cached tokens add to a step), are taken within a
+round. Between the turns a probe reads memory, so that the limit (bytes of weights and cache that a token must read, over
+the bandwidth) is of the same minutes.
 Memory: every variant runs alone in its own process; peak is that of the process less what it had before the
 prompt, with the model loaded and warm.
 
@@ -35,6 +36,7 @@ from compile_time import machine, write
 from decode_peers import PEERS, Peer, gguf_of, start
 from decode_variants import InProcess, Variant, make
 
+Turn = tuple[int, str]  # a context, and who has it in its cache
 VARIANTS = ("dynamic", "static", "baseline", "int8", "streaming_int8")
 WARM_TOKENS = 8  # a short prompt that compiles and touches everything before anything is measured
 
@@ -50,102 +52,118 @@ def measure_speed(options: argparse.Namespace, tell: Callable[[str], None]) -> d
     prompts = {c: options.prompts or max(1, min(options.rounds, 1024 // c)) for c in options.contexts}
     text = read_text(loaded, max(options.contexts) + sum(prompts.values()))
     weights = weight_bytes(loaded.model)
-    variants: dict[str, InProcess | Peer] = {}
+    variants: dict[Turn, InProcess | Peer] = {}
     failed: dict[str, str] = {}
-    figures: dict[str, Any] = {}
-    begin = 0  # of a prompt: no two begin with the same token, as engines keep what they have computed
     for context in options.contexts:
         room = context + options.rounds * options.tokens + 1
         for name in options.variants:
-            if name == "static":
-                torch._dynamo.reset()  # a cache of another size is another compilation
-            if name not in variants or name == "static":
-                tell(f"{context}: preparing {name}")
-                own = make(name, loaded.model, room, options.compile, lambda stage, done, total: tell(stage))
-                variants[name] = InProcess(own)
-                warm = own.prefill(text[:, :WARM_TOKENS])
-                for _ in range(2):
-                    warm = own.step(warm)
-        for name in options.peers if context == options.contexts[0] else ():
-            tell(f"preparing {name}")
+            tell(f"{context}: preparing {name}")
+            own = make(name, loaded.model, room, options.compile, lambda stage, done, total: tell(stage))
+            variants[context, name] = InProcess(own)
+            warm = own.prefill(text[:, :WARM_TOKENS])
+            for _ in range(2):
+                warm = own.step(warm)
+        for name in options.peers:
+            if name in failed:
+                continue
+            tell(f"{context}: preparing {name}")
             with failures(name, variants, failed):
-                most = max(options.contexts) + options.tokens + 64
-                variants[name] = start(name, gguf_of(options.model), most, torch.get_num_threads())
+                most = context + options.tokens + 64
+                peer = start(name, gguf_of(options.model), most, torch.get_num_threads())
+                variants[context, name] = peer
                 for end in (-1 - WARM_TOKENS, -1):
-                    variants[name].prompt(text[:, end - WARM_TOKENS : end])
-        first: dict[str, list[float]] = {name: [] for name in variants}
-        speed: dict[str, list[float]] = {name: [] for name in variants}
-        bandwidth = []
-        for turn in range(prompts[context]):
-            for name in [*variants]:
-                tell(f"{context}: prompt {turn + 1} of {prompts[context]}, {name}")
-                with failures(name, variants, failed):
-                    first[name].append(variants[name].prompt(text[:, begin : begin + context]))
+                    peer.prompt(text[:, end - WARM_TOKENS : end])
+    first: dict[Turn, list[float]] = {turn: [] for turn in variants}
+    speed: dict[Turn, list[float]] = {turn: [] for turn in variants}
+    begin = 0  # of a prompt: no two begin with the same token, as engines keep what they have computed
+    for context in options.contexts:
+        for number in range(prompts[context]):
+            for turn in [turn for turn in variants if turn[0] == context]:
+                tell(f"{context}: prompt {number + 1} of {prompts[context]}, {turn[1]}")
+                with failures(turn[1], variants, failed):
+                    if turn in variants:
+                        first[turn].append(variants[turn].prompt(text[:, begin : begin + context]))
             begin += 1
-        compiled = compilations()
-        for turn in range(options.rounds):
-            tell(f"{context}: round {turn + 1} of {options.rounds}")
-            bandwidth.append(read_bandwidth())
-            # Another one begins in each round, so that none always follows the same one.
-            names = [*variants]
-            leader = turn % len(names)
-            for name in (*names[leader:], *names[:leader]):
-                with failures(name, variants, failed):
-                    speed[name].append(options.tokens / variants[name].steps(options.tokens))
-        if compilations() != compiled:
-            raise RuntimeError(
-                f"{context}: something was compiled while decode was timed; the speeds are void"
-            )
-        measured = statistics.median(bandwidth)
-        against = speed.get("dynamic")
-        figures[str(context)] = {"bandwidth_gb_s": measured / 1e9, "variants": {}}
-        for name, variant in variants.items():
-            median = statistics.median(speed[name])
+    compiled = compilations()
+    bandwidth = []
+    for number in range(options.rounds):
+        tell(f"round {number + 1} of {options.rounds}")
+        bandwidth.append(read_bandwidth())
+        # Another one begins in each round, so that none always follows the same one.
+        turns = [*variants]
+        leader = number % len(turns)
+        for turn in (*turns[leader:], *turns[:leader]):
+            with failures(turn[1], variants, failed):
+                if turn in variants:
+                    speed[turn].append(options.tokens / variants[turn].steps(options.tokens))
+    if compilations() != compiled:
+        raise RuntimeError("something was compiled while decode was timed; the speeds are void")
+    measured = statistics.median(bandwidth)
+    figures: dict[str, Any] = {}
+    for context in options.contexts:
+        rows = {}
+        against = speed.get((context, "dynamic"))
+        for (length, name), variant in variants.items():
+            if length != context:
+                continue
+            median = statistics.median(speed[context, name])
             row: dict[str, Any] = {
-                "first_token_s": statistics.median(first[name]),
-                "prompts": len(first[name]),
+                "first_token_s": statistics.median(first[context, name]),
+                "prompts": len(first[context, name]),
             }
-            row |= {"tokens_s": median, "ms_token": 1e3 / median, "rounds": speed[name]}
+            row |= {"tokens_s": median, "ms_token": 1e3 / median, "rounds": speed[context, name]}
             row["ratio_to_dynamic"] = (
                 None
                 if against is None
-                else statistics.median(a / b for a, b in zip(speed[name], against, strict=True))
+                else statistics.median(a / b for a, b in zip(speed[context, name], against, strict=True))
             )
             if isinstance(variant, InProcess):
                 own = variant.variant
                 limit = measured / (weights + own.read_bytes(context))
                 row |= {"limit_tokens_s": limit, "of_limit": median / limit, "cache_bytes": own.cache_bytes()}
-            figures[str(context)]["variants"][name] = row
-        figures[str(context)]["bandwidth_rounds_gb_s"] = [value / 1e9 for value in bandwidth]
-    peers = {name: variant.version for name, variant in variants.items() if isinstance(variant, Peer)}
+            rows[name] = row
+        figures[str(context)] = {"bandwidth_gb_s": measured / 1e9, "variants": rows}
+    peers = {turn[1]: variant.version for turn, variant in variants.items() if isinstance(variant, Peer)}
     for variant in variants.values():
         if isinstance(variant, Peer):
             variant.close()
-    return {"weight_bytes": weights, "contexts": figures, "peers": peers, "failed": failed}
+    return {
+        "weight_bytes": weights,
+        "bandwidth_rounds_gb_s": [value / 1e9 for value in bandwidth],
+        "contexts": figures,
+        "peers": peers,
+        "failed": failed,
+    }
 
 
 @contextmanager
-def failures(name: str, variants: dict[str, InProcess | Peer], failed: dict[str, str]) -> Iterator[None]:
+def failures(name: str, variants: dict[Turn, InProcess | Peer], failed: dict[str, str]) -> Iterator[None]:
     """A peer that fails takes no further part, and what it said is in the result; ours must not fail."""
+    own = {turn: variant for turn, variant in variants.items() if turn[1] == name}
     try:
         yield
     except RuntimeError as error:
-        if isinstance(variants.get(name), InProcess):
+        if any(isinstance(variant, InProcess) for variant in own.values()):
             raise
         failed[name] = str(error)
-        gone = variants.pop(name, None)
-        if isinstance(gone, Peer):
-            gone.close()
+        for turn in [turn for turn in variants if turn[1] == name]:
+            gone = variants.pop(turn)
+            if isinstance(gone, Peer):
+                gone.close()
 
 
 def slopes(contexts: dict[str, Any]) -> dict[str, float]:
-    """What 1,000 more cached tokens add to a step, in ms, from the least context to the greatest."""
+    """What 1,000 more cached tokens add to a step, in ms, between the least and the greatest context, within rounds."""
     low, high = min(contexts, key=int), max(contexts, key=int)
     if low == high:
         return {}
     few, many = contexts[low]["variants"], contexts[high]["variants"]
     more = (int(high) - int(low)) / 1e3
-    return {name: (many[name]["ms_token"] - few[name]["ms_token"]) / more for name in many}
+    found = {}
+    for name in many:
+        rounds = zip(few[name]["rounds"], many[name]["rounds"], strict=True)
+        found[name] = statistics.median((1e3 / far - 1e3 / near) / more for near, far in rounds)
+    return found
 
 
 def measure_memory(options: argparse.Namespace) -> dict[str, Any]:

@@ -74,11 +74,13 @@ def test_a_peer_that_fails_is_told_and_takes_no_further_part(peers: Any) -> None
     decode = importlib.import_module("decode")
     ours = decode.InProcess(None)
     peer = peers.start("fake_f16", Path("a.gguf"), 100, 2)
-    variants: dict[str, Any] = {"int8": ours, "fake_f16": peer}
+    late = peers.start("fake_f16", Path("a.gguf"), 100, 2)
+    variants: dict[Any, Any] = {(8, "int8"): ours, (8, "fake_f16"): peer, (16, "fake_f16"): late}
     failed: dict[str, str] = {}
     with decode.failures("fake_f16", variants, failed):
         peer.steps(99)
-    assert list(variants) == ["int8"] and "out of memory" in failed["fake_f16"]
+    assert late.process.returncode is not None
+    assert list(variants) == [(8, "int8")] and "out of memory" in failed["fake_f16"]
     with decode.failures("llama_f16", variants, failed):
         raise RuntimeError("llama cannot be installed")
     assert failed["llama_f16"] == "llama cannot be installed"
@@ -89,11 +91,79 @@ def test_a_peer_that_fails_is_told_and_takes_no_further_part(peers: Any) -> None
 
 
 def test_slopes(peers: Any) -> None:
+    """Of two contexts within a round, which is one bandwidth: between rounds it may double."""
     decode = importlib.import_module("decode")
+
+    def variants(int8: list[float], late: list[float]) -> Any:
+        return {
+            "variants": {
+                name: {"rounds": [1e3 / ms for ms in own]} for name, own in (("int8", int8), ("late", late))
+            }
+        }
+
     contexts = {
-        "4000": {"variants": {"int8": {"ms_token": 30.0}, "late": {"ms_token": 5.0}}},
-        "512": {"variants": {"int8": {"ms_token": 23.0}, "late": {"ms_token": 6.0}}},
-        "1000": {"variants": {"int8": {"ms_token": 500.0}, "late": {"ms_token": 5.0}}},
+        "4000": variants([30.0, 50.0, 27.0], [5.0, 5.0, 5.0]),
+        "512": variants([23.0, 43.0, 23.0], [6.0, 6.0, 5.0]),
+        "1000": variants([500.0] * 3, [5.0] * 3),
     }
-    assert decode.slopes(contexts) == {"int8": 7 / 3.488, "late": -1 / 3.488}
+    assert decode.slopes(contexts) == pytest.approx({"int8": 7 / 3.488, "late": -1 / 3.488})
     assert decode.slopes({"512": contexts["512"]}) == {}
+
+
+def test_all_contexts_take_turns_in_a_round(peers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each variant stands once for every context; what fails leaves the others, and prompts come before all rounds."""
+    decode = importlib.import_module("decode")
+    events: list[str] = []
+
+    class Own:
+        def __init__(self, name: str):
+            self.name = name
+
+        def prefill(self, tokens: torch.Tensor) -> torch.Tensor:
+            events.append(f"{self.name} prompt {tokens.shape[1]}")
+            return tokens[:, -1:]
+
+        def step(self, token: torch.Tensor) -> torch.Tensor:
+            events.append(self.name)
+            return token
+
+        def cache_bytes(self) -> int:
+            return 1
+
+        def read_bytes(self, context: int) -> int:
+            return context
+
+    def make(name: str, model: Any, room: int, compiled: bool, progress: Any) -> Own:
+        return Own(f"{name} {room}")
+
+    monkeypatch.setattr(decode, "PEERS", peers.PEERS)
+    monkeypatch.setattr(decode, "gguf_of", lambda model: Path("a.gguf"))
+    monkeypatch.setattr(decode, "make", make)
+    monkeypatch.setattr(decode, "weight_bytes", lambda model: 1000)
+    monkeypatch.setattr(decode, "read_text", lambda loaded, tokens: torch.arange(tokens + 1)[None])
+    monkeypatch.setattr(decode, "read_bandwidth", lambda: 1e9)
+    monkeypatch.setattr("kvcompile.models.load_model", lambda *given: type("Loaded", (), {"model": None})())
+    options = decode._parser().parse_args(
+        [
+            "--contexts",
+            "20,12",
+            "--variants",
+            "dynamic,int8",
+            "--rounds",
+            "3",
+            "--tokens",
+            "2",
+            "--peers",
+            "fake_f16",
+        ]
+    )
+    found = decode.measure_speed(options, lambda text: None)
+    rounds = events[max(n for n, event in enumerate(events) if "prompt" in event) + 1 :]
+    own = ["dynamic 19", "int8 19", "dynamic 27", "int8 27"]
+    assert sorted(rounds[:8]) == sorted(own * 2) and len(rounds) == 24
+    assert {rounds[8 * n] for n in range(3)} != {rounds[0]}
+    for context in ("12", "20"):
+        assert list(found["contexts"][context]["variants"]) == ["dynamic", "int8", "fake_f16"]
+        assert found["contexts"][context]["variants"]["fake_f16"]["ms_token"] == 250.0
+    assert found["peers"]["fake_f16"].startswith("1.2") and found["failed"] == {}
+    assert decode.slopes(found["contexts"])["fake_f16"] == 0.0
