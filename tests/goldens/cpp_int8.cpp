@@ -119,8 +119,11 @@ inline void decode_all(const State& state, Place at, const Block& block, int64_t
   }
 }
 
-inline void factors(const State& state, Place at, const Block& block, float* factor) {
+inline void factors(const State& state, Place at, const Block& block, int64_t length, float* factor) {
   int i = 0;
+  // Few bytes of each block: without being asked for, they come when they are needed.
+  if (block.straight && state[KEYS_SCALE].stride[2] == 1) fetch_rows(row<Scale>(state, KEYS_SCALE, at, block.slot[0]), 1 * sizeof(Scale), block.count);
+
   if (block.straight && state[KEYS_SCALE].stride[2] == 1)
     for (; i + W <= block.count; i += W) store(factor + i, load(row<Scale>(state, KEYS_SCALE, at, block.slot[i])));
   for (; i < block.count; ++i) factor[i] = to_float(*row<Scale>(state, KEYS_SCALE, at, block.slot[i]));
@@ -143,7 +146,7 @@ void products(const State& state, Place at, const Block& block, int64_t length, 
               float* decoded) {
 #if KV_TAKES(64)
     alignas(64) float factor[BLOCK];
-    factors(state, at, block, factor);
+    factors(state, at, block, length, factor);
     with_rows(state, at, block, length, [&](const auto& rows) { qk_bytes<GROUP, N, PLANES>(q.digits, rows, block.count, factor, scores); });
     return;
 #endif
@@ -159,7 +162,7 @@ void products(const State& state, Place at, const Block& block, int64_t length, 
     qk<GROUP, N>(q.own, rows, block.count, scores);
   }
 
-    factors(state, at, block, factor);
+    factors(state, at, block, length, factor);
     multiply(scores, factor, block.count);
 #endif
 }
@@ -208,8 +211,11 @@ inline void decode_all(const State& state, Place at, const Block& block, int64_t
   }
 }
 
-inline void factors(const State& state, Place at, const Block& block, float* factor) {
+inline void factors(const State& state, Place at, const Block& block, int64_t length, float* factor) {
   int i = 0;
+  // Few bytes of each block: without being asked for, they come when they are needed.
+  if (block.straight && state[VALUES_SCALE].stride[2] == 1) fetch_rows(row<Scale>(state, VALUES_SCALE, at, block.slot[0]), 1 * sizeof(Scale), block.count);
+
   if (block.straight && state[VALUES_SCALE].stride[2] == 1)
     for (; i + W <= block.count; i += W) store(factor + i, load(row<Scale>(state, VALUES_SCALE, at, block.slot[i])));
   for (; i < block.count; ++i) factor[i] = to_float(*row<Scale>(state, VALUES_SCALE, at, block.slot[i]));
@@ -231,7 +237,7 @@ inline void with_rows(const State& state, Place at, const Block& block, int64_t 
 void sums(const State& state, Place at, const Block& block, int64_t length, float* p, float* out, float* decoded) {
 #if KV_TAKES(64)
     alignas(64) float factor[1][BLOCK];
-    factors(state, at, block, factor[0]);
+    factors(state, at, block, length, factor[0]);
     with_rows(state, at, block, length, [&](const auto& rows) {
       pv_codes<GROUP, PLANES, V_DIM, 1, Bytes<V_DIM>>(p, rows, block.count, factor, nullptr, out);
     });
@@ -239,7 +245,7 @@ void sums(const State& state, Place at, const Block& block, int64_t length, floa
 #endif
 #if !KV_TAKES(64)
   alignas(64) float factor[BLOCK];
-    factors(state, at, block, factor);
+    factors(state, at, block, length, factor);
     multiply(p, factor, block.count);
   if (block.straight) {
     const Rows<Data, V_DIM> rows{row<Data>(state, VALUES_DATA, at, block.slot[0]), state[VALUES_DATA].stride[2]};

@@ -134,9 +134,15 @@ inline void decode_all(const State& state, Place at, const Block& block, int64_t
 
 #if (KV_TAKES(32) && KV_TAKES(32))
 // A number of each span of channels of a block's vectors, span by span; 0 behind the last.
-inline void of_spans(const State& state, Place at, const Block& block, int part, float (*out)[BLOCK]) {
+inline void of_spans(const State& state, Place at, const Block& block, int64_t length, int part, float (*out)[BLOCK]) {
   constexpr int SPANS = N / 32;
   int i = 0;
+  if (block.straight && block.slot[0] % 16 == 0)
+    for (int start = 0; start < block.count; start += 16) {
+      const int64_t slot = block.slot[start] + BLOCKS_AHEAD * BLOCK;
+      if (slot < length) fetch_line(reinterpret_cast<const uint8_t*>(row<Scale>(state, part, at, slot)));
+    }
+
   if (block.straight && 16 % W == 0 && block.slot[0] % W == 0 && state[part].stride[2] == SPANS)
     for (; i + W <= block.count; i += W) {
       const Scale* from = row<Scale>(state, part, at, block.slot[i]);
@@ -180,8 +186,8 @@ void products(const State& state, Place at, const Block& block, int64_t length, 
               float* decoded) {
 #if (KV_TAKES(32) && KV_TAKES(32))
     alignas(64) float factor[N / 32][BLOCK], least[N / 32][BLOCK];
-    of_spans(state, at, block, KEYS_SCALE, factor);
-    of_spans(state, at, block, KEYS_MINIMUM, least);
+    of_spans(state, at, block, length, KEYS_SCALE, factor);
+    of_spans(state, at, block, length, KEYS_MINIMUM, least);
     with_rows(state, at, block, length, [&](const auto& rows) {
       qk_nibbles<GROUP, N, PLANES, 32>(q.digits, rows, block.count, factor, least, scores);
     });
@@ -253,9 +259,15 @@ inline void decode_all(const State& state, Place at, const Block& block, int64_t
 
 #if (KV_TAKES(32) && KV_TAKES(32))
 // A number of each span of channels of a block's vectors, span by span; 0 behind the last.
-inline void of_spans(const State& state, Place at, const Block& block, int part, float (*out)[BLOCK]) {
+inline void of_spans(const State& state, Place at, const Block& block, int64_t length, int part, float (*out)[BLOCK]) {
   constexpr int SPANS = N / 32;
   int i = 0;
+  if (block.straight && block.slot[0] % 16 == 0)
+    for (int start = 0; start < block.count; start += 16) {
+      const int64_t slot = block.slot[start] + BLOCKS_AHEAD * BLOCK;
+      if (slot < length) fetch_line(reinterpret_cast<const uint8_t*>(row<Scale>(state, part, at, slot)));
+    }
+
   if (block.straight && 16 % W == 0 && block.slot[0] % W == 0 && state[part].stride[2] == SPANS)
     for (; i + W <= block.count; i += W) {
       const Scale* from = row<Scale>(state, part, at, block.slot[i]);
@@ -298,8 +310,8 @@ inline void with_rows(const State& state, Place at, const Block& block, int64_t 
 void sums(const State& state, Place at, const Block& block, int64_t length, float* p, float* out, float* decoded) {
 #if (KV_TAKES(32) && KV_TAKES(32))
     alignas(64) float factor[N / 32][BLOCK], least[N / 32][BLOCK];
-    of_spans(state, at, block, VALUES_SCALE, factor);
-    of_spans(state, at, block, VALUES_MINIMUM, least);
+    of_spans(state, at, block, length, VALUES_SCALE, factor);
+    of_spans(state, at, block, length, VALUES_MINIMUM, least);
     with_rows(state, at, block, length, [&](const auto& rows) {
       pv_codes<GROUP, PLANES, N, N / 32, Nibbles<N>>(p, rows, block.count, factor, least, out);
     });

@@ -199,8 +199,11 @@ inline void decode_all(const State& state, Place at, const Block& block, int64_t
   }
 }
 
-inline void factors(const State& state, Place at, const Block& block, float* factor) {
+inline void factors(const State& state, Place at, const Block& block, int64_t length, float* factor) {
   int i = 0;
+  // Few bytes of each block: without being asked for, they come when they are needed.
+  if (block.straight && state[VALUES_SCALE].stride[2] == 1) fetch_rows(row<Scale>(state, VALUES_SCALE, at, block.slot[0]), 1 * sizeof(Scale), block.count);
+
   if (block.straight && state[VALUES_SCALE].stride[2] == 1)
     for (; i + W <= block.count; i += W) store(factor + i, load(row<Scale>(state, VALUES_SCALE, at, block.slot[i])));
   for (; i < block.count; ++i) factor[i] = to_float(*row<Scale>(state, VALUES_SCALE, at, block.slot[i]));
@@ -222,7 +225,7 @@ inline void with_rows(const State& state, Place at, const Block& block, int64_t 
 void sums(const State& state, Place at, const Block& block, int64_t length, float* p, float* out, float* decoded) {
 #if KV_TAKES(64)
     alignas(64) float factor[1][BLOCK];
-    factors(state, at, block, factor[0]);
+    factors(state, at, block, length, factor[0]);
     with_rows(state, at, block, length, [&](const auto& rows) {
       pv_codes<GROUP, PLANES, V_DIM, 1, Bytes<V_DIM>>(p, rows, block.count, factor, nullptr, out);
     });
@@ -230,7 +233,7 @@ void sums(const State& state, Place at, const Block& block, int64_t length, floa
 #endif
 #if !KV_TAKES(64)
   alignas(64) float factor[BLOCK];
-    factors(state, at, block, factor);
+    factors(state, at, block, length, factor);
     multiply(p, factor, block.count);
   if (block.straight) {
     const Rows<Data, V_DIM> rows{row<Data>(state, VALUES_DATA, at, block.slot[0]), state[VALUES_DATA].stride[2]};

@@ -202,7 +202,7 @@ inline void decode_all(const State& state, Place at, const Block& block, int64_t
   }
 }
 
-inline void factors(const State& state, Place at, const Block& block, float* factor) {
+inline void factors(const State& state, Place at, const Block& block, int64_t length, float* factor) {
 }
 
 // Calls `use` with the rows of a block.
@@ -277,7 +277,7 @@ inline void decode_all(const State& state, Place at, const Block& block, int64_t
   }
 }
 
-inline void factors(const State& state, Place at, const Block& block, float* factor) {
+inline void factors(const State& state, Place at, const Block& block, int64_t length, float* factor) {
 }
 
 // Calls `use` with the rows of a block.

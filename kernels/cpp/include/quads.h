@@ -31,6 +31,12 @@ inline KV_INLINE void each(const F& f) {
 constexpr int BLOCKS_AHEAD = 2;
 inline void fetch_line(const uint8_t* at) { __builtin_prefetch(at, 0, 2); }
 
+// Asks for what stands BLOCKS_AHEAD blocks behind n rows of `stride` bytes that follow each other without a gap.
+inline void fetch_rows(const void* first, int64_t stride, int n) {
+  const auto* next = static_cast<const uint8_t*>(first) + BLOCKS_AHEAD * BLOCK * stride;
+  for (int64_t at = 0; at < n * stride; at += 64) fetch_line(next + at);
+}
+
 // Rows at addresses `base + i * stride`, in bytes.
 struct Strided {
   const uint8_t* base;
