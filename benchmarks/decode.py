@@ -1,9 +1,9 @@
 """Decode speed, time to first token and memory of recipes, beside transformers and what the memory could do.
 
 Speed: all variants stand in one process, each once for every length of text, and take turns, a few tokens each.
-Figures are medians of the rounds; ratios, and slopes (what 1,000 more cached tokens add to a step), are taken within a
-round. Between the turns a probe reads memory, so that the limit (bytes of weights and cache that a token must read, over
-the bandwidth) is of the same minutes.
+Figures are medians of the rounds; ratios, and slopes (what 1,000 more cached tokens add to a step), are taken within
+a round. Between the turns a probe reads memory, so that the limit (bytes of weights and cache that a token must read,
+over the bandwidth) is of the same minutes.
 Memory: every variant runs alone in its own process; peak is that of the process less what it had before the
 prompt, with the model loaded and warm.
 
