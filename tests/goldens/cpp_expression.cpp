@@ -356,6 +356,9 @@ void combine(const State& state, Place at, const Partial* parts, int64_t count, 
       all.total += total * share;
       for (int c = 0; c < padded(V_DIM); c += W) store(sum + c, fma(load(parts[i * TOGETHER].sum[g] + c), set1(share), load(sum + c)));
     }
+#if (defined(KV_PAIRS) && KV_TAKES(64))
+    in_order<V_DIM>(sum);
+#endif
     for (int c = 0; c < V_DIM; ++c) sum[c] /= all.total;
     narrow(sum, OUT_DIM, state[OUT].at<Model>(at.batch, head));
   }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvcompile.kernels.cpp.attend.expression import leaves_of
-from kvcompile.kernels.cpp.attend.side import side_text
+from kvcompile.kernels.cpp.attend.side import paired_sums, side_text
 from kvcompile.kernels.cpp.attend.slots import lowest, slots_text
 from kvcompile.kernels.cpp.attend.values import MODELS
 from kvcompile.kernels.cpp.render import real, rendered
@@ -71,6 +71,7 @@ def generate(spec: CppSpec) -> str:
         empty_rows=score.mod is not None and score.mod.empty_rows,
         expression=score.mod is not None,
         finishes=finishes,
+        paired_sums=paired_sums(spec, on_read),
         writes=site.share in ("none", "first"),
         skips="chosen" not in spec.options and lowest(spec, "query") is not None,
         slots=slots_text(spec, places, finishes, query_place.replace("state.query(at.batch)", "length - 1")),

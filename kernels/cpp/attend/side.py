@@ -117,6 +117,15 @@ def _pairs(spec: CppSpec, storage: Storage, dim: int, turned: bool) -> dict[str,
     }
 
 
+def paired_sums(spec: CppSpec, on_read: bool) -> str:
+    """Where sums of weighed rows stand as pairs are multiplied, as a condition of the compiler's; empty: nowhere."""
+    layout = spec.layout
+    storage, dim = (layout.keys, spec.head_dim) if layout.in_keys else (layout.values, spec.v_head_dim)
+    assert isinstance(storage, Storage)
+    pairs = _pairs(spec, storage, dim, layout.in_keys and (on_read or storage.hadamard))
+    return pairs["takes_sums"] if pairs else ""
+
+
 def _takes_pairs(dim: int) -> str:
     return f"(defined(KV_PAIRS) && KV_TAKES({dim}))"
 

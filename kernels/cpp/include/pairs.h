@@ -61,7 +61,11 @@ inline void sums_of_pairs(const bf16 (*p)[BLOCK], const Row& rows, int n, int c0
 #pragma GCC unroll 4
   for (int g = 0; g < Q; ++g)
 #pragma GCC unroll 4
-    for (int c = 0; c < CHUNKS; ++c) total[g][c][0] = total[g][c][1] = set1(0.0f);
+    for (int c = 0; c < CHUNKS; ++c) {
+      const float* sum = out + g * padded(N) + c0 + c * 2 * W;
+      total[g][c][0] = load(sum);
+      total[g][c][1] = load(sum + W);
+    }
   for (int i = 0; i < n; i += 2) {
     const bf16 *first = reinterpret_cast<const bf16*>(rows.at(i)) + c0,
                *second = reinterpret_cast<const bf16*>(rows.at(i + 1 < n ? i + 1 : i)) + c0;
@@ -86,10 +90,9 @@ inline void sums_of_pairs(const bf16 (*p)[BLOCK], const Row& rows, int n, int c0
   for (int g = 0; g < Q; ++g)
 #pragma GCC unroll 4
     for (int c = 0; c < CHUNKS; ++c) {
-      untangle(total[g][c][0], total[g][c][1]);
       float* sum = out + g * padded(N) + c0 + c * 2 * W;
-      store(sum, add(load(sum), total[g][c][0]));
-      store(sum + W, add(load(sum + W), total[g][c][1]));
+      store(sum, total[g][c][0]);
+      store(sum + W, total[g][c][1]);
     }
 }
 
@@ -104,13 +107,25 @@ inline void sums_of_all_pairs(const float* p, const Row& rows, int n, float* out
   if constexpr (N % (4 * W) != 0) sums_of_pairs<Q, N, 1>(weight, rows, n, c, out);
 }
 
-// As `pv`; weights up to the next multiple of W are 0.
+// As `pv`, but the channels of `out` stand as pairs are multiplied, until `in_order` is called: so rows can come a few at
+// a time. Weights up to the next multiple of W are 0.
 template <int GROUP, int N, class Row>
 inline void pv_pairs(const float* p, const Row& rows, int n, float* out) {
   int g = 0;
   for (; g + 4 <= GROUP; g += 4) sums_of_all_pairs<4, N>(p + g * BLOCK, rows, n, out + g * padded(N));
   constexpr int left = GROUP % 4;
   if constexpr (left != 0) sums_of_all_pairs<left, N>(p + g * BLOCK, rows, n, out + g * padded(N));
+}
+
+// The channels of sums of `pv_pairs`, each in its place.
+template <int N>
+inline void in_order(float* sum) {
+  for (int c = 0; c < N; c += 2 * W) {
+    Vec low = load(sum + c), high = load(sum + c + W);
+    untangle(low, high);
+    store(sum + c, low);
+    store(sum + c + W, high);
+  }
 }
 
 #endif
