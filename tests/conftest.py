@@ -157,13 +157,15 @@ OTHERS = [
 
 # Folders whose tests need verification as users have it: they are of what it sees.
 LONG = ("verify/", "soundness/", "fuzz/")
+NOT_LONG = ("verify/test_proofs",)  # of what is kept of it
 
 
 @pytest.fixture(autouse=True)
 def _short_texts(request: pytest.FixtureRequest) -> None:
     from tests.support.short_texts import short
 
-    short(not _name(request.path).startswith(LONG))
+    name = _name(request.path)
+    short(name in NOT_LONG or not name.startswith(LONG))
 
 
 @pytest.fixture(autouse=True)
