@@ -141,7 +141,7 @@ def test_equal_modules_share_one_program_and_have_their_own_weights(modules: dic
 
 
 def test_first_tokens_run_as_python(modules: dict[str, Any], pythons: list[str]) -> None:
-    ids = tokens(2, 5)
+    ids = tokens(1, 5)
     outs = {}
     for name, fast in modules.items():
         fast.reset()
