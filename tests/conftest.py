@@ -67,13 +67,21 @@ def pytest_configure(config: pytest.Config) -> None:
 def _quick(tmp_path_factory: pytest.TempPathFactory) -> None:
     import torch._dynamo.config  # imports Triton: not before `pytest_configure`
 
-    from tests.support import compiled_once, quick_arguments, quick_linking, quick_symbols, quick_tracing
+    from tests.support import (
+        compiled_once,
+        quick_arguments,
+        quick_assembling,
+        quick_linking,
+        quick_symbols,
+        quick_tracing,
+    )
 
     torch.set_num_threads(1)
     torch._dynamo.config.fake_tensor_cache_enabled = False
     own = tmp_path_factory.getbasetemp()
     compiled_once.install((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "compiled")
     quick_linking.install(own / "linker")
+    quick_assembling.install()
     quick_tracing.install()
     quick_symbols.install()
     quick_arguments.install()
