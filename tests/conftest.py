@@ -40,6 +40,9 @@ if not (_wants_gpu(sys.argv[1:]) or "PYTEST_XDIST_WORKER" in os.environ or torch
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
+# From before the first test is collected: thousands of items are made, and all of them stay.
+gc.set_threshold(400_000, 50, 100)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
@@ -64,13 +67,21 @@ def pytest_configure(config: pytest.Config) -> None:
 def _quick(tmp_path_factory: pytest.TempPathFactory) -> None:
     import torch._dynamo.config  # imports Triton: not before `pytest_configure`
 
-    from tests.support import compiled_once, quick_arguments, quick_symbols, quick_tracing
+    from tests.support import (
+        compiled_once,
+        quick_arguments,
+        quick_assembling,
+        quick_linking,
+        quick_symbols,
+        quick_tracing,
+    )
 
     torch.set_num_threads(1)
     torch._dynamo.config.fake_tensor_cache_enabled = False
-    gc.set_threshold(400_000, 50, 100)
     own = tmp_path_factory.getbasetemp()
     compiled_once.install((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "compiled")
+    quick_linking.install(own / "linker")
+    quick_assembling.install()
     quick_tracing.install()
     quick_symbols.install()
     quick_arguments.install()
@@ -154,13 +165,15 @@ OTHERS = [
 
 # Folders whose tests need verification as users have it: they are of what it sees.
 LONG = ("verify/", "soundness/", "fuzz/")
+NOT_LONG = ("verify/test_proofs",)  # of what is kept of it
 
 
 @pytest.fixture(autouse=True)
 def _short_texts(request: pytest.FixtureRequest) -> None:
     from tests.support.short_texts import short
 
-    short(not _name(request.path).startswith(LONG))
+    name = _name(request.path)
+    short(name in NOT_LONG or not name.startswith(LONG))
 
 
 @pytest.fixture(autouse=True)

@@ -181,13 +181,13 @@ def test_under_other_circumstances_too(other: str, monkeypatch: pytest.MonkeyPat
 def test_a_damaged_folder_is_made_anew(
     damage: Callable[[Path], object], compiled: list[str], tmp_path: Path
 ) -> None:
-    exact = stepped(kvcompile.optimize(make(NanoGPT), "baseline", **TINY))
+    exact = stepped(kvcompile.optimize(tiny_hf(), "baseline", **TINY))
     once = len(compiled)
     for folder in folders(tmp_path):
         damage(folder)
-    assert torch.equal(stepped(kvcompile.optimize(make(NanoGPT), "baseline", **TINY)), exact)
+    assert torch.equal(stepped(kvcompile.optimize(tiny_hf(), "baseline", **TINY)), exact)
     assert len(compiled) == 2 * once
-    assert torch.equal(stepped(kvcompile.optimize(make(NanoGPT), "baseline", **TINY)), exact)
+    assert torch.equal(stepped(kvcompile.optimize(tiny_hf(), "baseline", **TINY)), exact)
     assert len(compiled) == 2 * once
 
 
@@ -206,7 +206,7 @@ def test_none_are_kept(
     else:
         folder.mkdir(parents=True)
         folder.chmod(folder.stat().st_mode | stat.S_IWOTH)
-    fast = kvcompile.optimize(make(NanoGPT), "baseline", **TINY)
+    fast = kvcompile.optimize(tiny_hf(), "baseline", **TINY)
     assert _key(fast) is None
     assert reason == "not ours alone" or not folder.exists()
 
@@ -218,7 +218,7 @@ def test_a_full_disk_keeps_nothing_and_harms_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(kept_programs, "tempfile", SimpleNamespace(mkdtemp=full))
-    fast = kvcompile.optimize(make(NanoGPT), "baseline", **TINY)
+    fast = kvcompile.optimize(tiny_hf(), "baseline", **TINY)
     assert stepped(fast).shape[1] == 11 and compiled and folders(tmp_path) == []
 
 
@@ -229,5 +229,5 @@ def test_what_cannot_be_saved_is_not_kept_and_warns_nobody(
         raise RuntimeError("there is no artifact to save")
 
     monkeypatch.setattr(CacheCompiledArtifact, "save", refuse)
-    assert stepped(kvcompile.optimize(make(NanoGPT), "baseline", **TINY)).shape[1] == 11 and compiled
+    assert stepped(kvcompile.optimize(tiny_hf(), "baseline", **TINY)).shape[1] == 11 and compiled
     assert folders(tmp_path) == [] and not any(record.levelno >= logging.WARNING for record in caplog.records)

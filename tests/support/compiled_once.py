@@ -4,7 +4,7 @@ More than half of what the compiler takes for a kernel, it takes to read the pro
 library: here it reads them once for all kernels of the same flags, and the machine code is the same, byte for byte
 (`tests/support/test_compiled_once.py`). Only what every kernel includes anyway is read before: an `#include` that is
 missing in one is missed here, too. What tests compile into caches of their own, they get from the session's folder
-where it was compiled before, by this worker or by another.
+where it was compiled before, by this worker or by another; so they do what Inductor compiles.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from collections import Counter
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
+
+from torch._inductor import codecache
 
 from kvcompile.compile import ahead
 from kvcompile.kernels.cpp.host import compiler
@@ -26,6 +29,7 @@ from kvcompile.kernels.cpp.host import compiler
 BEGIN = ("#include KV_VECTORS", '#include "call.h"', '#include "codes.h"')
 HEADERS = ("vec_portable.h", "types.h", "exp2.h", "call.h", "codes.h")
 PLAIN = compiler._compile
+PLAIN_OF_INDUCTOR: Any = codecache._worker_compile_cpp
 AGAIN = 2  # kernels of the same flags are compiled as users compile them, before reading ahead pays
 
 
@@ -51,6 +55,18 @@ class CompiledOnce:
             return
         PLAIN(source, library, (*flags, *self.ahead(source.read_text("utf-8"), flags)))
         self._put(library, known)
+
+    def compile_of_inductor(self, lock: str, builders: Sequence[Any]) -> None:
+        """The hash in a library's name is of its text and of its flags."""
+        targets = [Path(builder.get_target_file_path()) for builder in builders]
+        libraries = {self.folder / path.name: path for path in targets if path.name.endswith(".main.so")}
+        for known, library in libraries.items():
+            if known.exists() and not library.exists():
+                self._put(known, library)
+        PLAIN_OF_INDUCTOR(lock, builders)
+        for known, library in libraries.items():
+            if not known.exists():
+                self._put(library, known)
 
     def ahead(self, text: str, flags: Sequence[str]) -> tuple[str, ...]:
         """Flags with which the compiler takes what it has read before."""
@@ -87,7 +103,9 @@ class CompiledOnce:
 def install(folder: Path) -> None:
     """For this process, and all that it forks."""
     folder.mkdir(exist_ok=True)
-    compiler._compile = CompiledOnce(folder).compile
+    once = CompiledOnce(folder)
+    compiler._compile = once.compile
+    codecache._worker_compile_cpp = once.compile_of_inductor
     ahead.begin_kernels = lambda *plans: (
         None
     )  # most tests run a few of a plan's kernels, and wait for those alone

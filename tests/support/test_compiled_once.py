@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch._inductor import codecache
+
 from kvcompile.kernels.cpp.host import source
 from kvcompile.kernels.cpp.host.attention import spec_of
 from kvcompile.kernels.cpp.isa import isa
@@ -30,3 +32,37 @@ def test_the_machine_code_is_the_same(tmp_path: Path) -> None:
         PLAIN(written, tmp_path / "kernel.so", (*flags, *more))
         made.append((tmp_path / "kernel.so").read_bytes())
     assert made[0] == made[1]
+
+
+class Builder:
+    """Of Inductor's, and how often it has compiled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target, self.built = target, 0
+
+    def get_target_file_path(self) -> str:
+        return str(self.target)
+
+    def build(self) -> None:
+        self.built += 1
+        self.target.write_text("code")
+
+
+def test_inductors_libraries_go_from_cache_to_cache(tmp_path: Path) -> None:
+    """And nothing else of it: a header's name says nothing of its text."""
+    made = codecache._worker_compile_cpp
+    assert getattr(made, "__func__", None) is CompiledOnce.compile_of_inductor
+    once, built = CompiledOnce(tmp_path), {}
+    for cache in ("one", "other"):
+        (tmp_path / cache).mkdir()
+        for name in ("ab.main.so", "cd.main.so", "ef.h.gch"):
+            builder = Builder(tmp_path / cache / name)
+            once.compile_of_inductor(str(tmp_path / "lock"), [builder])
+            assert builder.target.read_text() == "code"
+            built[cache, name] = builder.built
+    assert built == {
+        **{("one", name): 1 for name in ("ab.main.so", "cd.main.so", "ef.h.gch")},
+        ("other", "ab.main.so"): 0,
+        ("other", "cd.main.so"): 0,
+        ("other", "ef.h.gch"): 1,
+    }

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcompile.kernels.cpp.host import ops
 from kvcompile.kernels.cpp.host.compiler import compiler
 from kvcompile.kernels.cpp.isa import VARIABLE, available
 from tests.kernels.cpp.test_attention import CASES, PROMPTS, WHOLE
@@ -86,8 +87,12 @@ def sanitized(
     )
 
 
-def test_one_case_is_clean_and_an_access_beyond_a_tensor_is_found(tmp_path: Path) -> None:
+def test_one_case_is_clean_and_an_access_beyond_a_tensor_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second says that the sanitizers are there: the newest token goes far behind the last slot."""
+    monkeypatch.setenv("KVCOMPILE_CACHE_DIR", str(tmp_path))
+    ops.launcher()  # it is compiled as ever, and the process finds it
     broken = ("plain", "const int64_t slot = token;", "const int64_t slot = token + 40;")
     done = sanitized(["in cache"], tmp_path, available()[0].name, broken, whole=False)
     assert done.stdout == "in cache\ndone\n", done.stderr[-3000:]
