@@ -242,8 +242,8 @@ KERNELS = (
     broken(
         "generated eviction takes the newest of equals",
         "kernels/triton/templates/evict.jinja",
-        "((value == lowest) & (token < oldest))",
-        "((value == lowest) & (token > oldest))",
+        "((value == other_value) & (token < other_token))",
+        "((value == other_value) & (token > other_token))",
         "tests/kernels/triton/retention/test_evict.py",
     ),
     broken(

@@ -57,9 +57,30 @@ TRITON = (
     broken(
         "a tile of score has the level of the tile before it",
         "kernels/triton/templates/score.py.jinja",
-        "(slot // {{ tile }})[None, :]",
-        "(slot // {{ tile }} - (slot >= {{ tile }}))[None, :]",
+        "tl.load(row + {{ of_level }}{{",
+        "tl.load(row + {{ of_level }} - (first > 0){{",
         "tests/kernels/triton/retention/test_evict.py",
+    ),
+    broken(
+        "slots of no token get a share",
+        "kernels/triton/templates/score.py.jinja",
+        "tl.where(there, before + share, before)",
+        "before + share",
+        "tests/kernels/triton/retention/test_evict.py",
+    ),
+    broken(
+        "the slot is one of the last tile",
+        "kernels/triton/templates/evict.jinja",
+        "sooner(lowest, oldest, place, value, token, slot)",
+        "value, token, slot",
+        "tests/kernels/triton/retention/test_evict.py",
+    ),
+    broken(
+        "a copy that is asked for later comes with the first",
+        "kernels/triton/tools/sass.py",
+        "copied = now + 1",
+        "copied = 1",
+        "tests/kernels/triton/tools/test_sass.py",
     ),
     broken(
         "a program gives its level to the first of its tiles alone",

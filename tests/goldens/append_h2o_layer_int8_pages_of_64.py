@@ -20,32 +20,28 @@ def to_nearest_even(x):
 
 
 @triton.jit
+def sooner(value, token, slot, other_value, other_token, other_slot):
+    """Of two slots the one that is given up sooner: it has the lower value, or the older token."""
+    first = (value < other_value) | ((value == other_value) & (token < other_token))
+    value = tl.where(first, value, other_value)
+    return value, tl.where(first, token, other_token), tl.where(first, slot, other_slot)
+
+
+@triton.jit
 def evicted(tokens, scores, pos):
-    """The slot that the token at `pos` takes among 1024, in which it is noted: h2o 4 sinks + 508 heavy + 512 recent, sum, per layer."""
-    given_up = 0
-    if pos >= 1024:
-        # Of each lane, the lowest value so far, the oldest token that has it, and its slot.
-        lowest = tl.full([1024], float("inf"), tl.float32)
-        oldest = tl.full([1024], 2147483647, tl.int32)
-        place = tl.zeros([1024], tl.int32)
-        for start in range(0, 1024, 1024):
-            slot = start + tl.arange(0, 1024)
-            token = tl.load(tokens + slot)
-            score = tl.load(scores + slot)
-            value = score
-            may_go = (token >= 4) & (token <= pos - 512)
-            better = may_go & ((value < lowest) | ((value == lowest) & (token < oldest)))
-            lowest = tl.where(better, value, lowest)
-            oldest = tl.where(better, token, oldest)
-            place = tl.where(better, slot, place)
-        best = lowest == tl.min(lowest, axis=0)
-        best = best & (oldest == tl.min(tl.where(best, oldest, 2147483647), axis=0))
-        given_up = tl.min(tl.where(best, place, 1024), axis=0)
-    found = -1
-    if pos >= 0:
-        found = tl.where((pos < 1024), pos, given_up)
-        tl.store(tokens + found, pos)
-        tl.store(scores + found, 0.0)
+    """The slot that the token at `pos` [1] takes among 1024, in which it is noted: h2o 4 sinks + 508 heavy + 512 recent, sum, per layer."""
+    slot = tl.arange(0, 1024)
+    # Read while slots are free as well: nothing that is read then matters, and no load waits for another.
+    token = tl.load(tokens + slot)
+    score = tl.load(scores + slot)
+    value = score
+    may_go = (token >= 4) & (token <= pos - 512)
+    # Bits of numbers that are not negative are in the order of the numbers.
+    value = tl.where(may_go, value.to(tl.int32, bitcast=True), 2147483647)
+    _, _, given_up = tl.reduce((value, token, slot), 0, sooner)
+    found = tl.where((pos < 1024), pos, given_up)
+    tl.store(tokens + found, pos, mask=pos >= 0)
+    tl.store(scores + found, 0.0, mask=pos >= 0)
     return found
 
 
@@ -84,10 +80,9 @@ def append(
         tl.store(arrivals_ptr + batch * 32 + count, tl.zeros([32], tl.int32))
     if work < 1:  # keys and values
         head = work * 8 + tl.arange(0, 8)
-        given = evicted(slots_token_ptr + batch * slots_token_s0, slots_score_ptr + batch * slots_score_s0, tl.load(positions_ptr + batch * positions_s0).to(tl.int32))
         c = tl.arange(0, 128)[None, :]
         row = k_ptr + batch * k_s0 + (head * k_s1)[:, None]
-        x = tl.load(row + c, mask=real[:, None], other=0.0).to(tl.float32)
+        x = tl.load(row + c).to(tl.float32)
         first = c < 64
         partner = tl.where(first, c + 64, c - 64)
         partner = tl.max_contiguous(tl.multiple_of(partner, [1, 16]), [1, 16])
@@ -97,7 +92,15 @@ def append(
         sin = tl.load(sin_ptr + place * sin_s0 + c, mask=real[:, None], other=0.0)
         across = sign * tl.load(row + partner, mask=real[:, None], other=0.0).to(tl.float32)
         x = (x * cos + across * sin).to(tl.bfloat16).to(tl.float32)
-        slot = given + tl.zeros([1], tl.int32)
+        keys = x
+        c = tl.arange(0, 128)[None, :]
+        row = v_ptr + batch * v_s0 + (head * v_s1)[:, None]
+        x = tl.load(row + c).to(tl.float32)
+        values = x
+        given = evicted(slots_token_ptr + batch * slots_token_s0, slots_score_ptr + batch * slots_score_s0, pos)
+        x = keys
+        c = tl.arange(0, 128)[None, :]
+        slot = given
         kept = real
         page = tl.load(page_table_ptr + batch * page_table_s0 + (slot // 64), mask=real, other=0).to(tl.int64)
         slot = slot % 64
@@ -109,10 +112,9 @@ def append(
         at = keys_data_ptr + (head * keys_data_s1)[:, None] + (page * keys_data_s0 + slot * keys_data_s2)[:, None]
         tl.store(at + c, tl.minimum(tl.maximum(q, -127.0), 127.0).to(tl.int8), mask=kept[:, None])
         tl.store(keys_scale_ptr + page * keys_scale_s0 + head * keys_scale_s1 + slot, scale, mask=kept)
+        x = values
         c = tl.arange(0, 128)[None, :]
-        row = v_ptr + batch * v_s0 + (head * v_s1)[:, None]
-        x = tl.load(row + c, mask=real[:, None], other=0.0).to(tl.float32)
-        slot = given + tl.zeros([1], tl.int32)
+        slot = given
         kept = real
         page = tl.load(page_table_ptr + batch * page_table_s0 + (slot // 64), mask=real, other=0).to(tl.int64)
         slot = slot % 64

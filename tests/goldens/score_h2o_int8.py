@@ -27,21 +27,23 @@ def score(
     """
     batch = tl.program_id(2).to(tl.int64)
     own = tl.program_id(1).to(tl.int64)
-    slot = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    first = tl.program_id(0) * 16 + tl.arange(0, 16)  # tiles, each of which has a level
+    slot = first[:, None] * 64 + tl.arange(0, 64)[None, :]
     pos = tl.load(positions_ptr + batch * positions_s0)
-    # Slots fill in the order of tokens.
+    # Slots fill in the order of tokens. What stands in those that are free is read, and means nothing.
     there = (slot <= pos)
-    member = tl.arange(0, 4)
-    share = tl.zeros([1024], tl.float32)
-    head = own
-    lse = tl.load(lse_ptr + batch * lse_s0 + head * 4 + member)
-    row = logits_ptr + batch * logits_s0 + head * logits_s1 + member[:, None].to(tl.int64) * logits_s2
-    logit = tl.load(row + slot[None, :], mask=there[None, :], other=-float("inf")).to(tl.float32)
-    row = levels_ptr + batch * levels_s0 + head * levels_s1 + member[:, None].to(tl.int64) * levels_s2
-    level = tl.load(row + (slot // 64)[None, :], mask=there[None, :], other=0.0)
-    # What no query sees has no share, even where none sees anything.
-    p = tl.where(logit == -float("inf"), 0.0, tl.exp2(logit + (level - lse[:, None])))
-    share = tl.sum(p, axis=0)
-    share = share / 4.0
     at = score_ptr + batch * score_s0 + own * score_s1 + slot
-    tl.store(at, tl.load(at, mask=there, other=0.0) + share, mask=there)
+    before = tl.load(at)
+    share = tl.zeros([16, 64], tl.float32)
+    head = own
+    for member in tl.static_range(4):
+        lse = tl.load(lse_ptr + batch * lse_s0 + head * 4 + member)
+        row = logits_ptr + batch * logits_s0 + head * logits_s1 + member * logits_s2
+        logit = tl.load(row + slot).to(tl.float32)
+        row = levels_ptr + batch * levels_s0 + head * levels_s1 + member * levels_s2
+        level = tl.load(row + first)
+        # What no query sees has no share, even where none sees anything.
+        p = tl.where(logit == -float("inf"), 0.0, tl.exp2(logit + (level - lse)[:, None]))
+        share = share + p
+    share = share / 4.0
+    tl.store(at, tl.where(there, before + share, before))

@@ -249,7 +249,8 @@ def works(spec: KernelSpec) -> list[Work]:
         found.append(Work("queries", spec.num_qo_heads, tuple(_query(spec, rows)), rows))
     for side in () if slots.evicts(spec) else sides(spec):
         rows = _rows(spec, spec.num_kv_heads)
-        found.append(Work(side.name, spec.num_kv_heads, tuple(_new(spec, side, rows)), rows))
+        lines = (*_new(spec, side, rows), *_written(spec, side, rows))
+        found.append(Work(side.name, spec.num_kv_heads, lines, rows))
     if _has(spec, "prefixes"):
         found.append(Work(_COMMON, 1, (common_pages.call(),)))
     return found
@@ -261,24 +262,34 @@ def _rows(spec: KernelSpec, heads: int) -> int:
 
 
 def _evicting(spec: KernelSpec) -> Work:
-    """Keys and values of the heads that share a slot, which is found first."""
+    """Keys and values of the heads that share a slot, which is found between: new vectors do not wait for it."""
     shared = spec.num_kv_heads // spec.score_heads
-    rows = power_of_two(shared)
-    lines = list(evict.call(spec))
-    for side in sides(spec):
-        lines += _new(spec, side, rows)
-    return Work(" and ".join(side.name for side in sides(spec)), spec.num_kv_heads, tuple(lines), rows)
+    rows, own = power_of_two(shared), sides(spec)
+    lines: list[str] = []
+    for side in own:
+        lines += [*_new(spec, side, rows), f"{side.name} = x"]
+    lines += evict.call(spec)
+    for side in own:
+        lines += [f"x = {side.name}", f"c = tl.arange(0, {power_of_two(side.dim)})[None, :]"]
+        lines += _written(spec, side, rows)
+    return Work(" and ".join(side.name for side in own), spec.num_kv_heads, tuple(lines), rows)
 
 
-def _vectors(tile: Tile, name: str) -> list[str]:
-    """Statements that read the new vectors called `name`; padding is zeros."""
+def _vectors(tile: Tile, name: str, at_once: bool = False) -> list[str]:
+    """Statements that read the new vectors called `name`; padding is zeros.
+
+    at_once: before it is known what is padding, whose vectors are read as well
+    """
     lines = [
         f"c = tl.arange(0, {tile.width})[None, :]",
         f"row = {tile.row(name)}",
     ]
     real = f"{tile.among('real')}[:, None]"
-    guard = f"{real} & (c < {tile.dim})" if tile.padded else real
-    return [*lines, f"x = tl.load(row + c, mask={guard}, other=0.0).to(tl.float32)"]
+    if at_once:
+        real = "there[:, None]" if tile.surplus else ""
+    guard = " & ".join(part for part in (real, f"(c < {tile.dim})" if tile.padded else "") if part)
+    mask = f", mask={guard}, other=0.0" if guard else ""
+    return [*lines, f"x = tl.load(row + c{mask}).to(tl.float32)"]
 
 
 def _output(tile: Tile, name: str, value: str) -> list[str]:
@@ -317,27 +328,38 @@ def _place(spec: KernelSpec) -> str:
 
 
 def _new(spec: KernelSpec, side: Side, rows: int) -> list[str]:
-    """What is done with new keys, or values."""
+    """Statements that make new keys, or values, as they are kept: `x`."""
     tile = _tile(spec, side, rows, spec.num_kv_heads)
-    lines = _vectors(tile, side.letter)
-    kept = tile
+    lines = _vectors(tile, side.letter, slots.evicts(spec) and not _has(spec, f"{side.letter}_out"))
     if not _has(spec, "in_basis"):
         if side.letter == "k" and _has(spec, "rope") and (form := _form(spec)):
             lines += [*transform.partners(form, tile), *transform.apply_rope(form, tile, "row", "pos")]
         if side.turned:
             lines.append(transform.apply_hadamard(tile))
-            if side.in_full or side.settled.code == "model":
+            if not _wide(spec, side):
                 lines.append(f"x = {transform.rounded('x', tile)}")
-            else:
-                kept = replace(tile, dtype="float32")
     if _has(spec, f"{side.letter}_out"):
         lines += _output(tile, f"{side.letter}_out", stored("x", tile.dtype, tile.interpreted))
+    return lines
+
+
+def _wide(spec: KernelSpec, side: Side) -> bool:
+    """Whether vectors that a rotation turned are encoded as they are: not rounded to the model's dtype before."""
+    turned = side.turned and not _has(spec, "in_basis")
+    return turned and not (side.in_full or side.settled.code == "model")
+
+
+def _written(spec: KernelSpec, side: Side, rows: int) -> list[str]:
+    """Statements that write `x` to the rows and slots of its tokens."""
+    tile = _tile(spec, side, rows, spec.num_kv_heads)
+    lines: list[str] = []
     parts = {part.name.removeprefix(f"{side.name}_"): part for part in side.params(spec)}
     one = _has(spec, "one")
     if _has(spec, "full", "only_full") and side.in_full:
         lines += append_residual.written(side, parts["full"], tile, one)
     if side.grouped or _has(spec, "only_full"):
         return lines
+    kept = replace(tile, dtype="float32") if _wide(spec, side) else tile
     becomes = encoded(side.settled, spec.dtype, kept)
     lines += [*slots.of_tokens(spec, tile), *becomes.lines]
     where = slots.first(spec)

@@ -62,7 +62,7 @@ def of_tokens(spec: KernelSpec, tile: Tile) -> list[str]:
         return ["kept = real", "slot = token.to(tl.int64)"]
     lines = []
     if evicts(spec):
-        lines += ["slot = given + tl.zeros([1], tl.int32)", f"kept = {tile.among('real')}"]
+        lines += ["slot = given", f"kept = {tile.among('real')}"]
     elif isinstance(layout.retention, Scored):
         score_head = " + head * slots_s1" if layout.retention.granularity == "kv_head" else ""
         at = f"slots_ptr + batch * slots_s0{score_head} + token"

@@ -96,12 +96,14 @@ def turn_of(fact: Assembled, own: Work, made: Made, model: Model) -> Turn:
     operations = 2.0 * spec.block_m * spec.block_n * (spec.head_dim + spec.v_head_dim)
     takes = clocks(fact.opcodes, warps, model, operations)
     pipe = max(takes, key=lambda name: takes[name])
-    busy = takes[pipe] * own.part / clock
-    alone = (sum(fact.opcodes.values()) * _pace(warps, assumed) + fact.barriers * assumed.barrier) * own.part
+    part = own.part * (own.tiles if fact.instructions is not None else 1)
+    busy = takes[pipe] * part / clock
+    alone = (sum(fact.opcodes.values()) * _pace(warps, assumed) + fact.barriers * assumed.barrier) * part
     miss = assumed.miss * assumed.busy
     waits = 0.0
     if lines is None:
-        waits = own.waits * (assumed.hit if own.written else assumed.miss)
+        count = fact.waits if own.waits is None else own.waits
+        waits = count * (assumed.hit if own.written else assumed.miss)
     elif lines.sync_loads:
         # The first goes to memory; what stands beside it came with it.
         waits = miss + (lines.sync_loads - 1) * assumed.hit

@@ -30,26 +30,30 @@ _SHARES, _NUMBERS, _FEW = 64, 8192, 16
 _LISTED = "listed"  # the option of a decode kernel whose programs share a line of all tiles
 # Loads that wait for each other, before the first turn of a role that attends: positions, then the first tile.
 _BEFORE = 2
-# The same in a turn of a role whose loop has no pipeline: positions, then what stands there, and so on.
-_WAITS = {"combine": 2, "append": 2, "group": 2, "score": 2, "page_bounds": 2, "page_copy": 2}
+# The same in a turn of a role whose loop has no pipeline: positions, then what stands there, and so on. Programs of
+# `score`, and those of append that find a slot, execute all of their text: machine code says it of them.
+_WAITS = {"combine": 2, "append": 2, "group": 2, "score": None, "page_bounds": 2, "page_copy": 2}
 
 
 @dataclass(frozen=True)
 class Work:
     """programs: turns of each, in the order of the grid; bytes, near: of a turn, from memory, and from the L2 cache
 
-    before: loads that wait for each other until a program's first turn; waits: those in a turn that has no pipeline
+    before: loads that wait for each other until a program's first turn
+    waits:   those in a turn that has no pipeline; None: as many as machine code says
     written: whether what is read was written by the launch before, so that the L2 cache has it
     part:    of the instructions that facts have of a turn, what a program executes
+    tiles:   turns of its loop, where it has one, in what counts as a turn here
     """
 
     programs: tuple[float, ...]
     bytes: float
     near: float
     before: int
-    waits: int
+    waits: int | None
     written: bool = False
     part: float = 1.0
+    tiles: int = 1
 
 
 def work(made: Made, shape: Shape) -> Work:
@@ -171,7 +175,8 @@ def _append(made: Made, shape: Shape) -> Work:
     others = made.programs // sequences - searching
     programs = ((1.0,) * searching + (_QUERIES,) * others) * sequences
     each = memory.other_bytes(made, shape) / sum(programs)
-    return Work(programs, each, each, 0, _WAITS["append"] + 1)
+    tiles = -(-made.spec.layout.slots(None) // made.spec.block_m)
+    return Work(programs, each, each, 0, None, tiles=tiles)
 
 
 def _flat(made: Made, shape: Shape) -> Work:

@@ -3,12 +3,13 @@
     slot = pos while slots are free, else that of the lowest score among tokens with sinks <= token <= pos - recent
     score: as it is, or score / (pos - token) for "mean_age"; of equal ones the oldest goes
 
-The function notes the token in its slot and sets its score to 0. It goes over a head's slots in tiles: it keeps the
-lowest of each lane, and compares the lanes once at the end. Of padding (a negative position) the slot is -1, and
-nothing is noted.
+The function notes the token in its slot and sets its score to 0. It goes over a head's slots in tiles, which are copied
+to shared memory ahead of it: it keeps the slot of each lane that is given up soonest, and one reduction compares the
+lanes. Scores are sums of probabilities: their bits, as whole numbers, are in their order. Of padding (a negative
+position) the slot is -1, and nothing is noted.
 
-Order: what a program reads here, itself writes behind a reduction over all that it has read, so that no thread reads a
-slot after another has noted the token there. One program of a launch has the notes of a score head of a sequence: no
+Order: what a program reads here, itself writes behind the reduction over all that it has read, so that no thread reads
+a slot after another has noted the token there. One program of a launch has the notes of a score head of a sequence: no
 other reads or writes them. Attention, which may ask which token a slot holds, is a later launch on the same stream.
 
 Slots that are looked at at once: spec.block_m. Tensors: slots_token int32 and slots_score float32 [B, Hkv or 1, slots].
@@ -26,7 +27,8 @@ from kvcompile.kernels.triton.tile.symbolic import printed
 from kvcompile.layouts import Scored
 from kvcompile.layouts import symbols as sy
 
-_LARGEST_TILE = 4096
+# Slots. A thread of eight warps takes eight of a tile, and a multiprocessor has room for copies of four tiles.
+_LARGEST_TILE, _TILES = 2048, 4
 PARAMS: tuple[Param, ...] = (
     TensorParam("slots_token", torch.int32, 3),
     TensorParam("slots_score", torch.float32, 3),
@@ -44,6 +46,7 @@ def function(spec: KernelSpec) -> str:
         "evict.jinja",
         retention=retention,
         block=spec.block_m,
+        stages=min(-(-int(retention.tokens) // spec.block_m), _TILES) + 1,
         value=value,
         address=printed(spec.layout.address, {sy.pos: "pos", sy.given_up: "given_up"}),
     ).rstrip()
@@ -55,7 +58,7 @@ def call(spec: KernelSpec) -> tuple[str, ...]:
     token, score = (
         f"{name}_ptr + batch * {name}_s0{own.format(name=name)}" for name in ("slots_token", "slots_score")
     )
-    return (f"given = evicted({token}, {score}, tl.load(positions_ptr + batch * positions_s0).to(tl.int32))",)
+    return (f"given = evicted({token}, {score}, pos)",)
 
 
 def block(slots: int) -> int:

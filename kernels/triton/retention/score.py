@@ -62,14 +62,16 @@ def generate(spec: KernelSpec) -> KernelSource:
         raise ValueError(f"{retention}: tokens vote in a prompt alone, no step changes a score")
     heads = spec.num_kv_heads if retention.granularity == "layer" else 1
     params = _params(spec)
+    tile = min(spec.block_m, spec.block_n)
     text = rendered(
         "score.py.jinja",
         params=params,
         retention=retention,
         block=spec.block_n,
-        tile=spec.block_m,
+        tile=tile,
+        tiles_of_level=spec.block_m // tile,
+        levels=-(-retention.tokens // spec.block_m),
         group=spec.group,
-        rows=power_of_two(spec.group),
         heads=heads,
         pool="tl.max" if retention.pooling == "max" else "tl.sum",
         count=spec.group * heads,

@@ -82,6 +82,7 @@ class Assembled:
     pipeline:     of the main loop, by its TTGIR (`ttgir.Pipeline`); None: it has no product
     opcodes:      with their modifiers, of the main loop (or, where there is none, of all of it) -> how many
     outside:      instructions that are in no loop
+    waits:        for global memory, one after another, where the code runs straight through (`sass.waits`)
     """
 
     role: str
@@ -101,6 +102,7 @@ class Assembled:
     pipeline: ttgir.Pipeline | None = None
     opcodes: dict[str, int] = field(default_factory=dict)
     outside: int = 0
+    waits: int = 0
     handovers: tuple[str, ...] = ()
     overtaken: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
@@ -235,6 +237,7 @@ def _assembled(request: Request, listing: bool) -> Assembled:
         pipeline=ttgir.pipeline(compiled.asm["ttgir"]),
         opcodes=sass.full_opcodes(code if loop is None else loop.body),
         outside=sass.outside(code, loops),
+        waits=sass.waits(code),
         handovers=ptx.handovers(compiled.asm["ptx"]),
         overtaken=ttgir.overtaken(compiled.asm["ttgir"]),
         lost=descriptors.lost(code),

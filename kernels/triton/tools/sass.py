@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.+?)\s*;")
 _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
 _TARGET = re.compile(r"\b(?:BRA|BRX|JMP)\b.*?0x([0-9a-f]+)")
 _RESOURCES = re.compile(r"\b(REG|STACK|SHARED|LOCAL):(\d+)")
+_REGISTER = re.compile(r"(?<![A-Z])R(\d+)(\.64)?")
 _MATRIX = ("HMMA", "IMMA", "QMMA", "BMMA", "HGMMA", "IGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "UTCIMMA", "OMMA")
 _GLOBAL = ("LDG", "LDGSTS", "LD")
 _BULK = ("UBLKCP", "UTMALDG")
@@ -56,6 +57,11 @@ class Instruction:
             return 0
         if self.name not in _GLOBAL:
             return None
+        return self.bits
+
+    @property
+    def bits(self) -> int:
+        """Of a load or store, what it says that a thread moves."""
         return next((_WIDTH[part] for part in self.opcode.split(".") if part in _WIDTH), 32)
 
 
@@ -122,6 +128,41 @@ def loops(code: Sequence[Instruction]) -> tuple[Loop, ...]:
 def full_opcodes(code: Iterable[Instruction]) -> dict[str, int]:
     """Opcodes with their modifiers -> how many, without what does nothing."""
     return dict(sorted(Counter(one.opcode for one in code if one.name != "NOP").items()))
+
+
+def waits(code: Iterable[Instruction]) -> int:
+    """How often a thread waits for global memory, one load after another: of straight code, which is read as it stands.
+
+    Loads that are all asked for before one of them is used are waited for once; so are copies to shared memory.
+    """
+    now, copied = 0, 0
+    ready: dict[int, int] = {}  # when a register has what was loaded
+    for one in code:
+        operands = one.bare.partition(" ")[2]
+        if one.name == "DEPBAR":
+            now = max(now, copied)
+        elif one.name == "LDGSTS" and not operands.endswith("!PT"):  # that one is never made
+            now = max(now, _arrived(ready, operands))
+            copied = now + 1
+        elif one.name in ("LDG", "LD"):
+            target, _, address = operands.partition(",")
+            now = max(now, _arrived(ready, address))
+            first = int(target.strip().removeprefix("R"))
+            ready |= {first + word: now + 1 for word in range(max(1, one.bits // 32))}
+        else:
+            stored = one.name in ("STG", "STS", "ST")
+            now = max(now, _arrived(ready, operands, one.bits // 32 if stored else 1))
+    return now
+
+
+def _arrived(ready: Mapping[int, int], operands: str, words: int = 1) -> int:
+    """When the registers of operands have what was loaded; words: that the last operand has"""
+    *others, last = operands.rpartition(",")
+    found = 0
+    for text, least in ((others[0], 1), (last, words)):
+        for first, pair in _REGISTER.findall(text):
+            found = max(found, *(ready.get(int(first) + word, 0) for word in range(2 if pair else least)), 0)
+    return found
 
 
 def outside(code: Sequence[Instruction], found: Sequence[Loop]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvcompile.kernels.spec import SiteSpec
@@ -97,6 +99,24 @@ def test_every_role_assembles() -> None:
             request("page_copy", SCORED, page_copy.words(8 * 32 * 128), block_n=1024),
         ]
     )
+
+
+def test_notes_are_asked_for_at_once() -> None:
+    """A search waits for memory once, with positions and all notes on their way; keys that turn wait for their angles.
+
+    Of few slots, which are one tile and no copy, a compiler asks as late as it can.
+    """
+    most = CacheLayout(placement=Slots(), retention=Scored(4, 4092, 4096))
+    scores = [request("score", layout, block_n=1024) for layout in (SCORED, most)]
+    scores = [replace(one, spec=replace(one.spec, block_m=64), num_warps=8) for one in scores]
+    searches = [
+        request("append", layout, "one", *more) for layout in (SCORED, most) for more in ((), ("rope",))
+    ]
+    made = assemble([*searches, *scores])
+    waits = [item.waits for item in made]
+    assert waits[2] == 1 and waits[4:] == [1, 1] and max(waits) <= 3, waits
+    # Words of several slots, and no number goes from thread to thread.
+    assert all(max(item.loads) >= 64 and min(item.loads) >= 32 and not item.shared for item in made[4:])
 
 
 LAYOUTS = [

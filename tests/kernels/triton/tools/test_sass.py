@@ -10,6 +10,7 @@ from kvcompile.kernels.triton.tools.sass import (
     outside,
     resources,
     spills,
+    waits,
 )
 
 # Two loops in a third: 0x20-0x70 without masks, 0x90-0xd0 with; then the branch to itself that ends every kernel.
@@ -81,3 +82,34 @@ def test_local_memory_is_spilling() -> None:
         " Function f:\n  REG:136 STACK:16 SHARED:1024 LOCAL:0 CONSTANT[0]:632 TEXTURE:0 SURFACE:0 SAMPLER:0"
     )
     assert resources(usage) == {"REG": 136, "STACK": 16, "SHARED": 1024, "LOCAL": 0}
+
+
+def test_loads_are_waited_for_where_they_are_used() -> None:
+    """Once for those that are asked for together, pairs and stored words among them; copies never made are none."""
+    together = """
+        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0010*/              @!P0 LDG.E R8, desc[UR4][R2.64+0x10] ;
+        /*0020*/                   LDGSTS.E.BYPASS.128 [R9], desc[UR4][R2.64] ;
+        /*0030*/                   ISETP.GT.AND P1, PT, R7, R10, PT ;
+        /*0040*/                   LDGSTS.E.BYPASS.128 [R9], desc[UR4][R2.64], !PT ;
+        /*0050*/                   DEPBAR.LE SB0, 0x0 ;
+        /*0060*/                   STG.E desc[UR4][R12.64], R8 ;
+"""
+    assert waits(instructions(together)) == 1
+    assert waits(instructions(together.replace(", !PT ;\n        /*0050", " ;\n        /*0050"))) == 2
+    chain = """
+        /*0000*/                   LDG.E.64 R4, desc[UR4][R2.64] ;
+        /*0010*/                   LDG.E.128 R8, desc[UR4][R4.64] ;
+        /*0020*/                   {use} ;
+        /*0030*/                   LDG.E R14, desc[UR4][R2.64] ;
+        /*0040*/                   FADD R1, R1, R14 ;
+"""
+    for use, wanted in (
+        ("FADD R12, R7, R7", 2),
+        ("FADD R12, R7, R11", 3),
+        ("IMAD.WIDE R12, R1, 0x4, R10.64", 3),
+        ("STG.E.64 desc[UR4][R2.64], R10", 3),
+        ("STG.E desc[UR4][R2.64], R12", 2),
+    ):
+        assert waits(instructions(chain.format(use=use))) == wanted, use
+    assert waits(instructions("/*0000*/  EXIT ;")) == 0
