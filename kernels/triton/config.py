@@ -189,11 +189,11 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
         block_n = case.page  # one address for all slots of a tile
     if case.role == "prefill" and device.arch == 90 and _many_pieces(case, site):
         block_n = min(block_n, _FEW_SLOTS)
-    rows = step_rows(case) if case.role == "decode" else config.block_m
     smallest = max(1, _SMALLEST // case.stack)
     if case.role == "prefill" and site.score.mod is not None:
-        # A tile of what an expression goes through does not fit the registers of fewer warps.
-        config = replace(config, num_warps=max(config.num_warps, 8))
+        # A tile of what an expression goes through does not fit the registers of fewer warps, nor with more rows.
+        config = replace(config, num_warps=max(config.num_warps, 8), block_m=min(config.block_m, 64))
+    rows = step_rows(case) if case.role == "decode" else config.block_m
     config = replace(config, block_m=max(smallest, rows), block_n=max(_SMALLEST, block_n))
     sides = 1 if site.layout.in_keys else 2
     row = case.dim * sides * max(case.bits, 8) // 8

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvcompile.expression import Instruction, ScoreMod
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton import config as module
 from kvcompile.kernels.triton.config import (
@@ -33,6 +34,7 @@ from kvcompile.layouts import (
     uint,
     with_hadamard,
 )
+from kvcompile.specs import ScoreSpec
 
 H200 = Device("NVIDIA H200", 90, 132)
 A100 = Device("NVIDIA A100-SXM4-80GB", 80, 108)
@@ -63,6 +65,18 @@ def test_every_case_has_an_entry_that_fits(device: Device) -> None:
             assert own.block_m >= min(rows, most)
             tile = own.block_n * dim * 2 * max(bits, 8) // 8
             assert tile * max(own.num_stages - 1, 1) <= device.shared or own.block_n == 16, case
+
+
+def test_two_warp_groups_share_a_tile_of_a_prompt() -> None:
+    """Of 16 bits on sm_90; what an expression goes through keeps the registers of 64 rows."""
+    site = SiteSpec(CacheLayout(), 0.1)
+    case = case_of("prefill", site, 32, 8, 128, 128, torch.bfloat16)
+    own = config(case, site, H200)
+    assert (own.block_m, own.block_n, own.num_warps, own.num_stages) == (128, 64, 8, 3)
+    assert config(case, site, A100).block_m == 64
+    mod = ScoreMod((Instruction("leaf", "bool", (), 0),), ("pair",), mask=0)
+    own = config(case, SiteSpec(CacheLayout(), 0.1, score=ScoreSpec(mod=mod)), H200)
+    assert (own.block_m, own.num_warps) == (64, 8)
 
 
 def test_conditions() -> None:
