@@ -6,7 +6,12 @@
 //
 // One sequence, greedy. docs/artifacts.md describes the protocol with batches and padding.
 
-#include <ATen/ATen.h>
+#include <ATen/Tensor.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/from_file.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
@@ -162,7 +167,7 @@ class Artifact {
     const Json& graph = graph_for(tokens);
     const auto whole = at::TensorOptions(at::kLong);
     given_["input_ids"] = at::tensor(ids, whole).unsqueeze(0).to(device_);
-    given_["positions"] = (at::arange(tokens, whole) + seen_).unsqueeze(0).to(device_);
+    given_["positions"] = at::arange(seen_, seen_ + tokens, whole).unsqueeze(0).to(device_);
     given_["seq_lens"] = at::full({1}, seen_, whole).to(device_);  // before this call
     given_["keep"] = at::full({1}, tokens - 1, whole).to(device_);  // which tokens' logits are wanted
     const int64_t span = (seen_ + tokens + kBlock - 1) / kBlock * kBlock;  // only its length counts
