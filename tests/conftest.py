@@ -71,7 +71,6 @@ def _quick(tmp_path_factory: pytest.TempPathFactory) -> None:
         compiled_once,
         quick_arguments,
         quick_assembling,
-        quick_linking,
         quick_symbols,
         quick_tracing,
     )
@@ -80,7 +79,6 @@ def _quick(tmp_path_factory: pytest.TempPathFactory) -> None:
     torch._dynamo.config.fake_tensor_cache_enabled = False
     own = tmp_path_factory.getbasetemp()
     compiled_once.install((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "compiled")
-    quick_linking.install(own / "linker")
     quick_assembling.install()
     quick_tracing.install()
     quick_symbols.install()
