@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch._inductor import codecache
 from torch._inductor.utils import fresh_cache
 
 import kvcompile
+from kvcompile import api
 from kvcompile.compile import ahead, instruction_sets
 from kvcompile.errors import CompileError
 from kvcompile.kernels.cpp import available
@@ -266,6 +268,23 @@ def test_verification_has_the_kernels_of_the_lossless_plan(monkeypatch: pytest.M
     monkeypatch.setattr(ahead, "begin_kernels", lambda *plans: begun.extend(plans))
     kvcompile.optimize(tiny_hf("llama"), "int8", compile={"mode": "none"})
     assert [plan.decisions[0].layout == CacheLayout() for plan in begun] == [False, True]
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["proved now", "proved before"])
+def test_nothing_is_begun_for_a_model_that_was_proved_before(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels and programs are likely to be kept, too."""
+    kept = SimpleNamespace(
+        read=lambda: SimpleNamespace(checks=(), made="before") if known else None, keep=lambda checks: None
+    )
+    monkeypatch.setattr(api, "Proof", SimpleNamespace(kept=lambda *given: True, of=lambda *given: kept))
+    begun: list[str] = []
+    monkeypatch.setattr(ahead, "begin_kernels", lambda *plans: begun.append("kernels"))
+    monkeypatch.setattr(ahead, "begin_header", lambda *given: begun.append("header"))
+    fast = kvcompile.optimize(tiny_hf("llama"), "baseline", compile={"mode": "none"})
+    assert begun == ([] if known else ["kernels", "header"])
+    assert fast.report["proved"] == ("before" if known else None)
 
 
 def test_threads_that_want_one_library_compile_it_once(

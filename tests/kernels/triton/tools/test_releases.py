@@ -69,6 +69,7 @@ KNOWN = {
     *(
         "program_id",
         "range",
+        "reduce",
         "reshape",
         "rsqrt",
         "split",
