@@ -87,7 +87,11 @@ def _instruction_sets() -> dict[str, Callable[[], object]]:
         if "instruction sets" in _begun:
             return {}
         _begun.add("instruction sets")
-    best = instruction_sets.take()
+    best = None
+    try:
+        best = instruction_sets.take()
+    except Exception as error:  # another release of PyTorch
+        log.debug("Inductor's best instruction set: %s", error)
     if best is None:
         looked = threading.Event()
         _looking.append(looked)

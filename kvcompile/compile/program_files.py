@@ -26,6 +26,7 @@ from torch._inductor.standalone_compile import CompiledArtifact
 from kvcompile.compile import ahead
 from kvcompile.compile.generated import function_of
 from kvcompile.compile.inductor import Compiled, ShapeClass
+from kvcompile.compile.instruction_sets import COMPILING
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ def read(
     ahead.wait()
     _install(folder / _LIBRARIES)
     loaded: dict[str, Compiled] = {}
-    with _instruction_sets(vectors):
+    with COMPILING, _instruction_sets(vectors):
         for programs in written:
             for name in programs.files:
                 if name not in loaded:

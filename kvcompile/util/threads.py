@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from statistics import median
@@ -41,16 +41,15 @@ _MOMENT = 0.05  # seconds
 def take_core() -> Event:
     """Say that programs which this process started have a core, until the event is set that is given back."""
     ended = Event()
-    _beside.append(ended)
+    _beside[ended] = time.monotonic()
     return ended
 
 
 def cores_taken() -> int:
-    """How many cores such programs have; what ends within a moment has found all that it would make."""
-    for ended in tuple(_beside):
-        if ended.wait(_MOMENT):
-            with suppress(ValueError):  # another thread was quicker
-                _beside.remove(ended)
+    """How many cores such programs have; what ends within a moment of its begin has found all that it would make."""
+    for ended, began in tuple(_beside.items()):
+        if ended.wait(max(0.0, began + _MOMENT - time.monotonic())):
+            _beside.pop(ended, None)
     return len(_beside)
 
 

@@ -126,6 +126,15 @@ def test_the_header_waits_for_what_is_waited_for_where_cores_are_few(
     assert made == ["launcher cpu", *(last[::-1] if cores == 2 else last)]
 
 
+def test_where_a_set_cannot_be_taken_inductor_looks(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def take() -> None:
+        raise AttributeError("check_build")
+
+    monkeypatch.setattr(instruction_sets, "take", take)
+    _begun(MODEL, kernels="reference")
+    assert made == ["instruction sets"] and ahead._trials == []
+
+
 def test_nobody_waits_for_a_look_that_failed(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def look() -> None:
         raise RuntimeError("no compiler")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch._inductor.config as config
 from torch._inductor import cpu_vec_isa
 
-from kvcompile.compile import instruction_sets
+from kvcompile.compile import instruction_sets, program_files
 from kvcompile.util.cache_dir import KEEP
 
 
@@ -125,6 +126,20 @@ def test_inductor_looks_when_nobody_compiles(monkeypatch: pytest.MonkeyPatch) ->
     _sets(monkeypatch, wider_works=False)
     assert _looked() is False
     assert held and all(held) and not instruction_sets.COMPILING.locked()
+
+
+def test_nor_when_programs_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Inductor is given the sets that they were compiled for then."""
+    held: list[bool] = []
+
+    @contextmanager
+    def given(names: object) -> Iterator[None]:
+        held.append(instruction_sets.COMPILING.locked())
+        yield
+
+    monkeypatch.setattr(program_files, "_instruction_sets", given)
+    assert program_files.read([], tmp_path, ["wide"], 1) == {}
+    assert held == [True] and not instruction_sets.COMPILING.locked()
 
 
 @pytest.mark.parametrize("asked", ["ATEN_CPU_CAPABILITY", "simdlen"])

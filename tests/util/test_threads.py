@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,7 +60,7 @@ def test_as_many_as_save_time(monkeypatch: pytest.MonkeyPatch, taken: dict[int, 
 def test_compilers_of_this_process_have_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are no accident that a sample meets or not: their cores are left to them until they end."""
     asked = sample(monkeypatch, {1: 8.0, 2: 4.0, 4: 2.0, 6: 1.5, 7: 1.4, 8: 1.0})
-    monkeypatch.setattr(threads, "_beside", [])
+    monkeypatch.setattr(threads, "_beside", {})
     monkeypatch.setattr(threads, "_MOMENT", 0.001)
     ended = [threads.take_core(), threads.take_core()]
     with threads_that_pay(MODEL):
@@ -73,6 +75,18 @@ def test_compilers_of_this_process_have_cores(monkeypatch: pytest.MonkeyPatch) -
     with threads_that_pay(MODEL):
         assert torch.get_num_threads() == 7
     assert torch.get_num_threads() == 8
+
+
+def test_only_what_has_just_begun_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What finds all that it would make ends at once."""
+    monkeypatch.setattr(threads, "_beside", {})
+    monkeypatch.setattr(threads, "_MOMENT", 30.0)
+    soon, late = threads.take_core(), threads.take_core()
+    threads._beside[late] -= 60.0
+    threading.Timer(0.05, soon.set).start()
+    began = time.monotonic()
+    assert threads.cores_taken() == 1 and soon.is_set()
+    assert threads.cores_taken() == 1 and time.monotonic() - began < 20.0
 
 
 def test_a_measurement_is_believed_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
