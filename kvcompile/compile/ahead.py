@@ -38,7 +38,7 @@ from kvcompile.util.threads import take_core
 log = logging.getLogger(__name__)
 _Made = TypeVar("_Made")
 _NAME = "kvcompile-ahead"
-_HEADER = "header"
+_HEADER, _TRIAL = "header", "a trial"
 _NICE = 5  # of what is not waited for yet: what is has the cores first, though not for ever
 _CORES = 3  # for Python, what it waits for, and what it does not
 _LOCK = threading.Lock()
@@ -100,7 +100,9 @@ def _instruction_sets() -> dict[str, Callable[[], object]]:
         return {}
     trial: Future[bool] = Future()
     _trials.append(trial)
-    return {_HEADER: lambda: _try(best, trial)}
+    with _LOCK:
+        _begun.add(_HEADER)  # which it makes
+    return {_TRIAL: lambda: _try(best, trial)}
 
 
 def _look(looked: threading.Event) -> None:
@@ -199,7 +201,7 @@ def _run(wanted: Mapping[str, Callable[[], object]], nice: int, core: threading.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
     try:
         for name, make in wanted.items():
-            if name == _HEADER and (os.cpu_count() or 1) < _CORES:
+            if name in (_HEADER, _TRIAL) and (os.cpu_count() or 1) < _CORES:
                 for thread in tuple(_awaited):
                     thread.join()
             try:

@@ -109,6 +109,14 @@ def test_a_header_that_was_tried_is_not_made_again(made: list[str]) -> None:
     assert made == ["header tried"]
 
 
+def test_a_set_is_tried_though_the_header_was_made_for_a_plan_before(made: list[str]) -> None:
+    """`build` begins the header without `begin`; whoever cannot compile later waits for the trial."""
+    ahead.begin_header(torch.device("cpu"), Recipe.load("int8"))
+    _begun(MODEL, kernels="reference")
+    assert made == ["header", "header tried"]
+    assert [trial.done() for trial in ahead._trials] == [True]
+
+
 @pytest.mark.parametrize("cores", [2, 8])
 def test_the_header_waits_for_what_is_waited_for_where_cores_are_few(
     cores: int, made: list[str], monkeypatch: pytest.MonkeyPatch
