@@ -101,9 +101,9 @@ def optimize(
     with told(progress) as tell, watched(code=Dump.asked()):
         tell("capture and detect", 0, 1)
         model = base_of(model)
-        ahead.begin(model, checked)
         kept = isinstance(model, nn.Module) and Proof.kept(checked.verify, over.size)
-        with read_ahead(model) if kept else nullcontext():
+        with ahead.optimizing(), read_ahead(model) if kept else nullcontext():
+            ahead.begin(model, checked)
             front = understand(model)
             _warn_of_hooks(model)
             tell("capture and detect", 1, 1)
@@ -125,7 +125,7 @@ def build(
     Raises:
         PlanError, VerificationError: as `optimize`.
     """
-    with as_normal(model), watched(code=Dump.asked()) as runs, uncollected():
+    with ahead.optimizing(), as_normal(model), watched(code=Dump.asked()) as runs, uncollected():
         tell = tell or (lambda stage, done, total: None)
         fast = _built(model, front, checked, tell, started, runs, parallel, device_mesh)
     if fast.group is None:  # a rank's weights are its own

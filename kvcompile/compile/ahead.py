@@ -6,13 +6,13 @@ order, what is made for a machine and not for a model:
 | what | who waits for it |
 |---|---|
 | the launcher of generated C++ kernels | the plan, which asks whether they can run |
-| the kernels of linear layers | the first prompt and step |
 | the header of Inductor's kernels, precompiled, which tries the instruction set that it took | its first kernel |
 | Inductor's own look at instruction sets, where it does not take the best | its first kernel, while it is written |
+| the kernels of linear layers | the first prompt and step |
 
-While it is verified: the attention kernels of its plan, which verification runs. The header waits for these on a
-machine that has no core for it beside them and Python. Neither is begun for a model whose proof was kept: its kernels
-and programs are likely to be kept, too.
+While it is verified: the attention kernels of its plan, which verification runs. On a machine that has no core beside
+those of Python and of what it waits for, all but the launcher waits until the model is verified. The header of a model
+whose proof was kept is not begun: its kernels and programs are likely to be kept, too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from kvcompile.compile import instruction_sets
+from kvcompile.kernels.spec import SiteSpec
 from kvcompile.plan import INDUCTOR, Decision, Plan
 from kvcompile.recipe import Recipe
 from kvcompile.util.threads import take_core
@@ -38,14 +39,14 @@ from kvcompile.util.threads import take_core
 log = logging.getLogger(__name__)
 _Made = TypeVar("_Made")
 _NAME = "kvcompile-ahead"
-_HEADER, _TRIAL = "header", "a trial"
+_LAUNCHER, _HEADER, _TRIAL = "launcher", "header", "a trial"
 _NICE = 5  # of what is not waited for yet: what is has the cores first, though not for ever
 _CORES = 3  # for Python, what it waits for, and what it does not
 _LOCK = threading.Lock()
 _begun: set[str] = set()
 _looking: list[threading.Event] = []  # Inductor's own looks at instruction sets; set once they have ended
 _trials: list[Future[bool]] = []  # of instruction sets that Inductor took: whether they work
-_awaited: list[threading.Thread] = []  # what verification waits for
+_optimizing: list[threading.Event] = []  # models that are understood and verified; set once that has ended
 
 
 def begin(model: nn.Module, recipe: Recipe) -> None:
@@ -68,13 +69,13 @@ def begin_for(device: torch.device, dtype: torch.dtype | None, recipe: Recipe) -
     if kernels:
         from kvcompile.kernels.cpp.available import problem
 
-        wanted["launcher"] = lambda: problem(device)
+        wanted[_LAUNCHER] = lambda: problem(device)
+    if inductor:
+        wanted |= _instruction_sets()
     if kernels and inductor and dtype is not None:
         from kvcompile.kernels.cpp.host.source import linear_kernels
 
         wanted[f"linear layers in {dtype}"] = lambda: linear_kernels(dtype)
-    if inductor:
-        wanted |= _instruction_sets()
     _begin(wanted, _NICE)
 
 
@@ -124,9 +125,9 @@ def begin_kernels(*plans: Plan) -> None:
     """Begin the C++ kernels that `plans` run attention with, in their order; each once in a process. As `begin`."""
     wanted: dict[str, Callable[[], object]] = {}
     for plan in plans:
-        for decision in plan.decisions:
-            if decision.kernels == "cpp":
-                wanted |= _kernels(decision, plan.torch_dtype)
+        alike = {_arithmetic(decision): decision for decision in plan.decisions if decision.kernels == "cpp"}
+        for decision in alike.values():
+            wanted |= _kernels(decision, plan.torch_dtype)
     _begin(wanted, nice=0)
 
 
@@ -142,16 +143,46 @@ def _precompile_header() -> None:
     instruction_sets.precompile_header()
 
 
+@contextmanager
+def optimizing() -> Iterator[None]:
+    """While a model is understood and verified: what only a prompt waits for is begun afterwards, where cores are few.
+
+    Two of them are often one core's two halves, and what is done beside Python makes it slower.
+    """
+    ended = threading.Event()
+    _optimizing.append(ended)
+    try:
+        yield
+    finally:
+        _optimizing.remove(ended)
+        ended.set()
+
+
+def _wait_for_optimize(core: threading.Event) -> threading.Event:
+    """Wait until nothing is understood or verified, and give the core away meanwhile; gives the core from then on."""
+    core.set()
+    for ended in tuple(_optimizing):
+        ended.wait()
+    return take_core()
+
+
+def _arithmetic(decision: Decision) -> tuple[SiteSpec, tuple[int, int], tuple[int, int]]:
+    """All that the kernels of a layer depend on, but the dtype."""
+    heads, dims = (decision.num_qo_heads, decision.num_kv_heads), (decision.head_dim, decision.v_head_dim)
+    return decision.site_spec(), heads, dims
+
+
 def _kernels(decision: Decision, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     # Modules are imported, and texts written, here: see `_instruction_sets`.
     from kvcompile.kernels.cpp.host.launches import launches
     from kvcompile.kernels.cpp.host.source import compiled, text_of
     from kvcompile.kernels.cpp.isa import isa
 
-    heads, dims = (decision.num_qo_heads, decision.num_kv_heads), (decision.head_dim, decision.v_head_dim)
     own = isa()
     found: dict[str, Callable[[], object]] = {}
-    for launch in launches(decision.site_spec(), heads, dims, dtype, own):
+    # A prompt comes first; but Python, which waits for its kernel, compiles it itself where another one takes longer.
+    order = sorted(launches(*_arithmetic(decision), dtype, own), key=lambda launch: launch.role != "prefill")
+    for launch in order if decision.lossless else reversed(order):
         if launch.role != "linear" and launch.spec not in _begun:
             found[launch.spec] = partial(compiled, text_of(launch.spec), own)
     return found
@@ -163,6 +194,8 @@ def wait() -> None:
     That is no business of two threads at once: while one of them tries a flag, it stands in the command line of the
     other, and libraries get names that no later process finds.
     """
+    for ended in tuple(_optimizing):  # what is compiled while a model is verified waits for nothing
+        ended.set()
     for looked in tuple(_looking):
         looked.wait()
 
@@ -188,10 +221,7 @@ def _begin(wanted: Mapping[str, Callable[[], object]], nice: int) -> None:
         _begun.update(new)
         if new:
             core = take_core()
-            thread = threading.Thread(target=_run, args=(new, nice, core), name=_NAME, daemon=True)
-            if not nice:
-                _awaited.append(thread)
-            thread.start()
+            threading.Thread(target=_run, args=(new, nice, core), name=_NAME, daemon=True).start()
 
 
 def _run(wanted: Mapping[str, Callable[[], object]], nice: int, core: threading.Event) -> None:
@@ -201,9 +231,8 @@ def _run(wanted: Mapping[str, Callable[[], object]], nice: int, core: threading.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
     try:
         for name, make in wanted.items():
-            if name in (_HEADER, _TRIAL) and (os.cpu_count() or 1) < _CORES:
-                for thread in tuple(_awaited):
-                    thread.join()
+            if nice and name != _LAUNCHER and (os.cpu_count() or 1) < _CORES:
+                core = _wait_for_optimize(core)
             try:
                 make()
             except Exception as error:

@@ -32,6 +32,9 @@ _PRODUCTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dty
 _PAYS = 0.9  # of the time: what more threads must save
 _FRESH = 10.0  # seconds for which a measurement is believed: understanding and proof of a model share one
 _most: ContextVar[int | None] = ContextVar("most threads", default=None)  # of whoever is outside of all
+_chosen: ContextVar[_Choice | None] = ContextVar(
+    "chosen threads", default=None
+)  # of whoever is inside of all
 # Of each core that programs have which this process started: when they began, by an event that is set at their end.
 _beside: dict[Event, float] = {}
 _MOMENT = 0.05  # seconds
@@ -66,18 +69,41 @@ def threads_that_pay(model: nn.Module, tokens: int = SHORT) -> Iterator[None]:
         yield
         return
     outside = _most.set(most)
+    choice = _Choice(sample, most)
+    around = _chosen.set(choice)
     try:
-        free = max(1, most - cores_taken())
-        fewer = 1 if free == 1 else _lately(sample, free)
-        torch.set_num_threads(fewer)
-        if fewer < most:
-            log.info(
-                "%d of %d threads over %d tokens: more make nothing faster just now", fewer, most, tokens
-            )
+        choice.renew()
         yield
     finally:
+        _chosen.reset(around)
         _most.reset(outside)
         torch.set_num_threads(before)
+
+
+def renew_threads() -> None:
+    """Let what goes on have the cores that compilers have given back by now, or leave them those that they took."""
+    choice = _chosen.get()
+    if choice is not None:
+        choice.renew()
+
+
+class _Choice:
+    """How many threads pay for a sample, by the cores that were free when it was last asked."""
+
+    def __init__(self, sample: Sample, most: int):
+        self.sample, self.most, self.free = sample, most, 0
+
+    def renew(self) -> None:
+        free = max(1, self.most - cores_taken())
+        if free == self.free:
+            return
+        self.free, tokens = free, len(self.sample.x)
+        fewer = 1 if free == 1 else _lately(self.sample, free)
+        torch.set_num_threads(fewer)
+        if fewer < self.most:
+            log.info(
+                "%d of %d threads over %d tokens: more make nothing faster just now", fewer, self.most, tokens
+            )
 
 
 @dataclass(frozen=True)

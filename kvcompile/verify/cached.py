@@ -26,6 +26,7 @@ from kvcompile.passes.rewrite.insert_cache import Rewritten
 from kvcompile.passes.stages.stage import STAGE_IN
 from kvcompile.pipeline import Front, example_inputs, parts_of, rewrite_part
 from kvcompile.plan import Plan
+from kvcompile.util.threads import renew_threads
 from kvcompile.verify.oracle import Enough
 from kvcompile.verify.ranks import InStep, whole_of
 from kvcompile.verify.runs import REPORT, Run, chosen, of_every_token
@@ -174,6 +175,7 @@ def cached_run(
     seq_lens = torch.zeros(batch, dtype=torch.int64, device=device)
     logits, outputs, start = [], [], 0
     for size in chunks:
+        renew_threads()  # compilers of kernels that this runs may have ended
         inputs = example_inputs(front, batch, size)
         positions = (seq_lens - (pads - start).clamp(0, size))[:, None] + torch.arange(size, device=device)
         inputs |= {

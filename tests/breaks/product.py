@@ -279,9 +279,23 @@ PRODUCT = (
     broken(
         "compilers of our own leave all cores to PyTorch's threads",
         "kvcompile/util/threads.py",
-        "max(1, most - cores_taken())",
-        "most",
+        "max(1, self.most - cores_taken())",
+        "self.most",
         "util/threads",
+    ),
+    broken(
+        "who compiles while a model is verified waits until it is",
+        "kvcompile/compile/ahead.py",
+        "        ended.set()\n    for looked",
+        "        pass\n    for looked",
+        "compile/ahead",
+    ),
+    broken(
+        "what a prompt waits for takes cores while a model is verified",
+        "kvcompile/compile/ahead.py",
+        "        ended.wait()\n",
+        "        pass\n",
+        "compile/ahead",
     ),
     broken(
         "an instruction set that worked is believed of any compiler",

@@ -33,7 +33,7 @@ BEGIN_KERNELS = ahead.begin_kernels  # which other tests do without (`tests/supp
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was made ahead, in order; nothing was begun before."""
     found: list[str] = []
-    for name, empty in {"_begun": set(), "_looking": [], "_trials": [], "_awaited": []}.items():
+    for name, empty in {"_begun": set(), "_looking": [], "_trials": [], "_optimizing": []}.items():
         monkeypatch.setattr(ahead, name, empty)
     monkeypatch.setattr(available, "problem", lambda device: found.append(f"launcher {device}"))
     monkeypatch.setattr(instruction_sets, "take", lambda: "the best")
@@ -59,7 +59,7 @@ def _ended() -> None:
 def test_each_thing_is_made_once(made: list[str]) -> None:
     _begun(MODEL)
     _begun(MODEL)
-    assert made == ["launcher cpu", "linear layers torch.float32", "header tried"]
+    assert made == ["launcher cpu", "header tried", "linear layers torch.float32"]
 
 
 def test_only_what_the_recipe_needs(made: list[str]) -> None:
@@ -86,7 +86,7 @@ def test_what_fails_is_left_to_whoever_needs_it(made: list[str], monkeypatch: py
 
     monkeypatch.setattr(available, "problem", problem)
     _begun(MODEL)
-    assert made == ["linear layers torch.float32", "header tried"]
+    assert made == ["header tried", "linear layers torch.float32"]
 
 
 def test_a_set_that_is_known_to_work_is_not_tried_and_the_header_comes_with_the_plan(
@@ -118,20 +118,52 @@ def test_a_set_is_tried_though_the_header_was_made_for_a_plan_before(made: list[
 
 
 @pytest.mark.parametrize("cores", [2, 8])
-def test_the_header_waits_for_what_is_waited_for_where_cores_are_few(
+def test_what_a_prompt_waits_for_comes_after_optimize_where_cores_are_few(
     cores: int, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, begun = threading.Event(), threading.Event()
+    """The launcher and the kernels of a plan do not wait; and who waits has no core."""
     monkeypatch.setattr(ahead.os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(source, "linear_kernels", lambda dtype: begun.wait(60))
-    ahead.begin(MODEL, Recipe.load("int8"))
-    ahead._begin({"a kernel": lambda: go.wait(60) and made.append("a kernel")}, nice=0)
-    begun.set()
-    time.sleep(0.2)
-    go.set()
+    monkeypatch.setattr(threads, "_beside", {})
+    with ahead.optimizing():
+        ahead.begin(MODEL, Recipe.load("int8"))
+        ahead._begin({"a kernel": lambda: made.append("a kernel")}, nice=0)
+        deadline = time.monotonic() + 60
+        while len(made) < (2 if cores == 2 else 4) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        at_once, later = {"launcher cpu", "a kernel"}, {"header tried", "linear layers torch.float32"}
+        assert set(made) == (at_once if cores == 2 else at_once | later)
+        assert threads.cores_taken() == 0
     _ended()
-    last = ["header tried", "a kernel"]
-    assert made == ["launcher cpu", *(last[::-1] if cores == 2 else last)]
+    assert set(made) == at_once | later and len(made) == 4
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_who_compiles_within_optimize_does_not_wait_for_its_end(
+    works: bool, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for a look at instruction sets, nor for the trial of one where something fails."""
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: 2)
+    if not works:
+        monkeypatch.setattr(instruction_sets, "take", lambda: None)
+
+    def make() -> None:
+        raise RuntimeError("an unknown flag")
+
+    done: list[bool] = []
+
+    def within() -> None:
+        with ahead.optimizing():
+            ahead.begin(MODEL, Recipe.load("int8", compile={"kernels": "reference"}))
+            with pytest.raises(RuntimeError, match="an unknown flag"):
+                ahead.compiling(make)
+            done.append(True)
+
+    thread = threading.Thread(target=within, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert done and made == ["header tried" if works else "instruction sets"]
+    _ended()
 
 
 def test_where_a_set_cannot_be_taken_inductor_looks(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,13 +47,12 @@ struct Partial {
 // The slots of a block that the query sees, their tokens, and how many there are.
 struct Block {
   int count;
-  bool straight;  // whether the slots follow each other
+  static constexpr bool straight = true;  // the slots follow each other
   int64_t slot[BLOCK], token[BLOCK];
 
   void find(const State& state, Place at, int64_t start, int64_t n, int64_t length) {
     for (int64_t i = 0; i < n; ++i) slot[i] = token[i] = start + i;
     count = static_cast<int>(n);
-    straight = true;
   }
 };
 
@@ -127,7 +126,7 @@ inline void factors(const State& state, Place at, const Block& block, int64_t le
   if (block.straight && state[KEYS_SCALE].stride[2] == 1)
     for (; i + W <= block.count; i += W) store(factor + i, load(row<Scale>(state, KEYS_SCALE, at, block.slot[i])));
   for (; i < block.count; ++i) factor[i] = to_float(*row<Scale>(state, KEYS_SCALE, at, block.slot[i]));
-  for (; i % W; ++i) factor[i] = 0.0f;
+  for (; i % (2 * W); ++i) factor[i] = 0.0f;
 }
 
 // Calls `use` with the rows of a block.
@@ -219,7 +218,7 @@ inline void factors(const State& state, Place at, const Block& block, int64_t le
   if (block.straight && state[VALUES_SCALE].stride[2] == 1)
     for (; i + W <= block.count; i += W) store(factor + i, load(row<Scale>(state, VALUES_SCALE, at, block.slot[i])));
   for (; i < block.count; ++i) factor[i] = to_float(*row<Scale>(state, VALUES_SCALE, at, block.slot[i]));
-  for (; i % W; ++i) factor[i] = 0.0f;
+  for (; i % (2 * W); ++i) factor[i] = 0.0f;
 }
 
 // Calls `use` with the rows of a block.

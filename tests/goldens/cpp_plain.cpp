@@ -53,13 +53,12 @@ struct Partial {
 // The slots of a block that the query sees, their tokens, and how many there are.
 struct Block {
   int count;
-  bool straight;  // whether the slots follow each other
+  static constexpr bool straight = true;  // the slots follow each other
   int64_t slot[BLOCK], token[BLOCK];
 
   void find(const State& state, Place at, int64_t start, int64_t n, int64_t length) {
     for (int64_t i = 0; i < n; ++i) slot[i] = token[i] = start + i;
     count = static_cast<int>(n);
-    straight = true;
   }
 };
 

@@ -207,7 +207,7 @@ inline void factors(const State& state, Place at, const Block& block, int64_t le
   if (block.straight && state[VALUES_SCALE].stride[2] == 1)
     for (; i + W <= block.count; i += W) store(factor + i, load(row<Scale>(state, VALUES_SCALE, at, block.slot[i])));
   for (; i < block.count; ++i) factor[i] = to_float(*row<Scale>(state, VALUES_SCALE, at, block.slot[i]));
-  for (; i % W; ++i) factor[i] = 0.0f;
+  for (; i % (2 * W); ++i) factor[i] = 0.0f;
 }
 
 // Calls `use` with the rows of a block.

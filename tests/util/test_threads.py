@@ -14,7 +14,7 @@ from torch import nn
 import kvcompile
 from kvcompile import api, pipeline
 from kvcompile.util import threads
-from kvcompile.util.threads import Sample, threads_that_pay
+from kvcompile.util.threads import Sample, renew_threads, threads_that_pay
 from tests.support.models import NanoGPT, make
 
 MODEL = nn.Linear(64, 64)
@@ -74,6 +74,32 @@ def test_compilers_of_this_process_have_cores(monkeypatch: pytest.MonkeyPatch) -
     assert threads.cores_taken() == 1
     with threads_that_pay(MODEL):
         assert torch.get_num_threads() == 7
+    assert torch.get_num_threads() == 8
+
+
+def test_cores_that_are_given_back_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what is inside of all, when it is told to look; outside of all, nobody has chosen anything."""
+    asked = sample(monkeypatch, {1: 8.0, 2: 4.0, 4: 2.0, 7: 1.4, 8: 1.0})
+    monkeypatch.setattr(threads, "_beside", {})
+    monkeypatch.setattr(threads, "_MOMENT", 0.001)
+    ended = [threads.take_core() for _ in range(7)]
+    with threads_that_pay(MODEL), threads_that_pay(MODEL, 400):
+        renew_threads()
+        assert torch.get_num_threads() == 1 and not asked
+        for event in ended[1:]:
+            event.set()
+        renew_threads()
+        assert torch.get_num_threads() == 7
+        asked.clear()
+        renew_threads()
+        assert torch.get_num_threads() == 7 and not asked
+        ended.append(threads.take_core())
+        for _ in range(5):
+            ended.append(threads.take_core())
+        renew_threads()
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 8
+    renew_threads()
     assert torch.get_num_threads() == 8
 
 

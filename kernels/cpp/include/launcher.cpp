@@ -75,10 +75,56 @@ extern "C" bool kvcompile_step_run(void* program, char* message, int64_t size, i
   return false;
 }
 
+namespace {
+
+// What a call hands over, a function for each type: TORCH_BOX would have all of them written anew for each op, and a first
+// start waits for the compiler.
+#define KV_ONCE __attribute__((noinline))
+using torch::stable::detail::to;
+KV_ONCE At tensor(StableIValue x) { return to<At>(x); }
+KV_ONCE std::optional<At> maybe(StableIValue x) { return to<std::optional<At>>(x); }
+KV_ONCE std::vector<At> tensors(StableIValue x) { return to<std::vector<At>>(x); }
+KV_ONCE std::string text(StableIValue x) { return to<std::string>(x); }
+KV_ONCE void give(StableIValue* stack, At x) { stack[0] = torch::stable::detail::from(x); }
+
+KV_ONCE void expect(uint64_t count, uint64_t wanted) {
+  if (count != wanted) throw std::runtime_error("an op of kvcompile was called with other arguments than it has");
+}
+
+void boxed_attend(StableIValue* x, uint64_t count, uint64_t) {
+  expect(count, 13);
+  give(x, attend(tensor(x[0]), tensor(x[1]), tensor(x[2]), tensors(x[3]), tensor(x[4]), tensors(x[5]), maybe(x[6]),
+                 maybe(x[7]), maybe(x[8]), maybe(x[9]), tensors(x[10]), to<int64_t>(x[11]), text(x[12])));
+}
+
+void boxed_attend_many(StableIValue* x, uint64_t count, uint64_t) {
+  expect(count, 11);
+  give(x, attend_many(tensor(x[0]), tensor(x[1]), tensor(x[2]), tensor(x[3]), tensor(x[4]), maybe(x[5]), maybe(x[6]),
+                      maybe(x[7]), maybe(x[8]), tensors(x[9]), text(x[10])));
+}
+
+void boxed_attend_columns(StableIValue* x, uint64_t count, uint64_t) {
+  expect(count, 12);
+  give(x, attend_columns(tensor(x[0]), tensor(x[1]), tensor(x[2]), tensor(x[3]), tensor(x[4]), maybe(x[5]), maybe(x[6]),
+                         maybe(x[7]), maybe(x[8]), tensor(x[9]), tensors(x[10]), text(x[11])));
+}
+
+void boxed_linear(StableIValue* x, uint64_t count, uint64_t) {
+  expect(count, 4);
+  give(x, linear(tensor(x[0]), tensor(x[1]), maybe(x[2]), text(x[3])));
+}
+
+void boxed_linears(StableIValue* x, uint64_t count, uint64_t) {
+  expect(count, 4);
+  give(x, linears(tensor(x[0]), tensors(x[1]), tensors(x[2]), text(x[3])));
+}
+
+}  // namespace
+
 STABLE_TORCH_LIBRARY_IMPL(kvcompile, CPU, m) {
-  m.impl("cpp_attend", TORCH_BOX(&attend));
-  m.impl("cpp_attend_many", TORCH_BOX(&attend_many));
-  m.impl("cpp_attend_columns", TORCH_BOX(&attend_columns));
-  m.impl("cpp_linear", TORCH_BOX(&linear));
-  m.impl("cpp_linears", TORCH_BOX(&linears));
+  m.impl("cpp_attend", boxed_attend);
+  m.impl("cpp_attend_many", boxed_attend_many);
+  m.impl("cpp_attend_columns", boxed_attend_columns);
+  m.impl("cpp_linear", boxed_linear);
+  m.impl("cpp_linears", boxed_linears);
 }

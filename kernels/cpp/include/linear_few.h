@@ -128,7 +128,8 @@ struct FewRows {
           if (whole) {
             sums<BLOCK_ROWS>(row, first, vectors, block);
           } else {
-            for (int64_t own = row; own < end; ++own) sums<1>(own, first, vectors, block);
+            for (int64_t own = row; own < end; ++own)  // two of a weight at most: they do not need code of their own
+              for (int64_t m = 0; m < vectors; ++m) sums<1, 1>(own, first + m, 1, block);
           }
         }
       }

@@ -161,17 +161,12 @@ inline void scores_of_some_bytes(const D& q, int first, const uint8_t* const* ro
 
 template <int Q, int N, int P, class D, class Row>
 inline void scores_of_bytes(const D& q, int first, const Row& rows, int n, const float* factor, float* scores) {
-  constexpr int B = 2;
-  int start = 0;
+  constexpr int B = 2;  // whatever is left: what is compiled twice for it takes as long again
   const uint8_t* row[B * W];
-  for (; start + B * W <= n; start += B * W) {
-    for (int r = 0; r < B * W; ++r) row[r] = rows.at(start + r);
-    rows.template fetch<N>(start, B * W);
+  for (int start = 0; start < n; start += B * W) {
+    each<B>([&](auto b) KV_INLINE { rows_from(rows, start + b * W, n, row + b * W); });
+    if (start + B * W <= n) rows.template fetch<N>(start, B * W);
     scores_of_some_bytes<B, Q, N, P>(q, first, row, factor + start, scores + first * BLOCK + start);
-  }
-  for (; start < n; start += W) {
-    rows_from(rows, start, n, row);
-    scores_of_some_bytes<1, Q, N, P>(q, first, row, factor + start, scores + first * BLOCK + start);
   }
 }
 
@@ -211,7 +206,8 @@ inline void scores_of_nibbles(const D& q, int first, const Row& rows, int n, con
   }
 }
 
-// scores[g * BLOCK + i] = q[g] . row i * factor[i] for i < n, of codes that are signed bytes; up to the next multiple of W.
+// scores[g * BLOCK + i] = q[g] . row i * factor[i] for i < n, of codes that are signed bytes; up to the next multiple
+// of 2 W, of factors too.
 template <int GROUP, int N, int P, class D, class Row>
 inline void qk_bytes(const D& q, const Row& rows, int n, const float* factor, float* scores) {
   int g = 0;
