@@ -270,10 +270,9 @@ struct Weights {
     // Rounded up, too, it has P bytes.
     constexpr float WHOLE = SIGNED ? P == 2 ? 32639.0f : 8355700.0f : P == 2 ? 65535.0f : 16777200.0f;
     for (int k = 0; k < COUNT; k += W) {
-      const Vec own = load(top + k), divisor = max(set1(1e-30f), own);
+      const Vec divisor = max(set1(1e-30f), load(top + k));  // what is no number stays none, and makes all of the sum none
       store(by + k, div(set1(WHOLE), divisor));
-      // What is no number makes all of the sum none, and so does what is infinite.
-      store(scale + k, add(div(divisor, set1(WHOLE)), sub(own, own)));
+      store(scale + k, div(divisor, set1(WHOLE)));
     }
     for (int k = 0; k < COUNT; ++k) {
       Ints whole[PARTS];

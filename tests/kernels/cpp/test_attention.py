@@ -453,3 +453,22 @@ def test_what_is_no_number_is_told(isa: str, score: ScoreSpec, monkeypatch: pyte
             outs.append(op.cached_attention(q, k, v, buffers, at, at[0], [], 6, text, sinks=sinks))
         assert torch.equal(outs[0].isnan(), outs[1].isnan()) and outs[0].isnan().any(), where
     ops.forget()
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_codes_of_what_is_no_number_are_told(where: str) -> None:
+    """Their scale is none: as the reference does, all that sees them becomes none."""
+    layout = CacheLayout(int8(), int8())
+    g = torch.Generator().manual_seed(0)
+    given = {
+        name: torch.randn(1, heads, 1, 64, generator=g) for name, heads in (("q", 2), ("k", 1), ("v", 1))
+    }
+    given[where][0, 0, 0, 3] = float("nan")
+    outs = []
+    for kernels in ("cpp", "reference"):
+        specs = layout.buffers(1, 64, 64, torch.float32, 8)
+        buffers = [torch.zeros(1, *spec.shape, dtype=spec.dtype) for spec in specs]
+        text = SiteSpec(layout, 0.125, kernels=kernels).to_json()
+        at = torch.tensor([[0]])
+        outs.append(op.cached_attention(*given.values(), buffers, at, at[0], [], 1, text))
+    assert torch.equal(outs[0].isnan(), outs[1].isnan()) and outs[0].isnan().any()
