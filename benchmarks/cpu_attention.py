@@ -6,8 +6,9 @@
 All cases of a context stand in one process and take turns; figures are medians of the rounds. Each has as many layers
 as fill about 250 MB, so that no cache of the processor holds them. A probe reads memory in every round. What is timed
 is one call of the op: the write of the new token, its softmax over all slots, and the result; `sdpa` is
-`scaled_dot_product_attention` (with `enable_gqa`) over the keys and values of `baseline`, without a write. Results are
-compared with it before anything is timed.
+`scaled_dot_product_attention` (with `enable_gqa`) over the keys and values of `baseline`, without a write, and `flex`
+is `flex_attention`, compiled, over the same. `h2o` holds as many tokens as `baseline`, and each step one of them goes.
+Results are compared with `sdpa` before anything is timed.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from compile_time import machine, write
 
 SHAPES = {"smollm2": (9, 3, 64), "llama": (32, 8, 128)}
+OTHERS = ("sdpa", "flex")
 _BYTES = 250e6
 
 
@@ -35,9 +38,11 @@ class Case:
     bytes: int
 
 
-def storages() -> dict[str, Any]:
-    """Layouts by name."""
-    from kvcompile.layouts import CacheLayout, Paged, fp8, int8, uint
+def storages(context: int) -> dict[str, Any]:
+    """Layouts by name; those of a budget hold `context` tokens."""
+    from kvcompile.layouts import CacheLayout, Paged, Scored, Slots, fp8, int8, uint
+
+    half = context // 2
 
     return {
         "baseline": CacheLayout(),
@@ -46,7 +51,18 @@ def storages() -> dict[str, Any]:
         "int8": CacheLayout(int8(), int8()),
         "paged_int8": CacheLayout(int8(), int8(), placement=Paged(16)),
         "int4": CacheLayout(uint(4, 32), uint(4, 32)),
+        "h2o": CacheLayout(placement=Slots(), retention=Scored(4, context - half - 4, half)),
     }
+
+
+def others(name: str) -> Callable[..., Any]:
+    """PyTorch's attention of a query, keys and values."""
+    import torch
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if name == "sdpa":
+        return partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
+    return partial(torch.compile(flex_attention, dynamic=False), enable_gqa=True)
 
 
 def cases(names: list[str], shape: tuple[int, int, int], context: int, dtype: Any) -> dict[str, Case]:
@@ -69,13 +85,15 @@ def cases(names: list[str], shape: tuple[int, int, int], context: int, dtype: An
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).float()
 
     def ours(name: str) -> Case:
-        layout = storages()[name]
+        layout = storages(context)[name]
         site = SiteSpec(layout, dim**-0.5, kernels="cpp")
         size = getattr(layout.placement, "page_size", 0)
         pages = -(-context // size) if size else 0
         table = torch.arange(1, pages + 1).int()[None] if size else None
         specs = layout.buffers(kv_heads, dim, dim, dtype, context)
         buffers = [torch.zeros(1 + pages if b.paged else 1, *b.shape, dtype=b.dtype) for b in specs]
+        for spec, buffer in zip(specs, buffers, strict=True):
+            spec.written(buffer)
 
         def call(own: list[Tensor], tokens: slice, kernels: str = "cpp") -> Tensor:
             at = torch.arange(tokens.start, tokens.stop)[None]
@@ -110,19 +128,26 @@ def cases(names: list[str], shape: tuple[int, int, int], context: int, dtype: An
         # As compiled code calls it: the op around it is made of Python, which only tracing runs.
         text = spec_of(site, (heads, kv_heads), (dim, dim), str(dtype)).to_json()
 
+        # Where slots are full, a token has to go.
+        now = last + 1 if layout.retention.by_score else last
+
         def run() -> None:
             for own in copies:
-                cpp_attend(q, *new, own, last, [], None, None, table, None, [], dim, text)
+                cpp_attend(q, *new, own, now, [], None, None, table, None, [], dim, text)
 
         return Case(run, layers, sum(b.nbytes for b in buffers))
 
     for name in names:
-        if name == "sdpa":
+        if name in OTHERS:
+            attend = others(name)
+            off = float((attend(q, k, v).float() - wanted).abs().max() / wanted.abs().max())
+            if off > 0.05:
+                raise RuntimeError(f"{name}, {context} tokens: off by {off:.1%} of the largest result")
             copies = [(k.clone(), v.clone()) for _ in range(layers)]
 
-            def run(copies: Any = copies) -> None:
+            def run(copies: Any = copies, attend: Any = attend) -> None:
                 for own in copies:
-                    torch.nn.functional.scaled_dot_product_attention(q, *own, enable_gqa=True)
+                    attend(q, *own)
 
             found[name] = Case(run, layers, k.nbytes + v.nbytes)
         else:
@@ -175,7 +200,9 @@ def _parser() -> argparse.ArgumentParser:
         "--contexts", type=lambda text: [int(n) for n in text.split(",")], default=[4096, 16384]
     )
     parser.add_argument(
-        "--storages", type=names, default=["sdpa", "baseline", "paged", "fp8", "int8", "paged_int8", "int4"]
+        "--storages",
+        type=names,
+        default=["sdpa", "flex", "baseline", "paged", "fp8", "int8", "paged_int8", "int4"],
     )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", default="cpu_attention")

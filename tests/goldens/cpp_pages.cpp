@@ -132,7 +132,7 @@ inline void decode_all(const State& state, Place at, const Block& block, int64_t
 }
 
 #if (KV_TAKES(32) && KV_TAKES(32))
-// A number of each span of channels of a block's vectors, span by span; 0 behind the last.
+// A number of each span of channels of a block's vectors, span by span; 0 where no slot is.
 inline void of_spans(const State& state, Place at, const Block& block, int64_t length, int part, float (*out)[BLOCK]) {
   constexpr int SPANS = N / 32;
   int i = 0;
@@ -154,7 +154,7 @@ inline void of_spans(const State& state, Place at, const Block& block, int64_t l
     const Scale* from = row<Scale>(state, part, at, block.slot[i]);
     for (int s = 0; s < SPANS; ++s) out[s][i] = to_float(from[s]);
   }
-  for (; i % W; ++i)
+  for (; i < BLOCK; ++i)
     for (int s = 0; s < SPANS; ++s) out[s][i] = 0.0f;
 }
 #endif
@@ -257,7 +257,7 @@ inline void decode_all(const State& state, Place at, const Block& block, int64_t
 }
 
 #if (KV_TAKES(32) && KV_TAKES(32))
-// A number of each span of channels of a block's vectors, span by span; 0 behind the last.
+// A number of each span of channels of a block's vectors, span by span; 0 where no slot is.
 inline void of_spans(const State& state, Place at, const Block& block, int64_t length, int part, float (*out)[BLOCK]) {
   constexpr int SPANS = N / 32;
   int i = 0;
@@ -279,7 +279,7 @@ inline void of_spans(const State& state, Place at, const Block& block, int64_t l
     const Scale* from = row<Scale>(state, part, at, block.slot[i]);
     for (int s = 0; s < SPANS; ++s) out[s][i] = to_float(from[s]);
   }
-  for (; i % W; ++i)
+  for (; i < BLOCK; ++i)
     for (int s = 0; s < SPANS; ++s) out[s][i] = 0.0f;
 }
 #endif
@@ -312,7 +312,7 @@ void sums(const State& state, Place at, const Block& block, int64_t length, floa
     of_spans(state, at, block, length, VALUES_SCALE, factor);
     of_spans(state, at, block, length, VALUES_MINIMUM, least);
     with_rows(state, at, block, length, [&](const auto& rows) {
-      pv_codes<GROUP, PLANES, N, N / 32, Nibbles<N>>(p, rows, block.count, factor, least, out);
+      pv_nibbles<GROUP, PLANES, N, N / 32>(p, rows, block.count, factor, least, out);
     });
     return;
 #endif

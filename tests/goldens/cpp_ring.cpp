@@ -207,7 +207,7 @@ inline void factors(const State& state, Place at, const Block& block, int64_t le
   if (block.straight && state[VALUES_SCALE].stride[2] == 1)
     for (; i + W <= block.count; i += W) store(factor + i, load(row<Scale>(state, VALUES_SCALE, at, block.slot[i])));
   for (; i < block.count; ++i) factor[i] = to_float(*row<Scale>(state, VALUES_SCALE, at, block.slot[i]));
-  for (; i % (2 * W); ++i) factor[i] = 0.0f;
+  for (; i < BLOCK; ++i) factor[i] = 0.0f;
 }
 
 // Calls `use` with the rows of a block.
@@ -224,11 +224,9 @@ inline void with_rows(const State& state, Place at, const Block& block, int64_t 
 // The vectors of a block, weighed by p (which is spoilt), are added to `out`.
 void sums(const State& state, Place at, const Block& block, int64_t length, float* p, float* out, float* decoded) {
 #if KV_TAKES(64)
-    alignas(64) float factor[1][BLOCK];
-    factors(state, at, block, length, factor[0]);
-    with_rows(state, at, block, length, [&](const auto& rows) {
-      pv_codes<GROUP, PLANES, V_DIM, 1, Bytes<V_DIM>>(p, rows, block.count, factor, nullptr, out);
-    });
+    alignas(64) float factor[BLOCK];
+    factors(state, at, block, length, factor);
+    with_rows(state, at, block, length, [&](const auto& rows) { pv_bytes<GROUP, PLANES, V_DIM>(p, rows, block.count, factor, out); });
     return;
 #endif
 #if !KV_TAKES(64)

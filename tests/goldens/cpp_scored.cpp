@@ -122,11 +122,13 @@ int64_t evict(const State& state, int64_t batch, int64_t unit) {
   float* score = state[SCORE].at<float>(batch, unit);
   int64_t slot = position;
   if (position >= SLOTS) {
-    const auto leaves = [&](int64_t i) { return token[i] >= 4 && token[i] <= position - 24; };
+    // Without a branch, so that a few are looked at together.
+    const int32_t newest = static_cast<int32_t>(position - 24);
+    const auto leaves = [&](int64_t i) { return (token[i] >= 4) & (token[i] <= newest); };
     const auto value = [&](int64_t i) { return score[i]; };
     const float lowest = least<float, SLOTS>(INFINITY, [&](int64_t i) { return leaves(i) ? value(i) : INFINITY; });
     constexpr int32_t NONE = INT32_MAX;
-    const int32_t oldest = least<int32_t, SLOTS>(NONE, [&](int64_t i) { return leaves(i) && value(i) == lowest ? token[i] : NONE; });
+    const int32_t oldest = least<int32_t, SLOTS>(NONE, [&](int64_t i) { return leaves(i) & (value(i) == lowest) ? token[i] : NONE; });
     slot = std::find(token, token + SLOTS, oldest) - token;
     if (slot == SLOTS) slot = std::find_if(token, token + SLOTS, [&](const int32_t& held) { return leaves(&held - token); }) - token;  // no scores are numbers
   }
@@ -141,16 +143,17 @@ void note(const State& state, int64_t batch, int64_t unit, const Softmax* whole)
   const float* logits = state.logits + (batch * KV_HEADS + unit * OF_UNIT) * GROUP * SLOTS;
   const int64_t count = slots_of(state, batch);
   constexpr int64_t HEADS = OF_UNIT * GROUP;
+  float share[HEADS];  // once for all slots: processors divide slowly
+  for (int64_t h = 0; h < HEADS; ++h) share[h] = 1.0f / (whole[h].total * HEADS);
   for (int64_t i = 0; i < count; i += W) {
     const int n = static_cast<int>(std::min<int64_t>(W, count - i));
     Vec pooled = set1(0.0f);
     for (int64_t h = 0; h < HEADS; ++h) {
       const float* own = logits + h * SLOTS + i;
       const Vec x = n == W ? load(own) : load_some(own, n);
-      const Vec p = div(exp(sub(x, set1(whole[h].top))), set1(whole[h].total));
+      const Vec p = mul(exp(sub(x, set1(whole[h].top))), set1(share[h]));
       pooled = add(pooled, p);
     }
-    pooled = div(pooled, set1(HEADS));
     alignas(64) float gained[W];
     store(gained, pooled);
     for (int j = 0; j < n; ++j) score[i + j] += gained[j];

@@ -26,6 +26,13 @@ inline KV_INLINE void each(const F& f) {
   each_of(f, std::make_integer_sequence<int, N>());
 }
 
+// From here on a pointer is in a register, with what is read from it at distances of it: compilers would have a register
+// for every distance, of which there are not enough.
+template <class T>
+inline KV_INLINE void hold(const T*& p) {
+  asm("" : "+r"(p));
+}
+
 // Blocks ahead whose rows are asked for, into the processor's second cache: codes are met faster than memory gives them
 // where they are asked for when they are needed, and their short rows do not tell a processor where they go on.
 constexpr int BLOCKS_AHEAD = 2;
@@ -48,6 +55,12 @@ struct Strided {
     const uint8_t* next = base + (i + BLOCKS_AHEAD * BLOCK) * stride;
     for (int at = 0; at < n * BYTES; at += 64) fetch_line(next + at);
   }
+};
+
+// Rows of 2 W bytes that follow each other without a gap, as many as a block has.
+struct Dense : Strided {
+  static constexpr int BYTES = 2 * W;
+  explicit Dense(const uint8_t* first) : Strided{first, BYTES} {}
 };
 
 // Rows wherever they are. ahead: null, or where RUN rows each of a block that is BLOCKS_AHEAD begin, which are apart by `stride`.
@@ -170,32 +183,39 @@ inline void scores_of_bytes(const D& q, int first, const Row& rows, int n, const
   }
 }
 
-// Codes of four bits, the first half of the channels in the low ones; spans have factors, and a least number each.
+// Codes of four bits, the first half of the channels in the low ones; spans have factors, and a least number each. High
+// ones stay where they are: 16 times what they mean.
 template <int Q, int N, int P, int SPAN, class D, class Row>
 inline void scores_of_nibbles(const D& q, int first, const Row& rows, int n, const float (*factor)[BLOCK],
                               const float (*least)[BLOCK], float* scores) {
   const uint8_t* row[W];
+  constexpr bool dense = std::is_same_v<Row, Dense>;
   for (int start = 0; start < n; start += W) {
-    rows_from(rows, start, n, row);
+    if constexpr (!dense) rows_from(rows, start, n, row);
     rows.template fetch<N / 2>(start, W);
     Vec total[Q];
     each<Q>([&](auto g) KV_INLINE { total[g] = set1(0.0f); });
 #pragma GCC unroll 1
     for (int c = 0; c < N / 2; c += 2 * W) {
       Quads column[W / 2];
-      columns(row, c, column);
-      each<2>([&](auto half) KV_INLINE {
-        const int at = half * (N / 2) + c;
-        Ints sums[Q * P];
-        each<Q * P>([&](auto s) KV_INLINE { sums[s] = set1_int(0); });
-        each<W / 2>([&](auto j) KV_INLINE {
-          const Quads codes = half ? high_nibbles(column[j]) : low_nibbles(column[j]);
-          each<Q * P>([&](auto s) KV_INLINE {
-            sums[s] = dot(codes, set1_quad(q.byte[first + s / P][s % P] + at + 4 * j), sums[s]);
-          });
+      if constexpr (dense) columns(rows.at(start), column);
+      else columns(row, c, column);
+      Ints sums[2][Q * P];
+      each<2 * Q * P>([&](auto s) KV_INLINE { sums[s % 2][s / 2] = set1_int(0); });
+      const int8_t* own = q.byte[first][0] + c;
+      hold(own);
+      each<W / 2>([&](auto j) KV_INLINE {
+        const Quads low = low_nibbles(column[j]), high = high_nibbles(column[j]);
+        each<Q * P>([&](auto s) KV_INLINE {
+          sums[0][s] = dot_quad(low, own + s * N + 4 * j, sums[0][s]);
+          sums[1][s] = dot_quad(high, own + s * N + N / 2 + 4 * j, sums[1][s]);
         });
-        const Vec by = load(factor[at / SPAN] + start);
-        each<Q>([&](auto g) KV_INLINE { total[g] = fma(joined<P>(sums + g * P), by, total[g]); });
+      });
+      const Vec low = load(factor[c / SPAN] + start);
+      const Vec high = mul(load(factor[(N / 2 + c) / SPAN] + start), set1(1.0f / 16));
+      each<Q>([&](auto g) KV_INLINE {
+        total[g] = fma(joined<P>(sums[0] + g * P), low, total[g]);
+        total[g] = fma(joined<P>(sums[1] + g * P), high, total[g]);
       });
     }
     each<Q>([&](auto g) KV_INLINE {
@@ -225,125 +245,172 @@ inline void qk_nibbles(const D& q, const Row& rows, int n, const float (*factor)
   if constexpr (left != 0) scores_of_nibbles<left, N, P, SPAN>(q, g, rows, n, factor, least, scores);
 }
 
-// Weights of a block as whole numbers.
-template <int P>
+// COUNT times the weights of a block, as whole numbers; SIGNED: of bytes that count from -128 to 127, as those of queries.
+template <int P, bool SIGNED, int COUNT>
 struct Weights {
-  alignas(64) uint8_t byte[P][BLOCK];
-  float scale;
+  alignas(64) uint8_t byte[COUNT][P][BLOCK];
+  alignas(64) float scale[padded(COUNT)];
 
-  // p: of n slots, and 0 up to the next multiple of W; they are multiplied by `factor`.
-  void take(const float* p, const float* factor, int n) {
-    Vec x[BLOCK / W], most = set1(0.0f), total = set1(0.0f);
-    each<BLOCK / W>([&](auto i) KV_INLINE {
-      if (i * W >= n) return;
-      x[i] = mul(load(p + i * W), load(factor + i * W));
-      most = max(most, x[i]);
-      total = add(total, x[i]);
-    });
-    constexpr float WHOLE = P == 2 ? 65535.0f : 16777200.0f;  // rounded up, too, it has P bytes
-    const float top = largest(most);
-    const bool finite = all_below(total, set1(INFINITY)), number = finite && top > 0.0f;
-    scale = finite ? top / WHOLE : NAN;  // what is no number makes all of the sum none
-    const Vec by = set1(number ? WHOLE / top : 0.0f);
-    each<BLOCK / W>([&](auto i) KV_INLINE {
-      if (i * W >= n) return;
-      const Ints whole = to_ints(number ? mul(x[i], by) : set1(0.0f));
-      store_bytes(byte[P - 1] + i * W, whole);
-      store_bytes(byte[P - 2] + i * W, shifted<8>(whole));
-      if constexpr (P == 3) store_bytes(byte[0] + i * W, shifted<16>(whole));
-    });
+  // Those of number k are p(k)[i] factor(k)[i]; both are 0 where no slot is.
+  template <class A, class B>
+  void take(const A& p, const B& factor) {
+    constexpr int PARTS = BLOCK / W;
+    Vec x[COUNT][PARTS], most[COUNT];
+    for (int k = 0; k < COUNT; ++k) {
+      each<PARTS>([&](auto i) KV_INLINE { x[k][i] = mul(load(p(k) + i * W), load(factor(k) + i * W)); });
+      most[k] = x[k][0];
+      each<PARTS>([&](auto i) KV_INLINE { most[k] = max_bits(most[k], x[k][i]); });
+    }
+    alignas(64) float top[padded(COUNT)] = {}, by[padded(COUNT)];
+    of_each<COUNT>([](Vec a, Vec b) KV_INLINE { return max_bits(a, b); }, most, top);
+    // Rounded up, too, it has P bytes.
+    constexpr float WHOLE = SIGNED ? P == 2 ? 32639.0f : 8355700.0f : P == 2 ? 65535.0f : 16777200.0f;
+    for (int k = 0; k < COUNT; k += W) {
+      const Vec divisor = max(set1(1e-30f), load(top + k));  // what is no number stays none, and makes all of the sum none
+      store(by + k, div(set1(WHOLE), divisor));
+      store(scale + k, div(divisor, set1(WHOLE)));
+    }
+    for (int k = 0; k < COUNT; ++k) {
+      Ints whole[PARTS];
+      each<PARTS>([&](auto i) KV_INLINE { whole[i] = to_ints(mul(x[k][i], set1(by[k]))); });
+      each<PARTS / 4>([&](auto i) KV_INLINE { store_planes<P, SIGNED>(byte[k][0] + i * 4 * W, BLOCK, whole + 4 * i); });
+    }
   }
 };
 
-// How 4 W codes of a row are read: `get(row, c)`, the two halves of which stand for channels from low(c) and high(c) on.
-template <int N>
-struct Bytes {
-  static constexpr int STEP = 4 * W;
-  static Quads get(const uint8_t* row, int c) { return c + STEP <= N ? row_codes(row + c) : row_codes_half(row + c); }
-  static constexpr int low(int c) { return c; }
-  static constexpr int high(int c) { return c + 2 * W; }
-  static constexpr int END = N;
-};
-template <int N>
-struct Nibbles {
-  static constexpr int STEP = 2 * W;
-  static Quads get(const uint8_t* row, int c) { return row_nibbles(row + c); }
-  static constexpr int low(int c) { return c; }
-  static constexpr int high(int c) { return N / 2 + c; }
-  static constexpr int END = N / 2;
-};
+// Adds what sums by byte say of 2 W channels that follow each other to `out`.
+template <int P>
+inline KV_INLINE void add_sums(const Ints* sums, int by_plane, Vec scale, Vec more, float* out) {
+  each<2>([&](auto half) KV_INLINE {
+    const Ints of[3] = {sums[half], sums[by_plane + half], sums[by_plane * (P - 1) + half]};
+    store(out + half * W, add(load(out + half * W), fma(joined<P>(of), scale, more)));
+  });
+}
 
-// Q queries' sums. weights [Q][SPANS]: one for all channels where SPANS is 1, else one for SPAN of them each.
-template <int Q, int P, int N, int SPANS, class Codes, class Row>
-inline void weighed(const Weights<P> (*weights)[SPANS], const float (*least)[SPANS], const Row& rows, int n, float* out) {
-  constexpr int SPAN = N / SPANS;
-  for (int c = 0; c < Codes::END; c += Codes::STEP) {
-    const int low = Codes::low(c), high = Codes::high(c);
-    const int a = low / SPAN, b = high < N ? high / SPAN : a;
+// Q queries' sums of rows of signed bytes.
+template <int Q, int P, int N, class Row>
+inline void weighed_bytes(const Weights<P, false, Q>& weights, const Row& rows, int n, float* out) {
+  for (int c = 0; c < N; c += 4 * W) {
     Ints sums[Q * P * 4];
     each<Q * P * 4>([&](auto s) KV_INLINE { sums[s] = set1_int(0); });
     const auto four = [&](int i, const auto& row) KV_INLINE {
       Quads codes[4];
-      each<4>([&](auto t) KV_INLINE { codes[t] = Codes::get(row(t), c); });
+      each<4>([&](auto t) KV_INLINE {
+        codes[t] = c + 4 * W <= N ? row_codes(row(t) + c) : row_codes_half(row(t) + c);
+      });
       interleave(codes);
       each<Q * P>([&](auto s) KV_INLINE {
-        const auto* own = weights[s / P];
-        const uint8_t* first = own[a].byte[s % P] + i;
-        const Quads by = SPANS == 1 ? set1_quad(first) : set_halves(first, own[b].byte[s % P] + i);
+        const Quads by = set1_quad(weights.byte[s / P][s % P] + i);
         each<4>([&](auto j) KV_INLINE { sums[s * 4 + j] = dot(by, codes[j], sums[s * 4 + j]); });
       });
     };
     int i = 0;
     for (; i + 4 <= n; i += 4) {
-      rows.template fetch<Codes::END>(i, 4);
+      rows.template fetch<N>(i, 4);
       four(i, [&](int t) KV_INLINE { return rows.at(i + t); });
     }
     if (i < n) four(i, [&](int t) KV_INLINE { return rows.at(i + t < n ? i + t : n - 1); });
     each<Q>([&](auto g) KV_INLINE {
       Vec x[4];
-      const Vec scale = set_halves(weights[g][a].scale, weights[g][b].scale);
-      const Vec more = set_halves(least[g][a], least[g][b]);
       each<4>([&](auto j) KV_INLINE {
         const Ints* own = sums + g * P * 4 + j;
         const Ints of[3] = {own[0], own[4], own[4 * (P - 1)]};
-        x[j] = fma(joined<P>(of), scale, more);
+        x[j] = mul(joined<P>(of), set1(weights.scale[g]));
       });
       untangle(x);
       each<4>([&](auto j) KV_INLINE {
-        const int channel = j < 2 ? low + j * W : high + (j - 2) * W;
-        float* sum = out + g * padded(N) + channel;
-        if (channel < N) store(sum, add(load(sum), x[j]));
+        float* sum = out + g * padded(N) + c + j * W;
+        if (c + j * W < N) store(sum, add(load(sum), x[j]));
       });
     });
   }
 }
 
-// out[g] += sum over i < n of p[g * BLOCK + i] row i; out [GROUP][padded(N)]. factor, least: of a row's spans; least may
-// be null.
-template <int GROUP, int P, int N, int SPANS, class Codes, class Row>
-inline void pv_codes(const float* p, const Row& rows, int n, const float (*factor)[BLOCK], const float (*least)[BLOCK],
-                     float* out) {
-  constexpr int MOST = P == 2 ? 3 : 2;  // queries whose sums fit the registers
-  Weights<P> weights[MOST][SPANS];
-  float more[MOST][SPANS];
-  const auto some = [&](auto queries, int first) {
-    constexpr int Q = decltype(queries)::value;
-#pragma GCC unroll 4
-    for (int g = 0; g < Q; ++g)
-      for (int s = 0; s < SPANS; ++s) {
-        const float* own = p + (first + g) * BLOCK;
-        weights[g][s].take(own, factor[s], n);
-        Vec total = set1(0.0f);
-        if (least)
-          for (int i = 0; i < n; i += W) total = fma(load(own + i), load(least[s] + i), total);
-        more[g][s] = least ? sum(total) : 0.0f;
-      }
-    weighed<Q, P, N, SPANS, Codes>(weights, more, rows, n, out + first * padded(N));
-  };
+// The same of codes of four bits, whose spans have weights each, and a sum of what is least: weights, least [Q * SPANS].
+template <int Q, int P, int N, int SPANS, class Row>
+inline void weighed_nibbles(const Weights<P, true, Q * SPANS>& weights, const float* least, const Row& rows, int n,
+                            float* out) {
+  constexpr int SPAN = N / SPANS;
+  for (int c = 0; c < N / 2; c += 2 * W) {
+    const int a = c / SPAN, b = (N / 2 + c) / SPAN;
+    Ints sums[Q * P * 4];
+    each<Q * P * 4>([&](auto s) KV_INLINE { sums[s] = set1_int(0); });
+    const auto four = [&](int i, const Quads* codes) KV_INLINE {
+      each<2>([&](auto high) KV_INLINE {
+        const Quads x = high ? high_nibbles(codes[0]) : low_nibbles(codes[0]);
+        const Quads y = high ? high_nibbles(codes[1]) : low_nibbles(codes[1]);
+        each<Q * P>([&](auto s) KV_INLINE {
+          Ints* own = sums + s * 4 + 2 * high;
+          const uint8_t* by = weights.byte[s / P * SPANS + (high ? b : a)][s % P] + i;
+          own[0] = dot_quad(x, by, own[0]);
+          own[1] = dot_quad(y, by, own[1]);
+        });
+      });
+    };
+    Quads codes[2];
+    int i = 0;
+    for (; i + 4 <= n; i += 4) {
+      rows.template fetch<N / 2>(i, 4);
+      if constexpr (std::is_same_v<Row, Dense>) quads_of_four(rows.at(i), codes);
+      else quads_of_four(rows.at(i) + c, rows.at(i + 1) + c, rows.at(i + 2) + c, rows.at(i + 3) + c, codes);
+      four(i, codes);
+    }
+    if (i < n) {
+      const auto row = [&](int t) KV_INLINE { return rows.at(i + t < n ? i + t : n - 1) + c; };
+      quads_of_four(row(0), row(1), row(2), row(3), codes);
+      four(i, codes);
+    }
+    each<Q>([&](auto g) KV_INLINE {
+      const Ints* own = sums + g * P * 4;
+      float* sum = out + g * padded(N) + c;
+      const int low = g * SPANS + a, high = g * SPANS + b;
+      add_sums<P>(own, 4, set1(weights.scale[low]), set1(least[low]), sum);
+      add_sums<P>(own + 2, 4, set1(weights.scale[high] / 16), set1(least[high]), sum + N / 2);
+    });
+  }
+}
+
+// Calls f(queries, first) for all of a group, a few at a time, whose sums fit the registers.
+template <int GROUP, int P, class F>
+inline void by_few(const F& f) {
+  constexpr int MOST = P == 2 ? 3 : 2, left = GROUP % MOST;
   int g = 0;
-  for (; g + MOST <= GROUP; g += MOST) some(std::integral_constant<int, MOST>(), g);
-  constexpr int left = GROUP % MOST;
-  if constexpr (left != 0) some(std::integral_constant<int, left>(), g);
+  for (; g + MOST <= GROUP; g += MOST) f(std::integral_constant<int, MOST>(), g);
+  if constexpr (left != 0) f(std::integral_constant<int, left>(), g);
+}
+
+// out[g] += sum over i < n of p[g * BLOCK + i] factor[i] row i, of codes that are signed bytes; out [GROUP][padded(N)].
+template <int GROUP, int P, int N, class Row>
+inline void pv_bytes(const float* p, const Row& rows, int n, const float* factor, float* out) {
+  by_few<GROUP, P>([&](auto queries, int first) {
+    constexpr int Q = decltype(queries)::value;
+    Weights<P, false, Q> weights;
+    weights.take([&](int g) { return p + (first + g) * BLOCK; }, [&](int) { return factor; });
+    weighed_bytes<Q, P, N>(weights, rows, n, out + first * padded(N));
+  });
+}
+
+// The same of codes of four bits: a row's spans have factors, and a least number each.
+template <int GROUP, int P, int N, int SPANS, class Row>
+inline void pv_nibbles(const float* p, const Row& rows, int n, const float (*factor)[BLOCK], const float (*least)[BLOCK],
+                       float* out) {
+  by_few<GROUP, P>([&](auto queries, int first) {
+    constexpr int Q = decltype(queries)::value;
+    constexpr int COUNT = Q * SPANS;
+    const auto own = [&](int k) KV_INLINE { return p + (first + k / SPANS) * BLOCK; };
+    Weights<P, true, COUNT> weights;
+    weights.take(own, [&](int k) KV_INLINE { return factor[k % SPANS]; });
+    Vec total[COUNT];
+    for (int k = 0; k < COUNT; ++k) {
+      total[k] = set1(0.0f);
+      each<BLOCK / W>([&](auto i) KV_INLINE {
+        total[k] = fma(load(own(k) + i * W), load(least[k % SPANS] + i * W), total[k]);
+      });
+    }
+    alignas(64) float more[padded(COUNT)];
+    of_each<COUNT>([](Vec a, Vec b) KV_INLINE { return add(a, b); }, total, more);
+    weighed_nibbles<Q, P, N, SPANS>(weights, more, rows, n, out + first * padded(N));
+  });
 }
 
 // W rows of G numbers each -> x[g] has number g of each; G is a power of two.

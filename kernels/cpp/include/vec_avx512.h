@@ -139,6 +139,31 @@ inline Vec sum_rows(const Vec* r) {
   return add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
 }
 
+// out[i] is f of all lanes of x[i], for i < COUNT: a sum, or whatever does not mind the order; up to the next
+// multiple of W there is room for more.
+template <int COUNT, class F>
+inline void of_each(const F& f, const Vec* x, float* out) {
+#pragma GCC unroll 8
+  for (int start = 0; start < COUNT; start += 8) {
+    Vec quad[2];
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      const auto row = [&](int j) __attribute__((always_inline)) {
+        const int at = start + 4 * i + j;
+        return at < COUNT ? x[at] : set1(0.0f);
+      };
+      const Vec a = row(0), b = row(1), c = row(2), d = row(3);
+      const Vec ab = f(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+      const Vec cd = f(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+      const __m512d low = _mm512_castps_pd(ab), high = _mm512_castps_pd(cd);
+      quad[i] = f(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)), _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
+    }
+    const Vec half = f(_mm512_shuffle_f32x4(quad[0], quad[1], 0x88), _mm512_shuffle_f32x4(quad[0], quad[1], 0xdd));
+    const Vec whole = f(half, _mm512_shuffle_f32x4(half, half, 0xb1));
+    _mm256_storeu_ps(out + start, _mm512_castps512_ps256(_mm512_shuffle_f32x4(whole, whole, 0x08)));
+  }
+}
+
 }  // namespace kv
 
 #if defined(__AVX512VNNI__)
@@ -154,67 +179,125 @@ using Quads = __m512i;  // four bytes a lane
 inline Ints set1_int(int32_t x) { return _mm512_set1_epi32(x); }
 inline Vec to_float(Ints x) { return _mm512_cvtepi32_ps(x); }
 inline Ints to_ints(Vec x) { return _mm512_cvtps_epi32(x); }  // to nearest even
-template <int BITS>
-inline Ints shifted(Ints x) {
-  return _mm512_srli_epi32(x, BITS);
-}
 // What is left of whole numbers without their lowest byte, which counts from -128 to 127.
 inline Ints carried(Ints x) { return _mm512_srai_epi32(_mm512_add_epi32(x, set1_int(128)), 8); }
 inline void store_bytes(void* p, Ints x) { _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x)); }
+// 64 whole numbers of P bytes; byte p of number i is at out[p * stride + i], byte 0 the highest. SIGNED: bytes count from
+// -128 to 127.
+template <int P, bool SIGNED>
+inline void store_planes(uint8_t* out, int stride, const Ints* x) {
+  const Ints order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+  const auto packed = [&](Ints low, Ints high, int p) __attribute__((always_inline)) {
+    _mm512_storeu_si512(out + p * stride, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high)));
+  };
+  if constexpr (P == 2) {
+    Ints a = _mm512_packus_epi32(x[0], x[1]), b = _mm512_packus_epi32(x[2], x[3]);
+    packed(_mm512_and_si512(a, _mm512_set1_epi16(255)), _mm512_and_si512(b, _mm512_set1_epi16(255)), 1);
+    if (SIGNED) {
+      a = _mm512_add_epi16(a, _mm512_set1_epi16(128));
+      b = _mm512_add_epi16(b, _mm512_set1_epi16(128));
+    }
+    packed(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8), 0);
+  } else {
+    Ints left[4] = {x[0], x[1], x[2], x[3]};
+#pragma GCC unroll 4
+    for (int p = P - 1; p >= 0; --p) {
+      Ints byte[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        byte[i] = _mm512_and_si512(left[i], set1_int(255));
+        left[i] = SIGNED ? carried(left[i]) : _mm512_srli_epi32(left[i], 8);
+      }
+      packed(_mm512_packus_epi32(byte[0], byte[1]), _mm512_packus_epi32(byte[2], byte[3]), p);
+    }
+  }
+}
 inline Quads set1_quad(const void* p) {
   int32_t quad;
   std::memcpy(&quad, p, sizeof quad);
   return _mm512_set1_epi32(quad);
 }
-// One of them for the first half of the lanes, the other for the second.
-inline Quads set_halves(const void* low, const void* high) {
-  int32_t quad;
-  std::memcpy(&quad, high, sizeof quad);
-  return _mm512_mask_set1_epi32(set1_quad(low), 0xff00, quad);
-}
-inline Vec set_halves(float low, float high) { return _mm512_mask_mov_ps(set1(low), 0xff00, set1(high)); }
 // sum + the products of unsigned bytes with signed ones, of each lane; written so for the reason of the `dot` of pairs.
 inline Ints dot(Quads bytes, Quads signs, Ints sum) {
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(bytes), "v"(signs));
   return sum;
 }
+// The same of signed bytes at p, four for all lanes.
+inline Ints dot_quad(Quads bytes, const void* p, Ints sum) {
+  using Quad __attribute__((may_alias)) = int32_t;
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(bytes), "m"(*static_cast<const Quad*>(p)));
+  return sum;
+}
+// Of numbers that are not negative the larger, and what is no number before all others: they are compared as bits.
+inline Vec max_bits(Vec a, Vec b) {
+  return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+}
 inline Quads flipped(Quads x) { return _mm512_xor_si512(x, _mm512_set1_epi8(static_cast<char>(0x80))); }
 inline Quads low_nibbles(Quads x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-inline Quads high_nibbles(Quads x) { return low_nibbles(_mm512_srli_epi32(x, 4)); }
+// Where they are: each is 16 times its code.
+inline Quads high_nibbles(Quads x) { return _mm512_and_si512(x, _mm512_set1_epi8(static_cast<char>(0xf0))); }
 
-// 64 codes of a row: as they are; 32 and zeros; of 32 bytes the low halves, and the high ones.
+// 64 codes of a row; 32 and zeros.
 inline Quads row_codes(const void* p) { return _mm512_loadu_si512(p); }
 inline Quads row_codes_half(const void* p) {
   return _mm512_zextsi256_si512(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
 }
-inline Quads row_nibbles(const void* p) {
-  const Quads both = _mm512_broadcast_i64x4(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
-  return low_nibbles(_mm512_srlv_epi32(both, _mm512_set_epi32(4, 4, 4, 4, 4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0, 0)));
+// Four vectors of words, of which each quarter is turned: out[i] has word i of every quarter of each.
+template <class F>
+inline __attribute__((always_inline)) void turned(const F& row, Quads* out) {
+  const Quads t0 = row(0), t1 = row(1), t2 = row(2), t3 = row(3);
+  const Quads a = _mm512_unpacklo_epi32(t0, t1), b = _mm512_unpackhi_epi32(t0, t1);
+  const Quads c = _mm512_unpacklo_epi32(t2, t3), d = _mm512_unpackhi_epi32(t2, t3);
+  out[0] = _mm512_unpacklo_epi64(a, c);
+  out[1] = _mm512_unpackhi_epi64(a, c);
+  out[2] = _mm512_unpacklo_epi64(b, d);
+  out[3] = _mm512_unpackhi_epi64(b, d);
 }
-
 // 32 bytes of 16 rows: lane r of out[c] has bytes 4 c .. 4 c + 3 of row r.
 inline void columns(const uint8_t* const* rows, int at, Quads* out) {
   const auto pair = [&](int r) __attribute__((always_inline)) {
     const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[r] + at));
     return _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[r + 4] + at)), 1);
   };
-  const auto four = [&](int r, Quads* half) __attribute__((always_inline)) {
-    const Quads t0 = pair(r), t1 = pair(r + 1), t2 = pair(r + 2), t3 = pair(r + 3);
-    const Quads a = _mm512_unpacklo_epi32(t0, t1), b = _mm512_unpackhi_epi32(t0, t1);
-    const Quads c = _mm512_unpacklo_epi32(t2, t3), d = _mm512_unpackhi_epi32(t2, t3);
-    half[0] = _mm512_unpacklo_epi64(a, c);
-    half[1] = _mm512_unpackhi_epi64(a, c);
-    half[2] = _mm512_unpacklo_epi64(b, d);
-    half[3] = _mm512_unpackhi_epi64(b, d);
-  };
   Quads low[4], high[4];
-  four(0, low);
-  four(8, high);
+  turned([&](int r) __attribute__((always_inline)) { return pair(r); }, low);
+  turned([&](int r) __attribute__((always_inline)) { return pair(8 + r); }, high);
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     out[i] = _mm512_shuffle_i32x4(low[i], high[i], 0x88);
     out[4 + i] = _mm512_shuffle_i32x4(low[i], high[i], 0xdd);
   }
+}
+// The same of rows that follow each other without a gap.
+inline void columns(const uint8_t* rows, Quads* out) {
+  Quads low[4], high[4];
+  turned([&](int r) __attribute__((always_inline)) { return _mm512_loadu_si512(rows + 64 * r); }, low);
+  turned([&](int r) __attribute__((always_inline)) { return _mm512_loadu_si512(rows + 64 * (4 + r)); }, high);
+  // A register has every other of eight rows in its first half, the others in its second.
+  const Ints at = _mm512_set_epi32(27, 19, 26, 18, 25, 17, 24, 16, 11, 3, 10, 2, 9, 1, 8, 0);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    out[i] = _mm512_permutex2var_epi32(low[i], at, high[i]);
+    out[4 + i] = _mm512_permutex2var_epi32(low[i], _mm512_or_si512(at, set1_int(4)), high[i]);
+  }
+}
+
+// 32 bytes of four rows, two in each, become quads of a byte of each row, in their order.
+inline void quads_of_two(Quads ab, Quads cd, Quads* out) {
+  const Quads four = _mm512_broadcast_i32x4(_mm_set_epi8(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0));
+  const Quads low = _mm512_set_epi32(27, 19, 11, 3, 26, 18, 10, 2, 25, 17, 9, 1, 24, 16, 8, 0);
+  out[0] = _mm512_shuffle_epi8(_mm512_permutex2var_epi32(ab, low, cd), four);
+  out[1] = _mm512_shuffle_epi8(_mm512_permutex2var_epi32(ab, _mm512_or_si512(low, set1_int(4)), cd), four);
+}
+inline void quads_of_four(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d, Quads* out) {
+  const auto pair = [](const uint8_t* low, const uint8_t* high) __attribute__((always_inline)) {
+    const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(low));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(first), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high)), 1);
+  };
+  quads_of_two(pair(a, b), pair(c, d), out);
+}
+inline void quads_of_four(const uint8_t* rows, Quads* out) {
+  quads_of_two(_mm512_loadu_si512(rows), _mm512_loadu_si512(rows + 64), out);
 }
 
 // Codes of four rows become quads of a channel each. Lanes stand for channels in an order that `untangle` undoes.

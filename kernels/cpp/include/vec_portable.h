@@ -82,6 +82,14 @@ inline void transpose(const Word* from, int64_t stride, Word* to, int64_t to_str
   for (int j = 0; j < W; ++j)
     for (int i = 0; i < W; ++i) to[j * to_stride + i] = from[i * stride + j];
 }
+template <int COUNT, class F>
+inline void of_each(const F& f, const Vec* x, float* out) {
+  for (int i = 0; i < COUNT; ++i) {
+    Vec all = set1(x[i].x[0]);
+    for (int lane = 1; lane < W; ++lane) all = f(all, set1(x[i].x[lane]));
+    out[i] = all.x[0];
+  }
+}
 inline Vec sum_rows(const Vec* r) { KV_LANES(sum(r[i])); }
 #if defined(KV_QUADS)  // likewise of processors that multiply quads of bytes: 8 bytes of a row at a time
 
@@ -96,13 +104,8 @@ inline Ints set1_int(int32_t x) { return {{x, x, x, x}}; }
 inline Vec to_float(Ints x) { KV_LANES(static_cast<float>(x.x[i])); }
 inline Ints to_ints(Vec x) {
   Ints out;
-  for (int i = 0; i < W; ++i) out.x[i] = static_cast<int32_t>(std::nearbyint(x.x[i]));
+  for (int i = 0; i < W; ++i) out.x[i] = x.x[i] == x.x[i] ? static_cast<int32_t>(std::nearbyint(x.x[i])) : 0;
   return out;
-}
-template <int BITS>
-inline Ints shifted(Ints x) {
-  for (int i = 0; i < W; ++i) x.x[i] = static_cast<int32_t>(static_cast<uint32_t>(x.x[i]) >> BITS);
-  return x;
 }
 inline Ints carried(Ints x) {
   for (auto& own : x.x) own = (own + 128) >> 8;
@@ -111,16 +114,33 @@ inline Ints carried(Ints x) {
 inline void store_bytes(void* p, Ints x) {
   for (int i = 0; i < W; ++i) static_cast<uint8_t*>(p)[i] = static_cast<uint8_t>(x.x[i]);
 }
-inline Quads set_halves(const void* low, const void* high) {
+inline Quads set1_quad(const void* p) {
   Quads out;
-  for (int i = 0; i < W; ++i) std::memcpy(out.x + 4 * i, i < W / 2 ? low : high, 4);
+  for (int i = 0; i < W; ++i) std::memcpy(out.x + 4 * i, p, 4);
   return out;
 }
-inline Quads set1_quad(const void* p) { return set_halves(p, p); }
-inline Vec set_halves(float low, float high) { KV_LANES(i < W / 2 ? low : high); }
 inline Ints dot(Quads bytes, Quads signs, Ints sum) {
   for (int i = 0; i < 4 * W; ++i) sum.x[i / 4] += bytes.x[i] * static_cast<int8_t>(signs.x[i]);
   return sum;
+}
+inline Ints dot_quad(Quads bytes, const void* p, Ints sum) { return dot(bytes, set1_quad(p), sum); }
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+inline Vec max_bits(Vec a, Vec b) { KV_LANES(bits_of(a.x[i]) > bits_of(b.x[i]) ? a.x[i] : b.x[i]); }
+template <int P, bool SIGNED>
+inline void store_planes(uint8_t* out, int stride, const Ints* x) {
+  for (int i = 0; i < 4; ++i) {
+    Ints left = x[i];
+    for (int p = P - 1; p >= 0; --p) {
+      store_bytes(out + p * stride + i * W, left);
+      if (SIGNED) left = carried(left);
+      else
+        for (auto& own : left.x) own >>= 8;
+    }
+  }
 }
 inline Quads flipped(Quads x) {
   for (auto& own : x.x) own ^= 0x80;
@@ -131,7 +151,7 @@ inline Quads low_nibbles(Quads x) {
   return x;
 }
 inline Quads high_nibbles(Quads x) {
-  for (auto& own : x.x) own >>= 4;
+  for (auto& own : x.x) own &= 0xf0;
   return x;
 }
 inline Quads row_codes(const void* p) {
@@ -144,15 +164,22 @@ inline Quads row_codes_half(const void* p) {
   std::memcpy(out.x, p, sizeof out.x / 2);
   return out;
 }
-inline Quads row_nibbles(const void* p) {
-  Quads out;
-  const auto* from = static_cast<const uint8_t*>(p);
-  for (int i = 0; i < 4 * W; ++i) out.x[i] = i < 2 * W ? from[i] & 15 : from[i - 2 * W] >> 4;
-  return out;
-}
 inline void columns(const uint8_t* const* rows, int at, Quads* out) {
   for (int c = 0; c < W / 2; ++c)
     for (int r = 0; r < W; ++r) std::memcpy(out[c].x + 4 * r, rows[r] + at + 4 * c, 4);
+}
+inline void quads_of_four(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d, Quads* out) {
+  const uint8_t* rows[4] = {a, b, c, d};
+  for (int i = 0; i < 2 * W; ++i)
+    for (int r = 0; r < 4; ++r) out[i / W].x[i % W * 4 + r] = rows[r][i];
+}
+inline void columns(const uint8_t* rows, Quads* out) {
+  const uint8_t* row[W];
+  for (int r = 0; r < W; ++r) row[r] = rows + r * 2 * W;
+  columns(row, 0, out);
+}
+inline void quads_of_four(const uint8_t* rows, Quads* out) {
+  quads_of_four(rows, rows + 2 * W, rows + 4 * W, rows + 6 * W, out);
 }
 // Lane i of x[j] becomes channel i / 2 * 8 + 2 j + i % 2: each half of the lanes has a half of the channels.
 inline void interleave(Quads* x) {

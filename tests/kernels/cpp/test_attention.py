@@ -231,7 +231,9 @@ OVER_A_BLOCK = (66, 1, 1, 1)
 # Codes that are multiplied as whole numbers, rows of bfloat16 in pairs: channels in whole steps, and what is near.
 WHOLE = {
     "int8": Case(CacheLayout(int8(), int8()), (6, 2), (64, 96), chunks=OVER_A_BLOCK),
-    "int4": Case(CacheLayout(uint(4, 32), uint(4, 32)), (5, 1), (128, 64), chunks=OVER_A_BLOCK),
+    "int4": Case(CacheLayout(uint(4, 32), uint(4, 32)), (5, 1), (64, 64), chunks=OVER_A_BLOCK),
+    "int4 of 4 spans": Case(CacheLayout(uint(4, 32), uint(4, 32)), (5, 1), (128, 64), chunks=OVER_A_BLOCK),
+    "int4 of 8 channels": Case(CacheLayout(uint(4, 8), uint(4, 8)), (3, 1), (16, 16), chunks=OVER_A_BLOCK),
     "int4, one scale": Case(CacheLayout(uint(4), uint(4)), (1, 1), (64, 128), chunks=OVER_A_BLOCK),
     "int4 of 3 spans": Case(CacheLayout(uint(4, 64), uint(4, 32)), (4, 2), (192, 192), chunks=OVER_A_BLOCK),
     "pages": Case(CacheLayout(int8(), uint(4, 32), Paged(16)), (4, 2), (32, 64), chunks=OVER_A_BLOCK),
@@ -255,6 +257,7 @@ WHOLE = {
 
 QUICK = {
     ("int4", "best"),
+    ("int4 of 8 channels", "quads"),
     ("residuals", "best"),
     ("pages", "quads"),
     ("int4 of 3 spans", "quads"),
@@ -300,7 +303,7 @@ class Outliers(Case):
 )
 def test_channels_that_stand_out(layout: CacheLayout, dtype: torch.dtype) -> None:
     """A query's whole numbers are as wide as its largest channel wants: the others must keep enough."""
-    check(Outliers(layout, (3, 1), (64, 64), dtype, chunks=(20, 1, 1, 1, 1)), "cpp")
+    check(Outliers(layout, (3, 1), (64, 64), dtype, chunks=(66, 1, 1)), "cpp")
 
 
 # Several blocks of queries and keys, whole and not.
@@ -450,3 +453,22 @@ def test_what_is_no_number_is_told(isa: str, score: ScoreSpec, monkeypatch: pyte
             outs.append(op.cached_attention(q, k, v, buffers, at, at[0], [], 6, text, sinks=sinks))
         assert torch.equal(outs[0].isnan(), outs[1].isnan()) and outs[0].isnan().any(), where
     ops.forget()
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_codes_of_what_is_no_number_are_told(where: str) -> None:
+    """Their scale is none: as the reference does, all that sees them becomes none."""
+    layout = CacheLayout(int8(), int8())
+    g = torch.Generator().manual_seed(0)
+    given = {
+        name: torch.randn(1, heads, 1, 64, generator=g) for name, heads in (("q", 2), ("k", 1), ("v", 1))
+    }
+    given[where][0, 0, 0, 3] = float("nan")
+    outs = []
+    for kernels in ("cpp", "reference"):
+        specs = layout.buffers(1, 64, 64, torch.float32, 8)
+        buffers = [torch.zeros(1, *spec.shape, dtype=spec.dtype) for spec in specs]
+        text = SiteSpec(layout, 0.125, kernels=kernels).to_json()
+        at = torch.tensor([[0]])
+        outs.append(op.cached_attention(*given.values(), buffers, at, at[0], [], 1, text))
+    assert torch.equal(outs[0].isnan(), outs[1].isnan()) and outs[0].isnan().any()

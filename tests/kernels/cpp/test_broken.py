@@ -76,16 +76,22 @@ BREAKS: dict[str, tuple[str, str, str]] = {
     "more queries count": ("SnapKV prompt", "queries - 30, 0", "queries - 90, 0"),
     "a prompt's scores are not capped": ("capped prompt", "mul(tanh(", "mul(("),
     "bytes of a sum by 255": ("whole int8", "fma(x, set1(256.0f)", "fma(x, set1(255.0f)"),
-    "codes count from 0": ("whole int8", "set1_int(-128 * q.sum[first + g][p])", "set1_int(0)"),
+    "codes count from 0": ("whole int8", "set1_int(-128 * q.sum[first + s / P][s % P])", "set1_int(0)"),
     "a span's least is dropped": (
         "whole int4",
         "x = fma(load(least[s] + start), set1(q.span[first + g][s]), x);",
         "",
     ),
-    "spans have the first one's weights": (
+    "spans have the first one's weights": ("whole int4", "SPANS + (high ? b : a)]", "SPANS + a]"),
+    "high halves of keys count as they stand": (
         "whole int4",
-        "set_halves(first, own[b].byte[s % P] + i)",
-        "set1_quad(first)",
+        "+ start), set1(1.0f / 16))",
+        "+ start), set1(1.0f))",
+    ),
+    "high halves of values count as they stand": (
+        "whole int4",
+        "weights.scale[high] / 16)",
+        "weights.scale[high])",
     ),
     "a row of a pair is the other": ("whole pairs", "rows.at(i + 1 < n ? i + 1 : i)", "rows.at(i)"),
     "a mask is dropped": ("expression", " : -INFINITY;", " : 0.0f;"),
