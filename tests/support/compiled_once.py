@@ -108,7 +108,7 @@ class CompiledOnce:
 def optimize(on: bool) -> None:
     """Kernels as users have them from here on, or such as take the compiler less; the others have other names."""
     flags = FLAGS if on else LESS
-    if compiler.FLAGS != flags:
+    if flags != compiler.FLAGS:
         compiler.FLAGS = flags
         source._kernel.cache_clear()
         source._linear.cache_clear()
