@@ -27,7 +27,6 @@ def vectors(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.optimized
-@pytest.mark.few(2)  # every instruction set, and every dtype
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [own.name for own in available()])
 def test_sums_are_those_of_float32(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
