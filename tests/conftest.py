@@ -16,6 +16,7 @@ import gc
 import logging
 import os
 import sys
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "few(n): one case of n is quick, in turns over all parameters; the others are slow"
     )
+    config.addinivalue_line("markers", "optimized: C++ kernels are compiled with the flags that users have")
     # From before the first test on, pytest listens to loggers that do not propagate; where anyone listens to this one,
     # PyTorch prints all its graphs.
     logging.getLogger("torch.__trace").propagate = True
@@ -61,6 +63,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # What calls an AOTInductor package's kernels is most of its C++; and nobody debugs what tests compile.
     os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
     os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures of whole files
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    from tests.support import compiled_once
+
+    compiled_once.optimize(item.get_closest_marker("optimized") is not None)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -90,6 +99,7 @@ def _quick(tmp_path_factory: pytest.TempPathFactory) -> None:
         quick_interpreter.install()
 
 
+@cache
 def _name(path: Path) -> str:
     """A file of tests by its path from here, without `.py`: names alone may be the same in two folders."""
     folder = Path(__file__).parent

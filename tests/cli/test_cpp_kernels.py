@@ -17,6 +17,7 @@ from kvcompile.kernels.cpp.spec import CppSpec
 from kvcompile.kernels.cpp.tools import machine_code
 from kvcompile.kernels.cpp.tools.machine_code import main_loop, read
 
+pytestmark = pytest.mark.optimized
 SMALL = ["kernels", "--target", "cpp", "--heads", "2/1", "--head-dim", "16"]
 LOOP = """
 0000000000001140 <f>:

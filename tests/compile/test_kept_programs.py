@@ -21,6 +21,7 @@ from kvcompile.compile import executor, kept_programs
 from kvcompile.compile.inductor import compile_region
 from kvcompile.compile.kept_programs import KeptPrograms
 from kvcompile.util import cache_dir
+from tests.support.marks import cases
 from tests.support.models import NanoGPT, make, tiny_hf
 
 TINY: dict[str, Any] = {"max_tokens": 64, "verify": "off"}
@@ -52,7 +53,9 @@ def folders(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache" / kept_programs.FOLDER).iterdir())
 
 
-@pytest.mark.parametrize("recipe", ["paged", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "recipe", cases(["baseline", "paged", "int8"], ["baseline"])
+)  # tests beside have it compiled
 def test_the_second_time_nothing_is_compiled(recipe: str, compiled: list[str], tmp_path: Path) -> None:
     model = tiny_hf()
     first = kvcompile.optimize(model, recipe, **TINY)

@@ -265,6 +265,8 @@ def test_the_reference_imports_no_kernels() -> None:
     script = (
         "import sys, torch, kvcompile\n"
         "from tests.support.models import TinyConfig, TinyLlama, make\n"
+        "from tests.support.short_texts import short\n"
+        "short(True)\n"
         "model = make(TinyLlama, TinyConfig(num_layers=1))\n"
         "fast = kvcompile.optimize(model, 'int8', max_tokens=32, compile={'mode': 'none'})\n"
         "fast(torch.ones(1, 3, dtype=torch.int64))\n"

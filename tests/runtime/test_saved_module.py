@@ -26,6 +26,7 @@ from kvcompile.targets import folder
 from tests.passes.capture.test_opaque import routed
 from tests.support.models import NanoGPT, TinyConfig, TinyLlama, make, tiny_hf
 
+pytestmark = pytest.mark.optimized  # other processes find the kernels that they have
 EAGER: dict[str, Any] = {"compile": {"mode": "none"}, "verify": "off", "max_tokens": 64, "max_batch": 2}
 GROUPED = {"keys": {"bits": 4, "group": 8}, "values": {"bits": 4, "group": 8}}
 RECIPES: dict[str, dict[str, Any]] = {

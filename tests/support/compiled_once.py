@@ -5,6 +5,9 @@ library: here it reads them once for all kernels of the same flags, and the mach
 (`tests/support/test_compiled_once.py`). Only what every kernel includes anyway is read before: an `#include` that is
 missing in one is missed here, too. What tests compile into caches of their own, they get from the session's folder
 where it was compiled before, by this worker or by another; so they do what Inductor compiles.
+
+Most of the rest, the compiler takes to optimize. Nothing in its flags lets it change a result, so tests have it do so
+with `-O1`; those that are marked `optimized` have kernels as users have them.
 """
 
 from __future__ import annotations
@@ -23,13 +26,15 @@ from typing import Any
 from torch._inductor import codecache
 
 from kvcompile.compile import ahead
-from kvcompile.kernels.cpp.host import compiler
+from kvcompile.kernels.cpp.host import compiler, source
 
 # What is included by the headers that each kernel begins with.
 BEGIN = ("#include KV_VECTORS", '#include "call.h"', '#include "codes.h"')
 HEADERS = ("vec_portable.h", "types.h", "exp2.h", "call.h", "codes.h")
 PLAIN = compiler._compile
 PLAIN_OF_INDUCTOR: Any = codecache._worker_compile_cpp
+FLAGS = compiler.FLAGS  # of users
+LESS = tuple("-O1" if flag == "-O3" else flag for flag in FLAGS)
 AGAIN = 2  # kernels of the same flags are compiled as users compile them, before reading ahead pays
 
 
@@ -98,6 +103,15 @@ class CompiledOnce:
         os.close(handle)
         shutil.copy(one, temporary)
         os.replace(temporary, other)
+
+
+def optimize(on: bool) -> None:
+    """Kernels as users have them from here on, or such as take the compiler less; the others have other names."""
+    flags = FLAGS if on else LESS
+    if flags != compiler.FLAGS:
+        compiler.FLAGS = flags
+        source._kernel.cache_clear()
+        source._linear.cache_clear()
 
 
 def install(folder: Path) -> None:

@@ -71,11 +71,14 @@ def _imports(env: Mapping[str, str]) -> dict[str, str]:
 
 def serve() -> None:
     """Fork for each line of the input, until it ends."""
+    from triton.runtime import cache
+
     from kvcompile.backends.tensorrt_plugins import ptx
     from kvcompile.kernels.triton.host import source
     from kvcompile.kernels.triton.tools import assemble
 
     assert ptx and source and assemble  # imported for the forks
+    cache.triton_key()  # what Triton is, which each process that compiles asks: half a second for all files of it
     for line in sys.stdin:
         with tempfile.TemporaryDirectory() as folder:
             names = {name: Path(folder, name) for name in STREAMS}

@@ -1,9 +1,10 @@
-"""What tests compile quicker is what everybody compiles."""
+"""What tests compile quicker is what everybody compiles, but for how much the compiler optimizes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from torch._inductor import codecache
 
 from kvcompile.kernels.cpp.host import source
@@ -11,13 +12,23 @@ from kvcompile.kernels.cpp.host.attention import spec_of
 from kvcompile.kernels.cpp.isa import isa
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import CacheLayout, int8
-from tests.support.compiled_once import PLAIN, CompiledOnce, text_ahead
+from tests.support.compiled_once import FLAGS, PLAIN, CompiledOnce, text_ahead
 
 TEXT = source.text_of(
     spec_of(SiteSpec(CacheLayout(int8(), int8()), 0.5), (2, 1), (8, 8), "torch.float32").to_json()
 )
 
 
+@pytest.mark.optimized
+def test_marked_tests_have_the_flags_of_users() -> None:
+    assert "-O3" in FLAGS and {*FLAGS} <= {*TEXT.flags(isa())}
+
+
+def test_the_others_differ_in_one() -> None:
+    assert {*FLAGS} - {*TEXT.flags(isa())} == {"-O3"} and "-O1" in TEXT.flags(isa())
+
+
+@pytest.mark.optimized
 def test_the_machine_code_is_the_same(tmp_path: Path) -> None:
     once = CompiledOnce(tmp_path)
     flags = TEXT.flags(isa())

@@ -157,6 +157,7 @@ def _two_threads() -> Iterator[None]:
 SLOW = ("turned latent before RoPE", "turned before RoPE", "two pieces", "H2O in cache")
 
 
+@pytest.mark.optimized
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", cases(CASES, CASES.keys() - {*SLOW}))
 def test_sites_of_every_kind(name: str) -> None:

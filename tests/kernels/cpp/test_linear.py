@@ -26,6 +26,7 @@ def vectors(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return x, weight, bias
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [own.name for own in available()])
 def test_sums_are_those_of_float32(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

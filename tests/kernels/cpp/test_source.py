@@ -120,6 +120,7 @@ def test_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
         isa.isa()
 
 
+@pytest.mark.optimized  # as the process has it
 def test_saved_code_may_be_the_first_to_call() -> None:
     """Code that Inductor has kept calls the op where nothing has traced it: then it makes itself ready."""
     ops.launcher()  # the process finds it in the same folder, and compiles the kernel

@@ -69,6 +69,7 @@ def specs_of(name: str) -> list[str]:
     return [spec_of(site, (9, 3), (64, 64), "float32").to_json(), many.to_json()]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SITES]
 )
@@ -79,6 +80,7 @@ def test_no_kernel_can_allocate(name: str) -> None:
         assert not [symbol for symbol in found if any(word in symbol for word in ALLOCATES)], spec
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("many", [False, True])
 def test_no_linear_layer_can_allocate(many: bool) -> None:
     found = imports(compiled(text_of(linear_spec(torch.bfloat16, many)), isa()))

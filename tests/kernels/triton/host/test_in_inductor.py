@@ -9,28 +9,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvcompile.compile.inductor import _patches
-
-ROOT = Path(__file__).resolve().parents[4]
+from tests.support.quick_assembling import BEFORE, forks
 
 
 def printed(*arguments: str) -> Any:
     """What a module of these tests prints in a process where Triton compiles."""
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=os.environ | {"TRITON_INTERPRET": "0"},
-    )
+    env = os.environ | {"TRITON_INTERPRET": "0"}
+    done = forks.run([sys.executable, *BEFORE, *arguments], input="", env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
