@@ -31,9 +31,7 @@ def groups(storage: Storage | InKeys, dim: int) -> int:
     return storage.of_slots.groups(dim)
 
 
-def stacks(
-    role: str, site: SiteSpec, head_dim: int, v_head_dim: int, heads: int, dtype: torch.dtype
-) -> int:
+def stacks(role: str, site: SiteSpec, head_dim: int, v_head_dim: int, heads: int, dtype: torch.dtype) -> int:
     """How often a query head is a row; 1: once, as of many queries, whose rows are no padding.
 
     heads: of queries, to a KV head; dtype: the model's
@@ -43,9 +41,7 @@ def stacks(
     return _stacks(role, site, head_dim, v_head_dim)
 
 
-def filled(
-    role: str, site: SiteSpec, head_dim: int, v_head_dim: int, heads: int, dtype: torch.dtype
-) -> bool:
+def filled(role: str, site: SiteSpec, head_dim: int, v_head_dim: int, heads: int, dtype: torch.dtype) -> bool:
     """Whether the query heads of a step leave no rows for groups of channels, and codes can take the scales of these.
 
     In more rows than a product needs, every warp would have all of the values, or the values would go through shared

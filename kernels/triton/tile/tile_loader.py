@@ -219,39 +219,63 @@ class TileLoader:
         """Lines that define `k_scale0`, `k_minimum0`, .. of piece `index` (`affine`), [BLOCK_N, W].
 
         Compiled, they are words of two numbers, of a channel and the next: of those, pieces of even and of odd channels
-        take theirs.
+        take theirs. The words of two planes are one load, which is taken apart: each load that is copied ahead takes
+        registers for where it stands.
         """
         if self.by_group:
             return self._group_scales(source, index, masked)
         piece, groups = self.pieces[index], self.block_n // self.group
+        if self.assembly and piece.start % 2:
+            return []  # with the channels before
+        planes = self.assembly and self._two_planes
+        guards = [f"(start + tl.arange(0, {groups})[:, None] * {self.group} < end)"] if masked else []
         lines: list[str] = []
+        if index == 0 or not planes:
+            first = f"{source.base(self.group)} // {self.group}"
+            lines.append(f"{self.letter}_groups = {first} + tl.arange(0, {groups})[:, None]")
         for part in self.storage.scale.numbers:
             name = f"{self.letter}_{part}{index}"
             pointer = f"{source.prefix}{self.side}_{part}_ptr"
-            channels, width = self.channels(index), self.dim
-            guards = [f"(start + tl.arange(0, {groups})[:, None] * {self.group} < end)"] if masked else []
+            channels, width, own = self.channels(index), self.dim, []
             if self.assembly:
-                if piece.start % 2:
-                    continue  # with the channels before
-                pointer = f"{pointer}.to(tl.pointer_type(tl.uint32))"
-                channels, width = (
-                    f"({piece.start // 2} + tl.arange(0, {piece.block})[None, :])",
-                    self.dim // 2,
-                )
-                guards += [] if piece.whole else [f"({channels} < {piece.start // 2 + piece.width})"]
+                pointer, width = f"{pointer}.to(tl.pointer_type(tl.uint32))", self.dim // 2
+                first = f"{piece.start // 2} + " if piece.start else ""
+                channels = f"({first}tl.arange(0, {2 * piece.block if planes else piece.block})[None, :])"
+                own += [] if piece.whole else [f"({channels} < {piece.start // 2 + piece.width})"]
             elif not piece.whole:
-                guards.append(self._real(index))
-            if not lines:
-                first = f"{source.base(self.group)} // {self.group}"
-                lines.append(f"{self.letter}_groups = {first} + tl.arange(0, {groups})[:, None]")
-            guard = f", mask={' & '.join(guards)}, other=0" if guards else ""
+                own.append(self._real(index))
+            guard = f", mask={' & '.join([*guards, *own])}, other=0" if guards or own else ""
             block = f"tl.load({pointer} + {self.letter}_groups * {width} + {channels}{guard})"
+            if planes and index == 0:
+                lines += self._halved(part, block, groups, piece.block)
+            elif not planes:
+                lines.append(f"{name} = {block}")
             lines += [
-                f"{name} = {block}",
                 f"{name} = tl.broadcast_to({name}[:, None, :], [{groups}, {self.group}, {piece.block}])",
                 f"{name} = tl.reshape({name}, [{self.block_n}, {piece.block}])",
             ]
         return lines
+
+    def _halved(self, part: str, block: str, rows: int, columns: int) -> list[str]:
+        """Lines that take apart numbers [rows, 2 * columns]: those of piece 0, then those of piece 2."""
+        name = f"{self.letter}_{part}"
+        return [
+            f"{name} = tl.reshape({block}, [{rows}, 2, {columns}])",
+            f"{name}0, {name}2 = tl.split(tl.permute({name}, [0, 2, 1]))",
+        ]
+
+    @property
+    def _two_planes(self) -> bool:
+        """Whether the words of even and odd channels are those of two planes alike, and nothing else.
+
+        Of fewer than 32 words, one load takes more registers than two: kernels were assembled both ways.
+        """
+        first = self.pieces[0]
+        starts = tuple(piece.start for piece in self.pieces)
+        alike = all(piece.whole and piece.block == first.block for piece in self.pieces)
+        return (
+            alike and first.block >= 2 * SMALLEST and starts == (0, 1, 2 * first.block, 2 * first.block + 1)
+        )
 
     def _group_scales(self, source: SlotArray, index: int, masked: bool) -> list[str]:
         """Lines that define the numbers of a piece's groups of channels in float16, for each of its channels.
@@ -270,9 +294,7 @@ class TileLoader:
             name = f"{self.letter}_{part}{index}"
             if count == 2 * covered and index == 0:
                 every = source.rows(f"{self.side}_{part}", count, f"tl.arange(0, {count})[None, :]")
-                halves = f"{self.letter}_{part}0, {self.letter}_{part}2"
-                block = f"tl.reshape(tl.load({every}{guard}), [{self.block_n}, 2, {covered}])"
-                lines.append(f"{halves} = tl.split(tl.permute({block}, [0, 2, 1]))")
+                lines += self._halved(part, f"tl.load({every}{guard})", self.block_n, covered)
             elif count != 2 * covered:
                 places = f"{piece.start // size} + tl.arange(0, {covered})[None, :]"
                 lines.append(f"{name} = tl.load({source.rows(f'{self.side}_{part}', count, places)}{guard})")
@@ -377,7 +399,8 @@ def _wide(pieces: tuple[ChannelBlock, ...], rows: int) -> tuple[ChannelBlock, ..
     each warp would then compute all of both.
     """
     return tuple(
-        replace(piece, least=2 * piece.block) if piece.block <= rows < 2 * piece.block else piece for piece in pieces
+        replace(piece, least=2 * piece.block) if piece.block <= rows < 2 * piece.block else piece
+        for piece in pieces
     )
 
 
@@ -389,7 +412,9 @@ def _by_group(spec: KernelSpec, kept: Storage, dim: int, dot: DotType, elementwi
     if elementwise or spec.layout.in_keys or dot != "float16":
         return False
     step = spec.role == "decode"
-    if step and not filled(spec.role, spec.site, spec.head_dim, spec.v_head_dim, spec.group, spec.torch_dtype):
+    if step and not filled(
+        spec.role, spec.site, spec.head_dim, spec.v_head_dim, spec.group, spec.torch_dtype
+    ):
         return False
     return takes_scales(kept, dim, spec.torch_dtype)
 
