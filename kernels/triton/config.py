@@ -143,7 +143,7 @@ def case_of(
         placement.page_size if isinstance(placement, Paged) else 0,
         site.layout.in_full,
         site.layout.rotates_on_read and site.rotary is not None,
-        stacks(role, site, head_dim, v_head_dim),
+        stacks(role, site, head_dim, v_head_dim, num_qo_heads // num_kv_heads, dtype),
         isinstance(placement, Paged) + site.layout.selection.selects if role == "decode" else 0,
         _affine(role, site, head_dim, dtype),
         not site.layout.in_keys and site.layout.keys.of_slots.element.kind == "codebook",

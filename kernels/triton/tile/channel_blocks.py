@@ -17,16 +17,20 @@ SMALLEST = 16  # what a product takes at least; narrower pieces are padded with 
 
 @dataclass(frozen=True)
 class ChannelBlock:
-    """Channels start, start + step, ... of a vector, `width` of them."""
+    """Channels start, start + step, ... of a vector, `width` of them.
+
+    least: columns of its block, at least
+    """
 
     start: int
     width: int
     step: int = 1
+    least: int = SMALLEST
 
     @property
     def block(self) -> int:
         """Width of the block that holds it."""
-        return max(SMALLEST, 1 << (self.width - 1).bit_length())
+        return max(self.least, 1 << (self.width - 1).bit_length())
 
     @property
     def whole(self) -> bool:

@@ -14,10 +14,14 @@ Of a side with fewer groups than the other, one row in several has the group, an
 
 from __future__ import annotations
 
+import torch
+
 from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton.tile.channel_blocks import SMALLEST
 from kvcompile.layouts import InKeys, Storage
 
 MOST = 16  # groups: with more, even one head would be more rows than a product needs
+_ROWS = 16  # of a product, at least
 
 
 def groups(storage: Storage | InKeys, dim: int) -> int:
@@ -27,8 +31,33 @@ def groups(storage: Storage | InKeys, dim: int) -> int:
     return storage.of_slots.groups(dim)
 
 
-def stacks(role: str, site: SiteSpec, head_dim: int, v_head_dim: int) -> int:
-    """How often a query head is a row; 1: once, as of many queries, whose rows are no padding."""
+def stacks(role: str, site: SiteSpec, head_dim: int, v_head_dim: int, heads: int, dtype: torch.dtype) -> int:
+    """How often a query head is a row; 1: once, as of many queries, whose rows are no padding.
+
+    heads: of queries, to a KV head; dtype: the model's
+    """
+    if filled(role, site, head_dim, v_head_dim, heads, dtype):
+        return 1
+    return _stacks(role, site, head_dim, v_head_dim)
+
+
+def filled(role: str, site: SiteSpec, head_dim: int, v_head_dim: int, heads: int, dtype: torch.dtype) -> bool:
+    """Whether the query heads of a step leave no rows for groups of channels, and codes can take the scales of these.
+
+    In more rows than a product needs, every warp would have all of the values, or the values would go through shared
+    memory once more: of 8 heads and 4 groups three times as many instructions, and what spills.
+    """
+    if heads * _stacks(role, site, head_dim, v_head_dim) <= _ROWS:
+        return False
+    sides = ((site.layout.keys, head_dim), (site.layout.values, v_head_dim))
+    return all(
+        takes_scales(storage.of_slots, dim, dtype)
+        for storage, dim in sides
+        if isinstance(storage, Storage) and groups(storage, dim) > 1
+    )
+
+
+def _stacks(role: str, site: SiteSpec, head_dim: int, v_head_dim: int) -> int:
     layout = site.layout
     turns = layout.rotates_on_read and site.rotary is not None
     if role != "decode" or layout.in_keys or turns:
@@ -36,6 +65,15 @@ def stacks(role: str, site: SiteSpec, head_dim: int, v_head_dim: int) -> int:
     counts = (groups(layout.keys, head_dim), groups(layout.values, v_head_dim))
     most = max(counts)
     return most if most <= MOST and not any(count & (count - 1) for count in counts) else 1
+
+
+def takes_scales(kept: Storage, dim: int, dtype: torch.dtype) -> bool:
+    """Whether codes can become code * scale + minimum in float16, with numbers for each group of channels."""
+    element, count = kept.element, kept.groups(dim)
+    if kept.scale.per != "group" or count == 1 or dtype == torch.float32:
+        return False
+    plain = element.kind == "uint" and element.bits in (4, 8) and kept.scale.dtype == "float16"
+    return plain and dim & (dim - 1) == 0 and dim * element.bits // 8 >= 2 * SMALLEST and dim // count >= 4
 
 
 def repeated(name: str, often: int, rows: int, columns: int | None = None) -> str:

@@ -25,7 +25,7 @@ from kvcompile.kernels.triton.tile import dot_dtype
 from kvcompile.kernels.triton.tile.addressing import SlotArray
 from kvcompile.kernels.triton.tile.channel_blocks import SMALLEST, ChannelBlock, between, in_words
 from kvcompile.kernels.triton.tile.code_values import scale_number
-from kvcompile.kernels.triton.tile.stacking import stacks
+from kvcompile.kernels.triton.tile.stacking import filled, stacks, takes_scales
 from kvcompile.layouts import InKeys, Paged, Storage
 
 PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # as kernels/reference/packing.py packs
@@ -219,42 +219,70 @@ class TileLoader:
         """Lines that define `k_scale0`, `k_minimum0`, .. of piece `index` (`affine`), [BLOCK_N, W].
 
         Compiled, they are words of two numbers, of a channel and the next: of those, pieces of even and of odd channels
-        take theirs.
+        take theirs. The words of two planes are one load, which is taken apart: each load that is copied ahead takes
+        registers for where it stands.
         """
         if self.by_group:
             return self._group_scales(source, index, masked)
         piece, groups = self.pieces[index], self.block_n // self.group
+        if self.assembly and piece.start % 2:
+            return []  # with the channels before
+        planes = self.assembly and self._two_planes
+        guards = [f"(start + tl.arange(0, {groups})[:, None] * {self.group} < end)"] if masked else []
         lines: list[str] = []
+        if index == 0 or not planes:
+            first = f"{source.base(self.group)} // {self.group}"
+            lines.append(f"{self.letter}_groups = {first} + tl.arange(0, {groups})[:, None]")
         for part in self.storage.scale.numbers:
             name = f"{self.letter}_{part}{index}"
             pointer = f"{source.prefix}{self.side}_{part}_ptr"
-            channels, width = self.channels(index), self.dim
-            guards = [f"(start + tl.arange(0, {groups})[:, None] * {self.group} < end)"] if masked else []
+            channels, width, own = self.channels(index), self.dim, []
             if self.assembly:
-                if piece.start % 2:
-                    continue  # with the channels before
-                pointer = f"{pointer}.to(tl.pointer_type(tl.uint32))"
-                channels, width = (
-                    f"({piece.start // 2} + tl.arange(0, {piece.block})[None, :])",
-                    self.dim // 2,
-                )
-                guards += [] if piece.whole else [f"({channels} < {piece.start // 2 + piece.width})"]
+                pointer, width = f"{pointer}.to(tl.pointer_type(tl.uint32))", self.dim // 2
+                first = f"{piece.start // 2} + " if piece.start else ""
+                channels = f"({first}tl.arange(0, {2 * piece.block if planes else piece.block})[None, :])"
+                own += [] if piece.whole else [f"({channels} < {piece.start // 2 + piece.width})"]
             elif not piece.whole:
-                guards.append(self._real(index))
-            if not lines:
-                first = f"{source.base(self.group)} // {self.group}"
-                lines.append(f"{self.letter}_groups = {first} + tl.arange(0, {groups})[:, None]")
-            guard = f", mask={' & '.join(guards)}, other=0" if guards else ""
+                own.append(self._real(index))
+            guard = f", mask={' & '.join([*guards, *own])}, other=0" if guards or own else ""
             block = f"tl.load({pointer} + {self.letter}_groups * {width} + {channels}{guard})"
+            if planes and index == 0:
+                lines += self._halved(part, block, groups, piece.block)
+            elif not planes:
+                lines.append(f"{name} = {block}")
             lines += [
-                f"{name} = {block}",
                 f"{name} = tl.broadcast_to({name}[:, None, :], [{groups}, {self.group}, {piece.block}])",
                 f"{name} = tl.reshape({name}, [{self.block_n}, {piece.block}])",
             ]
         return lines
 
+    def _halved(self, part: str, block: str, rows: int, columns: int) -> list[str]:
+        """Lines that take apart numbers [rows, 2 * columns]: those of piece 0, then those of piece 2."""
+        name = f"{self.letter}_{part}"
+        return [
+            f"{name} = tl.reshape({block}, [{rows}, 2, {columns}])",
+            f"{name}0, {name}2 = tl.split(tl.permute({name}, [0, 2, 1]))",
+        ]
+
+    @property
+    def _two_planes(self) -> bool:
+        """Whether the words of even and odd channels are those of two planes alike, and nothing else.
+
+        Of fewer than 32 words, one load takes more registers than two: kernels were assembled both ways.
+        """
+        first = self.pieces[0]
+        starts = tuple(piece.start for piece in self.pieces)
+        alike = all(piece.whole and piece.block == first.block for piece in self.pieces)
+        return (
+            alike and first.block >= 2 * SMALLEST and starts == (0, 1, 2 * first.block, 2 * first.block + 1)
+        )
+
     def _group_scales(self, source: SlotArray, index: int, masked: bool) -> list[str]:
-        """Lines that define the numbers of a piece's groups of channels in float16, for each of its channels."""
+        """Lines that define the numbers of a piece's groups of channels in float16, for each of its channels.
+
+        The first piece loads those of all groups: of half of them, a thread would have two bytes, which are not copied
+        ahead.
+        """
         piece, count = self.pieces[index], self.storage.groups(self.dim)
         if piece.start % 2:
             return []  # with the channels before
@@ -264,12 +292,17 @@ class TileLoader:
         lines = []
         for part in self.storage.scale.numbers:
             name = f"{self.letter}_{part}{index}"
-            places = f"{piece.start // size} + tl.arange(0, {covered})[None, :]"
-            lines.append(f"{name} = tl.load({source.rows(f'{self.side}_{part}', count, places)}{guard})")
-            whole = (
-                f"tl.broadcast_to({name}[:, :, None], [{self.block_n}, {covered}, {piece.width // covered}])"
-            )
-            lines.append(f"{name} = tl.reshape({whole}, [{self.block_n}, {piece.width}])")
+            if count == 2 * covered and index == 0:
+                every = source.rows(f"{self.side}_{part}", count, f"tl.arange(0, {count})[None, :]")
+                lines += self._halved(part, f"tl.load({every}{guard})", self.block_n, covered)
+            elif count != 2 * covered:
+                places = f"{piece.start // size} + tl.arange(0, {covered})[None, :]"
+                lines.append(f"{name} = tl.load({source.rows(f'{self.side}_{part}', count, places)}{guard})")
+            # Columns of padding have the numbers of others: their codes are zeros, and nobody reads what comes of them.
+            sets, each = piece.block // piece.width, piece.width // covered
+            more, wide = ("[:, None, :, None]", f"{sets}, ") if sets > 1 else ("[:, :, None]", "")
+            whole = f"tl.broadcast_to({name}{more}, [{self.block_n}, {wide}{covered}, {each}])"
+            lines.append(f"{name} = tl.reshape({whole}, [{self.block_n}, {piece.block}])")
         return lines
 
     def constants(self) -> list[str]:
@@ -335,7 +368,7 @@ def reader(
     own = side == "keys" and not elementwise
     if kept.channelwise and own and (kept.group % spec.block_n == 0 or several_groups(spec, spec.block_n)):
         dot = dot_dtype.of_codes(kept, spec)
-    stack = stacks(spec.role, spec.site, spec.head_dim, spec.v_head_dim)
+    stack = stacks(spec.role, spec.site, spec.head_dim, spec.v_head_dim, spec.group, spec.torch_dtype)
     by_group = _by_group(spec, kept, dim, dot, elementwise)
     marks = [*edges(kept, dim, stack > 1 or by_group), *cuts]
     assembly = "interpreted" not in spec.options and dot == "float16"
@@ -354,17 +387,36 @@ def reader(
         by_group=by_group,
     )
     words = () if pieces or not _in_words(made, spec) else in_words(dim, marks)
+    if words and side == "values" and spec.role == "decode":
+        words = _wide(words, spec.block_m * stack)
     return replace(made, pieces=pieces or words or between(dim, marks), words=bool(words))
 
 
+def _wide(pieces: tuple[ChannelBlock, ...], rows: int) -> tuple[ChannelBlock, ...]:
+    """Pieces with more columns than a product has rows, if that takes no more than twice as many.
+
+    Triton gives all warps of two products in a row to the rows of the second, unless it has more columns: of 16 rows
+    each warp would then compute all of both.
+    """
+    return tuple(
+        replace(piece, least=2 * piece.block) if piece.block <= rows < 2 * piece.block else piece
+        for piece in pieces
+    )
+
+
 def _by_group(spec: KernelSpec, kept: Storage, dim: int, dot: DotType, elementwise: bool) -> bool:
-    """Whether codes take the scales of their groups of channels: those of many queries, if all pieces are whole."""
-    element, count = kept.element, kept.groups(dim)
-    if spec.role == "decode" or kept.scale.per != "group" or count == 1 or elementwise or spec.layout.in_keys:
+    """Whether codes take the scales of their groups of channels: those of many queries, if all pieces are whole.
+
+    Of a step, where its heads fill the rows of a product (`stacking.filled`).
+    """
+    if elementwise or spec.layout.in_keys or dot != "float16":
         return False
-    plain = element.kind == "uint" and element.bits in (4, 8) and kept.scale.dtype == "float16"
-    whole = dim & (dim - 1) == 0 and dim * element.bits // 8 >= 2 * SMALLEST and dim // count >= 4
-    return plain and whole and dot == "float16"
+    step = spec.role == "decode"
+    if step and not filled(
+        spec.role, spec.site, spec.head_dim, spec.v_head_dim, spec.group, spec.torch_dtype
+    ):
+        return False
+    return takes_scales(kept, dim, spec.torch_dtype)
 
 
 def several_groups(spec: KernelSpec, block_n: int) -> bool:

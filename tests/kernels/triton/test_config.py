@@ -23,6 +23,8 @@ from kvcompile.kernels.triton.config import (
 )
 from kvcompile.kernels.triton.device import INTERPRETER, Device, device_of
 from kvcompile.kernels.triton.roles import ROLES
+from kvcompile.kernels.triton.spec import KernelSpec
+from kvcompile.kernels.triton.tile.tile_loader import reader
 from kvcompile.layouts import (
     CacheLayout,
     InKeys,
@@ -134,11 +136,27 @@ def test_tiles_and_groups_of_tokens(role: str, bits: int, group: int, expected: 
 
 
 def test_heads_are_rows_once_for_each_group_of_channels() -> None:
-    """Sixteen rows, the least of a product, are four heads of four groups."""
+    """Sixteen rows, the least of a product, are four heads of four groups; of more heads, codes take the scales of
+    their groups, where these are in float16."""
     site = SiteSpec(CacheLayout(uint(4, 32), uint(4, 32)), 0.1)
-    for heads, expected in ((8, 4), (32, 4), (64, 8), (256, 16)):
-        own = config(case_of("decode", site, heads, 8, 128, 128, torch.bfloat16), site, H200)
-        assert own.block_m == expected
+    for heads, expected in ((8, (4, 4)), (32, (4, 4)), (40, (16, 1)), (64, (16, 1)), (256, (32, 1))):
+        case = case_of("decode", site, heads, 8, 128, 128, torch.bfloat16)
+        assert (config(case, site, H200).block_m, case.stack) == expected
+    assert case_of("decode", site, 64, 8, 128, 128, torch.float32).stack == 4
+    narrow = SiteSpec(CacheLayout(uint(4, 32), uint(3, 32)), 0.1)
+    assert case_of("decode", narrow, 64, 8, 128, 128, torch.bfloat16).stack == 4
+
+
+def test_values_have_more_columns_than_rows() -> None:
+    """Else Triton gives each warp all of both products: of 16 rows, pieces of 16 channels stand in 32 columns."""
+    for channels, expected in ((64, {(16, 32)}), (128, {(32, 32)})):
+        site = SiteSpec(CacheLayout(uint(4, 32), uint(4, 32)), 0.1)
+        own = config(case_of("decode", site, 32, 8, channels, channels, torch.bfloat16), site, H200)
+        spec = KernelSpec("decode", site, 32, 8, channels, channels, "bfloat16", own.block_m, own.block_n)
+        assert {(piece.width, piece.block) for piece in reader(spec, "values").pieces} == expected
+        assert {(piece.width, piece.block) for piece in reader(spec, "keys").pieces} == {
+            (channels // 4, channels // 4)
+        }
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,6 @@ OUTSIDE = {
     "prefill paged:sliding llama sm_120": 80,
     "prefill paged:causal llama sm_120": 72,
 }
-# In the main loop: a third buffer, as sm_100 has it, takes none, but leaves shared memory for one program of two.
-SPILLED = {"decode kivi4:causal llama sm_120": 1}
 LAYOUTS = dict(of_recipes())
 MANY = 64  # new tokens of a prompt
 # Decode without all that a pipeline must have, and why.
@@ -88,7 +86,9 @@ QUICK = (
     ("decode", "paged_int8:causal", "llama", 90),
     ("decode", "int8:causal", "llama", 120),
     ("decode", "int4:causal", "llama", 90),
+    ("decode", "int4:causal", "smollm2", 90),
     ("decode", "kivi4:causal", "llama", 90),
+    ("decode", "kivi4:causal", "mqa", 90),
     ("decode", "h2o_int8:causal", "mqa", 90),
     ("decode", "streaming:causal", "smollm2", 90),
     ("decode", "quest_int8:causal", "llama", 90),
@@ -118,7 +118,7 @@ def check(
     accepts = budgeted and MEASURED and bool(os.environ.get("KVCOMPILE_ACCEPT"))
     for name, made in zip(cases, assemble(cases.values()) if found is None else found, strict=True):
         wrong = []
-        if made.loop_spills > SPILLED.get(name, 0) or made.spills > OUTSIDE.get(name, SPILLS):
+        if made.loop_spills or made.spills > OUTSIDE.get(name, SPILLS):
             wrong.append(f"spills: {made.spills} instructions, {made.loop_spills} of them in the main loop")
         if made.shared > DEVICES[made.arch].shared:
             wrong.append(

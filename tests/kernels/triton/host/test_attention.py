@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
-from kvcompile.layouts import CacheLayout, InKeys, fp8, int8, per_channel, uint, with_hadamard
+from kvcompile.layouts import CacheLayout, InKeys, fp8, int8, per_channel, uint, with_hadamard, with_residual
 from kvcompile.specs import RotaryForm
 from tests.support.triton_attention import Case, cases, check
 from tests.support.triton_write import kernels_folder  # noqa: F401  (a fixture)
@@ -73,3 +73,21 @@ LATENT = {
 def test_the_latent_of_mla(name: str) -> None:
     """Keys of 576 channels, the first 512 of which are the values."""
     check(replace(LATENT[name], chunks=(9, 1), pads=(0,)))
+
+
+# More query heads to a KV head than leave rows for groups of channels: codes take the scales of these, in a step too.
+FULL_ROWS = {
+    "groups of 32 of 128 channels": Case(CacheLayout(uint(4, 32), uint(4, 32)), (5, 1), (128, 128)),
+    "groups of 16 of 64, columns of padding": Case(CacheLayout(uint(4, 32), uint(4, 16)), (5, 1), (64, 64)),
+    "of bytes": Case(CacheLayout(uint(4, 64), uint(8, 32)), (9, 1), (128, 128)),
+    "of values alone, beside tokens in full": Case(
+        CacheLayout(per_channel(4, 8, 8), with_residual(uint(4, 32), 8)), (6, 1), (128, 128)
+    ),
+    "two heads, columns of padding": Case(CacheLayout(uint(4, 32), uint(4, 32)), (2, 1), (64, 64)),
+}
+
+
+@pytest.mark.parametrize("name", FULL_ROWS)
+def test_heads_that_fill_the_rows_of_a_product(name: str) -> None:
+    """Against the oracle: a group's scale taken for another's is far out of the budget."""
+    check(replace(FULL_ROWS[name], dtype=torch.float16, chunks=(9, 1), pads=(0,)))
