@@ -192,7 +192,8 @@ void products(const State& state, Place at, const Block& block, int64_t length, 
 #endif
 #if !(defined(KV_PAIRS) && KV_TAKES(64))
   if (block.straight) {
-    const Rows<Data, N> rows{row<Data>(state, KEYS_DATA, at, block.slot[0]), state[KEYS_DATA].stride[2]};
+    const Data* ahead = ASKS_FOR_ROWS && block.slot[0] + BLOCKS_AHEAD * BLOCK < length ? row<Data>(state, KEYS_DATA, at, block.slot[0] + BLOCKS_AHEAD * BLOCK) : nullptr;
+    const Rows<Data, N> rows{row<Data>(state, KEYS_DATA, at, block.slot[0]), state[KEYS_DATA].stride[2], ahead};
     qk<GROUP, N>(q.own, rows, block.count, scores);
   } else {
     const Data* found[BLOCK];
@@ -266,7 +267,8 @@ void sums(const State& state, Place at, const Block& block, int64_t length, floa
 #endif
 #if !(defined(KV_PAIRS) && KV_TAKES(64))
   if (block.straight) {
-    const Rows<Data, V_DIM> rows{row<Data>(state, VALUES_DATA, at, block.slot[0]), state[VALUES_DATA].stride[2]};
+    const Data* ahead = ASKS_FOR_ROWS && block.slot[0] + BLOCKS_AHEAD * BLOCK < length ? row<Data>(state, VALUES_DATA, at, block.slot[0] + BLOCKS_AHEAD * BLOCK) : nullptr;
+    const Rows<Data, V_DIM> rows{row<Data>(state, VALUES_DATA, at, block.slot[0]), state[VALUES_DATA].stride[2], ahead};
     pv<GROUP, V_DIM>(p, rows, block.count, out);
   } else {
     const Data* found[BLOCK];

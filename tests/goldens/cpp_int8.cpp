@@ -152,7 +152,8 @@ void products(const State& state, Place at, const Block& block, int64_t length, 
 #if !KV_TAKES(64)
   alignas(64) float factor[BLOCK];
   if (block.straight) {
-    const Rows<Data, N> rows{row<Data>(state, KEYS_DATA, at, block.slot[0]), state[KEYS_DATA].stride[2]};
+    const Data* ahead = ASKS_FOR_ROWS && block.slot[0] + BLOCKS_AHEAD * BLOCK < length ? row<Data>(state, KEYS_DATA, at, block.slot[0] + BLOCKS_AHEAD * BLOCK) : nullptr;
+    const Rows<Data, N> rows{row<Data>(state, KEYS_DATA, at, block.slot[0]), state[KEYS_DATA].stride[2], ahead};
     qk<GROUP, N>(q.own, rows, block.count, scores);
   } else {
     const Data* found[BLOCK];
@@ -245,7 +246,8 @@ void sums(const State& state, Place at, const Block& block, int64_t length, floa
     factors(state, at, block, length, factor);
     multiply(p, factor, block.count);
   if (block.straight) {
-    const Rows<Data, V_DIM> rows{row<Data>(state, VALUES_DATA, at, block.slot[0]), state[VALUES_DATA].stride[2]};
+    const Data* ahead = ASKS_FOR_ROWS && block.slot[0] + BLOCKS_AHEAD * BLOCK < length ? row<Data>(state, VALUES_DATA, at, block.slot[0] + BLOCKS_AHEAD * BLOCK) : nullptr;
+    const Rows<Data, V_DIM> rows{row<Data>(state, VALUES_DATA, at, block.slot[0]), state[VALUES_DATA].stride[2], ahead};
     pv<GROUP, V_DIM>(p, rows, block.count, out);
   } else {
     const Data* found[BLOCK];

@@ -173,7 +173,8 @@ void products(const State& state, Place at, const Block& block, int64_t length, 
   if (block.straight && block.slot[0] % RUN == 0) {
     for (int start = 0; start < block.count; start += RUN) {
       const int count = std::min(RUN, block.count - start);
-      const Rows<Data, N> rows{row<Data>(state, KEYS_DATA, at, block.slot[start]), state[KEYS_DATA].stride[2]};
+      const Data* ahead = ASKS_FOR_ROWS && block.slot[start] + BLOCKS_AHEAD * BLOCK < length ? row<Data>(state, KEYS_DATA, at, block.slot[start] + BLOCKS_AHEAD * BLOCK) : nullptr;
+      const Rows<Data, N> rows{row<Data>(state, KEYS_DATA, at, block.slot[start]), state[KEYS_DATA].stride[2], ahead};
       qk<GROUP, N>(q.own, rows, count, scores + start);
     }
   } else {
@@ -191,6 +192,7 @@ void products(const State& state, Place first, const Block* blocks, int64_t leng
               float (*scores)[GROUP * BLOCK], float* decoded) {
   // The heads of a page by turns: so memory is read in its order, as processors expect it.
   constexpr int RUN = 16;
+  constexpr bool LONG = RUN * N * sizeof(Data) >= 4096;  // as far as a processor foresees by itself
   bool straight = blocks[0].straight && blocks[0].slot[0] % RUN == 0;
   if (straight) {
 
@@ -198,12 +200,13 @@ void products(const State& state, Place first, const Block* blocks, int64_t leng
       for (int h = 0; h < TOGETHER; ++h) {
         const Place at{first.batch, first.head + h};
         const int count = std::min(RUN, blocks[0].count - start);
-        const Data* base = row<Data>(state, KEYS_DATA, at, blocks[0].slot[start]);
+        const Data *base = row<Data>(state, KEYS_DATA, at, blocks[0].slot[start]), *ahead = LONG ? nullptr : ASKS_FOR_ROWS && blocks[0].slot[start] + BLOCKS_AHEAD * BLOCK < length ? row<Data>(state, KEYS_DATA, at, blocks[0].slot[start] + BLOCKS_AHEAD * BLOCK) : nullptr;
 #if (defined(KV_PAIRS) && KV_TAKES(64))
-        const Strided rows{reinterpret_cast<const uint8_t*>(base), state[KEYS_DATA].stride[2] * int64_t{sizeof(Data)}};
+        const auto bytes = [](const Data* x) { return reinterpret_cast<const uint8_t*>(x); };
+        const Run rows(bytes(base), state[KEYS_DATA].stride[2] * int64_t{sizeof(Data)}, bytes(ahead));
         qk_pairs<GROUP, N>(q[h].pairs[0], rows, count, scores[h] + start);
 #else
-        const Rows<Data, N> rows{base, state[KEYS_DATA].stride[2]};
+        const Rows<Data, N> rows{base, state[KEYS_DATA].stride[2], ahead};
         qk<GROUP, N>(q[h].own, rows, count, scores[h] + start);
 #endif
       }
@@ -283,7 +286,8 @@ void sums(const State& state, Place at, const Block& block, int64_t length, floa
   if (block.straight && block.slot[0] % RUN == 0) {
     for (int start = 0; start < block.count; start += RUN) {
       const int count = std::min(RUN, block.count - start);
-      const Rows<Data, V_DIM> rows{row<Data>(state, VALUES_DATA, at, block.slot[start]), state[VALUES_DATA].stride[2]};
+      const Data* ahead = ASKS_FOR_ROWS && block.slot[start] + BLOCKS_AHEAD * BLOCK < length ? row<Data>(state, VALUES_DATA, at, block.slot[start] + BLOCKS_AHEAD * BLOCK) : nullptr;
+      const Rows<Data, V_DIM> rows{row<Data>(state, VALUES_DATA, at, block.slot[start]), state[VALUES_DATA].stride[2], ahead};
       pv<GROUP, V_DIM>(p + start, rows, count, out);
     }
   } else {
@@ -301,6 +305,7 @@ void sums(const State& state, Place first, const Block* blocks, int64_t length, 
           float* decoded) {
   // The heads of a page by turns: so memory is read in its order, as processors expect it.
   constexpr int RUN = 16;
+  constexpr bool LONG = RUN * V_DIM * sizeof(Data) >= 4096;  // as far as a processor foresees by itself
   bool straight = blocks[0].straight && blocks[0].slot[0] % RUN == 0;
   if (straight) {
 
@@ -308,12 +313,13 @@ void sums(const State& state, Place first, const Block* blocks, int64_t length, 
       for (int h = 0; h < TOGETHER; ++h) {
         const Place at{first.batch, first.head + h};
         const int count = std::min(RUN, blocks[0].count - start);
-        const Data* base = row<Data>(state, VALUES_DATA, at, blocks[0].slot[start]);
+        const Data *base = row<Data>(state, VALUES_DATA, at, blocks[0].slot[start]), *ahead = LONG ? nullptr : ASKS_FOR_ROWS && blocks[0].slot[start] + BLOCKS_AHEAD * BLOCK < length ? row<Data>(state, VALUES_DATA, at, blocks[0].slot[start] + BLOCKS_AHEAD * BLOCK) : nullptr;
 #if (defined(KV_PAIRS) && KV_TAKES(64))
-        const Strided rows{reinterpret_cast<const uint8_t*>(base), state[VALUES_DATA].stride[2] * int64_t{sizeof(Data)}};
+        const auto bytes = [](const Data* x) { return reinterpret_cast<const uint8_t*>(x); };
+        const Run rows(bytes(base), state[VALUES_DATA].stride[2] * int64_t{sizeof(Data)}, bytes(ahead));
         pv_pairs<GROUP, V_DIM>(p[h] + start, rows, count, out[h].sum[0]);
 #else
-        const Rows<Data, V_DIM> rows{base, state[VALUES_DATA].stride[2]};
+        const Rows<Data, V_DIM> rows{base, state[VALUES_DATA].stride[2], ahead};
         pv<GROUP, V_DIM>(p[h] + start, rows, count, out[h].sum[0]);
 #endif
       }

@@ -234,7 +234,8 @@ void sums(const State& state, Place at, const Block& block, int64_t length, floa
     factors(state, at, block, length, factor);
     multiply(p, factor, block.count);
   if (block.straight) {
-    const Rows<Data, V_DIM> rows{row<Data>(state, VALUES_DATA, at, block.slot[0]), state[VALUES_DATA].stride[2]};
+    const Data* ahead = ASKS_FOR_ROWS && block.slot[0] + BLOCKS_AHEAD * BLOCK < std::min(length, SLOTS) ? row<Data>(state, VALUES_DATA, at, block.slot[0] + BLOCKS_AHEAD * BLOCK) : nullptr;
+    const Rows<Data, V_DIM> rows{row<Data>(state, VALUES_DATA, at, block.slot[0]), state[VALUES_DATA].stride[2], ahead};
     pv<GROUP, V_DIM>(p, rows, block.count, out);
   } else {
     const Data* found[BLOCK];

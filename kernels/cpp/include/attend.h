@@ -1,6 +1,7 @@
 // Products of a few queries with rows of keys, softmax, and sums of rows of values: all in float.
 //
-// A row source has `Vec get(i, c)`: channels c * W .. c * W + W - 1 of row i, 0 beyond the last.
+// A row source has `Vec get(i, c)`: channels c * W .. c * W + W - 1 of row i, 0 beyond the last; and `fetch(i, n)`, which
+// asks for what stands BLOCKS_AHEAD blocks behind rows i .. i + n - 1.
 #pragma once
 
 // Whether rows of n bytes are taken by what multiplies codes as whole numbers (`quads.h`): a number of the preprocessor.
@@ -15,6 +16,18 @@ namespace kv {
 constexpr int BLOCK = 64;  // slots that are scored at a time
 constexpr int padded(int n) { return (n + W - 1) / W * W; }
 
+// Blocks ahead whose rows are asked for, into the processor's second cache.
+constexpr int BLOCKS_AHEAD = 2;
+inline void fetch_line(const void* at) { __builtin_prefetch(at, 0, 2); }
+
+// Whether rows of whole numbers are asked for, too, that follow each other in memory: AMD's processors foresee them, and
+// asking costs them a tenth; Intel's have them a fifth sooner (docs/kernels.md).
+#if defined(__linux__) && defined(__x86_64__)
+static const bool ASKS_FOR_ROWS = (__builtin_cpu_init(), __builtin_cpu_is("intel"));
+#else
+constexpr bool ASKS_FOR_ROWS = false;
+#endif
+
 template <class T>
 inline Vec load_some(const T* p, int n) {
   T part[W] = {};
@@ -22,17 +35,24 @@ inline Vec load_some(const T* p, int n) {
   return load(part);
 }
 
-// Rows of T at addresses `base + i * stride`.
+// Rows of T at addresses `base + i * stride`. ahead: where those BLOCKS_AHEAD blocks behind the first stand; null: nothing is
+// asked for.
 template <class T, int DIM>
 struct Rows {
   const T* base;
   int64_t stride;
+  const T* ahead = nullptr;
   Vec get(int i, int c) const {
     const T* p = base + i * stride + c * W;
     if constexpr (DIM % W != 0) {
       if (c == DIM / W) return load_some(p, DIM % W);
     }
     return load(p);
+  }
+  void fetch(int i, int n) const {
+    if (!ahead) return;
+    for (int row = i; row < i + n; ++row)
+      for (int64_t c = 0; c < DIM; c += 64 / sizeof(T)) fetch_line(ahead + row * stride + c);
   }
 };
 
@@ -47,6 +67,7 @@ struct Scattered {
     }
     return load(p);
   }
+  void fetch(int, int) const {}
 };
 
 // Rows that have been decoded, padded with zeros.
@@ -54,6 +75,7 @@ template <int DIM>
 struct Decoded {
   const float* base;
   Vec get(int i, int c) const { return load(base + i * padded(DIM) + c * W); }
+  void fetch(int, int) const {}
 };
 
 // R rows meet Q queries: out[q][r].
@@ -82,6 +104,7 @@ template <int Q, int CHUNKS, class Row>
 inline void scores_of(const float* q, int dim, const Row& rows, int n, float* scores) {
   Vec sums[Q][W];
   for (int start = 0; start < n; start += W) {
+    rows.fetch(start, W);
     for (int r = 0; r < W; r += ROWS) {
       int index[ROWS];
       for (int i = 0; i < ROWS; ++i) index[i] = start + r + i < n ? start + r + i : n - 1;
@@ -107,6 +130,7 @@ inline void sums_of(const float* p, const Row& rows, int n, float* out, int dim,
   for (int g = 0; g < Q; ++g)
     for (int c = 0; c < CHUNKS; ++c) total[g][c] = load(out + g * dim + (c0 + c) * W);
   for (int i = 0; i < n; ++i) {
+    if (c0 == 0) rows.fetch(i, 1);
     Vec v[CHUNKS];
 #pragma GCC unroll 8
     for (int c = 0; c < CHUNKS; ++c) v[c] = rows.get(i, c0 + c);

@@ -14,6 +14,7 @@ template <int Q, int N, class Row>
 inline void scores_of_pairs(const bf16* q, const Row& rows, int n, float* scores) {
   Vec sums[Q][W];
   for (int start = 0; start < n; start += W) {
+    if (ASKS_FOR_ROWS) rows.template fetch<N * 2>(start, W);
     for (int r = 0; r < W; r += ROWS) {
       Vec total[Q][ROWS];
       const bf16* row[ROWS];
@@ -67,6 +68,7 @@ inline void sums_of_pairs(const bf16 (*p)[BLOCK], const Row& rows, int n, int c0
       total[g][c][1] = load(sum + W);
     }
   for (int i = 0; i < n; i += 2) {
+    if (ASKS_FOR_ROWS && c0 == 0) rows.template fetch<N * 2>(i, 2);
     const bf16 *first = reinterpret_cast<const bf16*>(rows.at(i)) + c0,
                *second = reinterpret_cast<const bf16*>(rows.at(i + 1 < n ? i + 1 : i)) + c0;
     Pairs v[CHUNKS][2];

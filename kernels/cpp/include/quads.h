@@ -33,11 +33,6 @@ inline KV_INLINE void hold(const T*& p) {
   asm("" : "+r"(p));
 }
 
-// Blocks ahead whose rows are asked for, into the processor's second cache: codes are met faster than memory gives them
-// where they are asked for when they are needed, and their short rows do not tell a processor where they go on.
-constexpr int BLOCKS_AHEAD = 2;
-inline void fetch_line(const uint8_t* at) { __builtin_prefetch(at, 0, 2); }
-
 // Asks for what stands BLOCKS_AHEAD blocks behind n rows of `stride` bytes that follow each other without a gap.
 inline void fetch_rows(const void* first, int64_t stride, int n) {
   const auto* next = static_cast<const uint8_t*>(first) + BLOCKS_AHEAD * BLOCK * stride;
@@ -54,6 +49,18 @@ struct Strided {
   void fetch(int i, int n) const {
     const uint8_t* next = base + (i + BLOCKS_AHEAD * BLOCK) * stride;
     for (int at = 0; at < n * BYTES; at += 64) fetch_line(next + at);
+  }
+};
+
+// The same, but what stands BLOCKS_AHEAD blocks behind the first is elsewhere; null: nothing is asked for.
+struct Run : Strided {
+  const uint8_t* ahead;
+  Run(const uint8_t* base, int64_t stride, const uint8_t* ahead) : Strided{base, stride}, ahead(ahead) {}
+  template <int BYTES>
+  void fetch(int i, int n) const {
+    if (!ahead) return;
+    for (int row = i; row < i + n; ++row)
+      for (int at = 0; at < BYTES; at += 64) fetch_line(ahead + row * stride + at);
   }
 };
 
