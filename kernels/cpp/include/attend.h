@@ -20,8 +20,8 @@ constexpr int padded(int n) { return (n + W - 1) / W * W; }
 constexpr int BLOCKS_AHEAD = 2;
 inline void fetch_line(const void* at) { __builtin_prefetch(at, 0, 2); }
 
-// Whether rows of whole numbers are asked for, too, that follow each other in memory: AMD's processors foresee them, and
-// asking costs them a tenth; Intel's have them a fifth sooner (docs/kernels.md).
+// Whether rows of floats are asked for, too: AMD's processors foresee those that follow each other in memory, and asking costs
+// them a tenth; Intel's take up to a sixth less for all of decode (docs/kernels.md).
 #if defined(__linux__) && defined(__x86_64__)
 static const bool ASKS_FOR_ROWS = (__builtin_cpu_init(), __builtin_cpu_is("intel"));
 #else
