@@ -61,6 +61,8 @@ class TileLoader:
     words:    whether rows are read as words of two bytes (`channel_blocks.in_words`)
     stack:    how often a query head is a row of its products (`stacking.py`): groups of channels need no pieces then
     by_group: whether codes take the scales of their groups of channels (`affine`), if rows are read in words
+    joint:    whether numbers of two halves of the channels are one load: of a prompt, whose queries take registers, both
+              halves would spill
     """
 
     side: str
@@ -76,6 +78,7 @@ class TileLoader:
     words: bool = False
     stack: int = 1
     by_group: bool = False
+    joint: bool = False
 
     @property
     def letter(self) -> str:
@@ -274,14 +277,17 @@ class TileLoader:
         starts = tuple(piece.start for piece in self.pieces)
         alike = all(piece.whole and piece.block == first.block for piece in self.pieces)
         return (
-            alike and first.block >= 2 * SMALLEST and starts == (0, 1, 2 * first.block, 2 * first.block + 1)
+            self.joint
+            and alike
+            and first.block >= 2 * SMALLEST
+            and starts == (0, 1, 2 * first.block, 2 * first.block + 1)
         )
 
     def _group_scales(self, source: SlotArray, index: int, masked: bool) -> list[str]:
         """Lines that define the numbers of a piece's groups of channels in float16, for each of its channels.
 
-        The first piece loads those of all groups: of half of them, a thread would have two bytes, which are not copied
-        ahead.
+        Of a step, the first piece loads those of all groups: of half of them, a thread would have two bytes, which are not
+        copied ahead.
         """
         piece, count = self.pieces[index], self.storage.groups(self.dim)
         if piece.start % 2:
@@ -292,10 +298,11 @@ class TileLoader:
         lines = []
         for part in self.storage.scale.numbers:
             name = f"{self.letter}_{part}{index}"
-            if count == 2 * covered and index == 0:
+            halved = self.joint and count == 2 * covered
+            if halved and index == 0:
                 every = source.rows(f"{self.side}_{part}", count, f"tl.arange(0, {count})[None, :]")
                 lines += self._halved(part, f"tl.load({every}{guard})", self.block_n, covered)
-            elif count != 2 * covered:
+            elif not halved:
                 places = f"{piece.start // size} + tl.arange(0, {covered})[None, :]"
                 lines.append(f"{name} = tl.load({source.rows(f'{self.side}_{part}', count, places)}{guard})")
             # Columns of padding have the numbers of others: their codes are zeros, and nobody reads what comes of them.
@@ -385,6 +392,7 @@ def reader(
         assembly,
         stack=stack,
         by_group=by_group,
+        joint=spec.role == "decode",
     )
     words = () if pieces or not _in_words(made, spec) else in_words(dim, marks)
     if words and side == "values" and spec.role == "decode":
