@@ -61,8 +61,8 @@ class TileLoader:
     words:    whether rows are read as words of two bytes (`channel_blocks.in_words`)
     stack:    how often a query head is a row of its products (`stacking.py`): groups of channels need no pieces then
     by_group: whether codes take the scales of their groups of channels (`affine`), if rows are read in words
-    joint:    whether numbers of two halves of the channels are one load: of a prompt, whose queries take registers, both
-              halves would spill
+    joint:    whether numbers of two halves of the channels are one load: of a prompt, whose queries take registers,
+              both would spill
     """
 
     side: str
@@ -286,8 +286,8 @@ class TileLoader:
     def _group_scales(self, source: SlotArray, index: int, masked: bool) -> list[str]:
         """Lines that define the numbers of a piece's groups of channels in float16, for each of its channels.
 
-        Of a step, the first piece loads those of all groups: of half of them, a thread would have two bytes, which are not
-        copied ahead.
+        Of a step, the first piece loads those of all groups: of half of them, a thread would have two bytes, which are
+        not copied ahead.
         """
         piece, count = self.pieces[index], self.storage.groups(self.dim)
         if piece.start % 2:
