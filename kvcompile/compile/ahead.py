@@ -180,9 +180,7 @@ def _kernels(decision: Decision, dtype: torch.dtype) -> dict[str, Callable[[], o
 
     own = isa()
     found: dict[str, Callable[[], object]] = {}
-    # A prompt comes first; but Python, which waits for its kernel, compiles it itself where another one takes longer.
-    order = sorted(launches(*_arithmetic(decision), dtype, own), key=lambda launch: launch.role != "prefill")
-    for launch in order if decision.lossless else reversed(order):
+    for launch in launches(*_arithmetic(decision), dtype, own):
         if launch.role != "linear" and launch.spec not in _begun:
             found[launch.spec] = partial(compiled, text_of(launch.spec), own)
     return found
