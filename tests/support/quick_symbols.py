@@ -124,7 +124,7 @@ def of_whole_numbers(name: str, operator: Callable[[SymInt, Any], Any]) -> Calla
 def expression(self: SymNode) -> Any:
     """`SymNode.expr`, which asks whether it is a number only where symbols were replaced by others."""
     env = self.shape_env
-    if env is not None and env._replacements_version_counter == 0:
+    if env is not None and not env.replacements:
         return self._expr
     return PLAIN_EXPRESSION(self)
 
