@@ -5,9 +5,9 @@
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
 # rotary    half, channels 0 to 127
-# tile      16 x 64, fp8 native, cascade, joined, listed
-# key       062a4246735efb32
-# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["cascade", "joined", "listed"], "role": "decode", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}, "placement": {"kind": "paged", "page_size": 64, "pages": null}, "retention": {"kind": "full"}, "values": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
+# tile      16 x 16, fp8 native, cascade, joined, listed
+# key       a6b4fa077fc2862d
+# spec      {"block": [16, 16], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": ["cascade", "joined", "listed"], "role": "decode", "site": {"kernels": "triton", "layout": {"before_rope": false, "keys": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}, "placement": {"kind": "paged", "page_size": 64, "pages": null}, "retention": {"kind": "full"}, "values": {"code": "int8", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "vector", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "rotary": {"rotary_dim": 128, "start": 0, "style": "half"}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl
@@ -65,7 +65,7 @@ def tiles_of(position):
     """How many tiles a query at `position` reads: a number, or a block of them."""
     far = position
     end = far + 1
-    tiles = (tl.maximum(end, 0) + 63) // 64
+    tiles = (tl.maximum(end, 0) + 15) // 16
     return tiles
 
 
@@ -84,9 +84,9 @@ def joined(partial_ptr, sums_ptr, out_ptr, spans_ptr, prefixes_ptr, batch, own):
     place = tl.load(known + 2)
     span = spans_ptr + (batch - place) * 32 + own * 4
     mine = spans_ptr + batch * 32 + own * 4 + 2
-    shared = tl.load(span + 1, mask=common >= 64, other=0)
+    shared = tl.load(span + 1, mask=common >= 16, other=0)
     parts = shared + tl.load(mine + 1)
-    ahead = tl.load(span, mask=common >= 64, other=0).to(tl.int64) * 16 + place * 4
+    ahead = tl.load(span, mask=common >= 16, other=0).to(tl.int64) * 16 + place * 4
     rest = (tl.load(mine).to(tl.int64) - shared) * 16
     for at in range(0, parts, 4):
         s = at + tl.arange(0, 4)
@@ -125,7 +125,7 @@ def tiles_of_all(positions_ptr, positions_s0, batches, prefixes_ptr):
     for first in range(0, batches, 128):
         row = first + tl.arange(0, 128)
         position = tl.load(positions_ptr + row.to(tl.int64) * positions_s0, mask=row < batches, other=-1)
-        own = tiles_of(position.to(tl.int32)) - tl.load(prefixes_ptr + row * 4, mask=row < batches, other=0) // 64
+        own = tiles_of(position.to(tl.int32)) - tl.load(prefixes_ptr + row * 4, mask=row < batches, other=0) // 16
         found += tl.sum(own, 0)
     return found
 
@@ -140,7 +140,7 @@ def sequence_of(here, positions_ptr, positions_s0, batches, prefixes_ptr):
         row = first + tl.arange(0, 128)
         position = tl.load(positions_ptr + row.to(tl.int64) * positions_s0, mask=row < batches, other=-1)
         own = tiles_of(position.to(tl.int32))
-        own -= tl.load(prefixes_ptr + row * 4, mask=row < batches, other=0) // 64
+        own -= tl.load(prefixes_ptr + row * 4, mask=row < batches, other=0) // 16
         ends = (found + tl.cumsum(own, 0)) * 8
         # Sequences of no tiles end where the one before them does.
         passed = ends <= here
@@ -167,7 +167,7 @@ def decode_attention(
     arrivals_ptr,
     out_ptr,
 ):
-    n = tl.arange(0, 64)
+    n = tl.arange(0, 16)
     # The tiles of all sequences and heads stand in one line, of which each program takes the same length.
     work = tiles_of_all(positions_ptr, positions_s0, batches, prefixes_ptr) * 8
     share = (work + tl.num_programs(0) - 1) // tl.num_programs(0)
@@ -182,14 +182,14 @@ def decode_attention(
         near = position
         far = position
         end = far + 1
-        tiles = (tl.maximum(end, 0) + 63) // 64
+        tiles = (tl.maximum(end, 0) + 15) // 16
         plain_from = 0
         plain_end = near + 1
-        plain_to = tl.maximum(plain_end, 0) // 64
+        plain_to = tl.maximum(plain_end, 0) // 16
         # Tiles that it has in common with the next sequences are read for these as well, or were by the first of them.
         known = prefixes_ptr + batch * 4
-        skipped = tl.load(known) // 64
-        common = tl.load(known + 1) // 64
+        skipped = tl.load(known) // 16
+        common = tl.load(known + 1) // 16
         own = (here - before) // (tiles - skipped)
         begin = skipped + (here - before) % (tiles - skipped)
         several = begin < common
@@ -227,7 +227,7 @@ def decode_attention(
         q0 = q0.to(tl.float16)
         q1 = q1.to(tl.float16)
         top = tl.full([16], -1.0e30, tl.float32)
-        total = tl.zeros([16, 64], tl.float32)
+        total = tl.zeros([16, 16], tl.float32)
         acc0 = tl.zeros([16, 64], tl.float32)
         acc1 = tl.zeros([16, 64], tl.float32)
 
@@ -235,7 +235,7 @@ def decode_attention(
         plain_begin = tl.minimum(tl.maximum(begin, plain_from), stop)
         plain_stop = tl.maximum(tl.minimum(stop, plain_to), plain_begin)
         for tile in range(plain_begin, plain_stop):
-            start = tile * 64
+            start = tile * 16
             page = tl.load(page_table_ptr + batch * page_table_s0 + (start // 64)).to(tl.int64)
             base = (page * 8 + head) * 64 + (start % 64)
             k_scale = tl.load(keys_scale_ptr + base + n).to(tl.float32)
@@ -270,7 +270,7 @@ def decode_attention(
         for edge in range(0, edges):
             tile = begin + edge
             tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
-            start = tile * 64
+            start = tile * 16
             inside = start + n < end
             page = tl.load(page_table_ptr + batch * page_table_s0 + (start // 64)).to(tl.int64)
             base = (page * 8 + head) * 64 + (start % 64)

@@ -4,9 +4,9 @@
 # cache     model · ring · sinks 4 + window 1020
 # heads     32 of queries, 32 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883, ALiBi
-# tile      16 x 64, fp8 native
-# key       33e407455b4c6cf9
-# spec      {"block": [16, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 32], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "ring"}, "retention": {"kind": "sink_window", "positions": "original", "sinks": 4, "window": 1020}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "score": {"bias": {"kind": "alibi", "reach": null}, "sinks": false, "softcap": null}, "sm_scale": 0.08838834764831845}}
+# tile      16 x 128, fp8 native
+# key       dcfa3bf9372cb47a
+# spec      {"block": [16, 128], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 32], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "ring"}, "retention": {"kind": "sink_window", "positions": "original", "sinks": 4, "window": 1020}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "score": {"bias": {"kind": "alibi", "reach": null}, "sinks": false, "softcap": null}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl
@@ -27,7 +27,7 @@ def decode_attention(
     head = tl.program_id(1)
     m = tl.arange(0, 16)
     batch = tl.program_id(2).to(tl.int64)
-    n = tl.arange(0, 64)
+    n = tl.arange(0, 128)
     heads = head * 1 + m
     real = m < 1
     position = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
@@ -37,21 +37,21 @@ def decode_attention(
     q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc0, mask=real[:, None], other=0.0)
     slope = tl.load(bias_ptr + heads, mask=real, other=0.0) * 1.4426950408889634
     top = tl.full([16], -1.0e30, tl.float32)
-    total = tl.zeros([16, 64], tl.float32)
+    total = tl.zeros([16, 128], tl.float32)
     acc0 = tl.zeros([16, 128], tl.float32)
 
     # the cache
     end = tl.minimum(tl.maximum(length, 0), 1024)
-    tiles = (end + 63) // 64
+    tiles = (end + 127) // 128
     plain_from = 0
-    plain_to = end // 64
+    plain_to = end // 128
     share = (tiles + splits - 1) // splits
     begin = split * share
     stop = tl.minimum(begin + share, tiles)
     plain_begin = tl.minimum(tl.maximum(begin, plain_from), stop)
     plain_stop = tl.maximum(tl.minimum(stop, plain_to), plain_begin)
     for tile in range(plain_begin, plain_stop):
-        start = tile * 64
+        start = tile * 128
         key = tl.where(((start + n) < 4), (start + n), (length - 1 - (((1019 + length - (start + n)) % 1020 + 1020) % 1020)))
         base = (batch * 32 + head) * 1024 + start
         k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0)
@@ -72,7 +72,7 @@ def decode_attention(
     for edge in range(0, edges):
         tile = begin + edge
         tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
-        start = tile * 64
+        start = tile * 128
         inside = start + n < end
         key = tl.where(((start + n) < 4), (start + n), (length - 1 - (((1019 + length - (start + n)) % 1020 + 1020) % 1020)))
         base = (batch * 32 + head) * 1024 + start

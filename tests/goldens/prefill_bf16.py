@@ -4,9 +4,9 @@
 # cache     model · contiguous · full
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
-# tile      128 x 64, fp8 native
-# key       93996049ec737088
-# spec      {"block": [128, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "prefill", "site": {"layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
+# tile      64 x 64, fp8 native
+# key       ff92d74af5737ec7
+# spec      {"block": [64, 64], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "prefill", "site": {"layout": {"before_rope": false, "keys": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"code": "model", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": false, "per": "none", "size": 0}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl
@@ -24,10 +24,10 @@ def prefill_attention(
 ):
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
-    m = tl.arange(0, 128)
+    m = tl.arange(0, 64)
     n = tl.arange(0, 64)
     # Rows: the heads of a group of one token, then those of the next. The last tile sees most, and comes first.
-    below = (tl.num_programs(0) - 1 - tl.program_id(0)) * 128
+    below = (tl.num_programs(0) - 1 - tl.program_id(0)) * 64
     token = (below + m) // 4
     heads = head * 4 + (below + m) % 4
     real = token < tokens
@@ -35,13 +35,13 @@ def prefill_attention(
     position = first + token
     # The first and the last query of the tile.
     near = first + below // 4
-    far = first + tl.minimum((below + 127) // 4, tokens - 1)
+    far = first + tl.minimum((below + 63) // 4, tokens - 1)
     kc0 = tl.arange(0, 128)[None, :]
     vc0 = tl.arange(0, 128)[None, :]
     q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + token[:, None].to(tl.int64) * q_s2 + kc0, mask=real[:, None], other=0.0)
-    top = tl.full([128], -1.0e30, tl.float32)
-    total = tl.zeros([128], tl.float32)
-    acc0 = tl.zeros([128, 128], tl.float32)
+    top = tl.full([64], -1.0e30, tl.float32)
+    total = tl.zeros([64], tl.float32)
+    acc0 = tl.zeros([64, 128], tl.float32)
 
     # the cache
     end = far + 1

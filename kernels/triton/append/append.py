@@ -13,6 +13,7 @@ an output, that is zeros.
 | based | q turns at position - max(tokens before - budget, 0): the same for many tokens |
 | q_out | q [B, Hq, S, D] is transformed: by RoPE, and as the keys' storage turns; float32 where that is `one` |
 | k_out, v_out | k, v as they are kept and before they are encoded, in the model's dtype |
+| decoded | k_out and v_out are what is read of the codes instead, once more in the model's dtype |
 | arrivals | zeros are written to an array [B, Hq], by which programs of a decode step count themselves |
 | prefixes | what sequences have in common is written to an array [B, 4], for bundles of block_m (`common_pages.py`) |
 | full | rows in full are written as well: tokens that stay |
@@ -57,7 +58,7 @@ from kvcompile.specs import RotaryForm
 
 OPTIONS = {
     *("one", "rope", "rope_q", "capped", "based", "q_out", "k_out", "v_out"),
-    *("full", "only_full", "staged", "packed", "in_basis", "interpreted", "arrivals", "prefixes"),
+    *("full", "only_full", "staged", "packed", "in_basis", "interpreted", "arrivals", "prefixes", "decoded"),
 }
 _ELEMENTS = 2048  # of a tile of many tokens
 _MOST_HEADS, _OF_HEADS = 8, 1024  # of a tile of one token: heads, and elements
@@ -338,7 +339,7 @@ def _new(spec: KernelSpec, side: Side, rows: int) -> list[str]:
             lines.append(transform.apply_hadamard(tile))
             if not _wide(spec, side):
                 lines.append(f"x = {transform.rounded('x', tile)}")
-    if _has(spec, f"{side.letter}_out"):
+    if _has(spec, f"{side.letter}_out") and not _has(spec, "decoded"):
         lines += _output(tile, f"{side.letter}_out", stored("x", tile.dtype, tile.interpreted))
     return lines
 
@@ -362,6 +363,8 @@ def _written(spec: KernelSpec, side: Side, rows: int) -> list[str]:
     kept = replace(tile, dtype="float32") if _wide(spec, side) else tile
     becomes = encoded(side.settled, spec.dtype, kept)
     lines += [*slots.of_tokens(spec, tile), *becomes.lines]
+    if _has(spec, "decoded"):
+        lines += _output(tile, f"{side.letter}_out", stored(becomes.decoded, tile.dtype, tile.interpreted))
     where = slots.first(spec)
     for value in becomes.stores:
         lines += store(parts[value.part], value, where, "slot", "kept", tile)

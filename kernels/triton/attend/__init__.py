@@ -27,6 +27,9 @@ Options of the two roles
     chosen        decode: the slots are those of the pages in `pages_read`, int32 [B, Hkv, K] (`layouts/selection/`)
     packed        prefill: the tokens of all sequences stand in one row, `out` as well, [row_tokens, Hq, Dv]
     new           prefill: the new tokens are not in the slots; they come as a source of their own
+    older         prefill: of the slots those before the new tokens are read, and `out` is float32; nothing is written
+                  where there are none
+    continued     prefill: only the new tokens are read; sums begin with what option `older` gave: `older`, `older_lse`
     interpreted   see `dots.py`
     one_bias      the site's bias has one head
     q_fp32        queries come in float32
@@ -47,6 +50,7 @@ from kvcompile.kernels.triton.attend.qk import products
 from kvcompile.kernels.triton.attend.queries import constants, fixed_scale, queries
 from kvcompile.kernels.triton.attend.softmax_pv import (
     accumulators,
+    continued,
     finish,
     highest,
     relative,
@@ -110,7 +114,7 @@ def generate(spec: KernelSpec) -> KernelSource:
         at_once=work_list.AT_ONCE,
         options=spec.options,
         queries=[*constants(attend), *scale, *queries(attend)],
-        accumulators=accumulators(attend),
+        accumulators=[*accumulators(attend), *(continued(attend) if "continued" in spec.options else [])],
         loops=loops,
         finish=finish(attend),
         partial=stores(

@@ -145,6 +145,8 @@ class Attend:
     @property
     def sources(self) -> tuple[SlotArray, ...]:
         """What decode and prefill go over, in this order."""
+        if "continued" in self.spec.options:
+            return (self.new,)
         return (self.cache, self.new) if "new" in self.spec.options else (self.cache,)
 
     @property
@@ -184,7 +186,9 @@ class Attend:
         found += scores.params(spec)
         if self.many:
             found += [TensorParam("sinks", torch.float32)] if spec.site.score.sinks else []
-            found.append(TensorParam("out", spec.torch_dtype))
+            found.append(TensorParam("out", torch.float32 if "older" in options else spec.torch_dtype))
+            if "continued" in options:
+                found += [TensorParam("older", torch.float32), TensorParam("older_lse", torch.float32)]
             found += [packed.STARTS, packed.ROW_TOKENS] if self.packed else [ScalarParam("tokens")]
             found += [TensorParam("lse", torch.float32)] if "lse" in options else []
         else:

@@ -25,7 +25,8 @@ def bounds(attend: Attend, source: SlotArray) -> block_bounds.Bounds:
     if source.chosen:
         return block_bounds.chosen(spec, not _conditions(attend, source) and not attend.mixed)
     if attend.in_order:
-        return block_bounds.ordered(spec, "0", "", attend.mixed)
+        limit = "tl.maximum(first, 0)" if "older" in spec.options else ""
+        return block_bounds.ordered(spec, "0", limit, attend.mixed)
     before = "tl.maximum(first, 0)" if attend.many else "tl.maximum(length, 0)"
     held = f"tl.minimum({before}, {spec.layout.slots(None)})"
     return block_bounds.unordered(spec, held, not _conditions(attend, source) and not attend.mixed)

@@ -50,6 +50,25 @@ def accumulators(attend: Attend) -> list[str]:
     ]
 
 
+def continued(attend: Attend) -> list[str]:
+    """Lines that make the sums begin with a result over other tokens, and its log-sum-exp."""
+    values, spec = attend.values, attend.spec
+    letter = values.of.letter
+    lines = [
+        "# Of a text that begins here nothing was written.",
+        "there = real & (position > token)",
+        f"row = (batch * {spec.num_qo_heads} + heads) * tokens + token",
+        "top = tl.load(older_lse_ptr + row, mask=there, other=-1.0e30)",
+        "total = tl.where(there, 1.0, 0.0)",
+    ]
+    for i in values.indices:
+        piece = values.of.pieces[i]
+        guard = "there[:, None]" + ("" if piece.whole else f" & ({letter}c{i} < {piece.stop})")
+        at = f"older_ptr + row[:, None] * {values.channels} + {letter}c{i}"
+        lines.append(f"acc{i} = tl.load({at}, mask={guard}, other=0.0)")
+    return lines
+
+
 def highest(attend: Attend, masked: bool) -> list[str]:
     """Lines that make the new maximum, `highest`, of `s`."""
     lines = _bounded(attend, masked) if attend.values.normalized else []

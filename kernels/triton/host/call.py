@@ -232,7 +232,7 @@ def appended(call: Call) -> New:
         options.append("arrivals")
     if shares(call):
         options.append("prefixes")
-    new = _as_kept(call, options, append(call, options))
+    new = as_kept(call, options, append(call, options))
     groups(call, None if call.one else new.k, None if call.one else new.v, ("one",) if call.one else ())
     return new
 
@@ -257,10 +257,10 @@ def staged(call: Call) -> New:
             new.append(fresh)
     wanted = ["staged", *made.transforms(one=False), *(made.outs() if made.in_full else [])]
     outs = append(replace(call, buffers=buffers, page_table=None), wanted)
-    return _as_kept(call, wanted, outs)._replace(parts=new)
+    return as_kept(call, wanted, outs)._replace(parts=new)
 
 
-def _as_kept(call: Call, options: Sequence[str], outs: Sequence[Tensor]) -> New:
+def as_kept(call: Call, options: Sequence[str], outs: Sequence[Tensor]) -> New:
     """The new tokens of an append with `options` that has given `outs`."""
     found = iter(outs)
     named = ((call.q, "q_out"), (call.k, "k_out"), (call.v, "v_out"))

@@ -163,6 +163,8 @@ def prefill(
     spec: str,
     query_start_loc: Tensor | None = None,
     max_query_len: int = 0,
+    older: Tensor | None = None,
+    older_lse: Tensor | None = None,
 ) -> list[Tensor]:
     """Many queries against the slots and, with option new, against the tokens of the pass; see `attend/`.
 
@@ -172,21 +174,25 @@ def prefill(
         positions: int64 [B, S]; the others as for `decode` and `combine`.
         query_start_loc, max_query_len: with option packed: int64 [B + 1], and a number. q, positions and new parts have
             one row then, [1, .., S, ..], and so has `out`; tokens of no sequence have anything in it.
+        older, older_lse: with option continued: what option older gave of the same queries.
 
     Returns:
         out [B, Hq, S, Dv] (of turned values still turned; packed: the heads of a token side by side), and with option
-        lse, float32 [B, Hq, S] in base 2.
+        lse, float32 [B, Hq, S] in base 2. With option older, out is float32, and both are anything of a sequence that
+        has no tokens before the new ones.
     """
     kernel = kernel_of(spec)
     own = kernel.spec
     batch, _, tokens, _ = q.shape
-    outs = {"out": q.new_empty((batch, own.num_qo_heads, tokens, weighed(own)), dtype=own.torch_dtype)}
+    dtype = torch.float32 if "older" in own.options else own.torch_dtype
+    outs = {"out": q.new_empty((batch, own.num_qo_heads, tokens, weighed(own)), dtype=dtype)}
     if query_start_loc is not None:
         outs["out"] = q.new_empty((tokens, own.num_qo_heads, weighed(own)), dtype=own.torch_dtype)
     if "lse" in own.options:
         outs["lse"] = q.new_empty((batch, own.num_qo_heads, tokens), dtype=torch.float32)
     given = {"q": q, "q_sinks": q_sinks, "k": k, "v": v, "positions": positions, "sinks": sinks, "bias": bias}
     given |= {"page_table": page_table, "slots_token": token, "slots_place": place, **outs}
+    given |= {"older": older, "older_lse": older_lse}
     given |= {
         **_tables(rope),
         **_parts(kernel, buffers),
@@ -316,9 +322,10 @@ def slots_of(spec: KernelSpec, buffers: Sequence[Tensor]) -> int:
 
 
 def _sizes(kernel: Kernel, buffers: list[Tensor], bias: Tensor | None, rope: list[Tensor]) -> dict[str, int]:
-    spec = kernel.spec
-    slots = slots_of(spec, buffers)
-    sizes = {"slots": slots, "slots_16": slots // 16}
+    spec, sizes = kernel.spec, dict[str, int]()
+    if buffers:
+        slots = slots_of(spec, buffers)
+        sizes = {"slots": slots, "slots_16": slots // 16}
     if bias is not None:
         sizes["reach"] = bias.shape[-1]
     if rope:

@@ -1,7 +1,8 @@
 """Times of GPU work: CUDA graphs, replayed in turns, medians. On a CPU the same with a plain clock, for dry runs.
 
 What is timed runs over several copies of its cache, so that the second turn does not read what the first left in the
-L2 cache; a graph holds one call for each copy, so no launch waits for the host.
+L2 cache; a graph holds one call for each copy, so no launch waits for the host. What a graph takes to begin is no time
+of a call: it holds several, and the device has something to do until it is there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 
 Call = Callable[[], object]
 _WARM = 3
+_CALLS = 8  # of a graph, at least
+_BUSY = 100_000  # cycles that the device has to itself before a graph: the host needs some microseconds to ask for it
 
 
 class Timed:
@@ -21,6 +24,7 @@ class Timed:
 
     def __init__(self, calls: Sequence[Call], device: torch.device):
         self.calls, self.device = calls, device
+        self.turns = max(1, -(-_CALLS // len(calls))) if device.type == "cuda" else 1
         self.graph: torch.cuda.CUDAGraph | None = None
         self.note = ""
         if device.type == "cuda":
@@ -38,8 +42,9 @@ class Timed:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
-                for call in self.calls:
-                    call()
+                for _ in range(self.turns):
+                    for call in self.calls:
+                        call()
         except RuntimeError as error:  # some peers allocate or synchronise
             torch.cuda.synchronize()
             self.note = f"without a CUDA graph: {str(error).splitlines()[0]}"
@@ -54,15 +59,17 @@ class Timed:
                 call()
             return (time.perf_counter() - start) * 1e6 / len(self.calls)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_BUSY)
         begin.record()
         if self.graph is not None:
             self.graph.replay()
         else:
-            for call in self.calls:
-                call()
+            for _ in range(self.turns):
+                for call in self.calls:
+                    call()
         end.record()
         end.synchronize()
-        return float(begin.elapsed_time(end)) * 1000 / len(self.calls)
+        return float(begin.elapsed_time(end)) * 1000 / (len(self.calls) * self.turns)
 
 
 def medians(timed: Mapping[str, Timed], rounds: int) -> dict[str, float]:

@@ -81,12 +81,14 @@ GOLDENS: dict[str, tuple[KernelSpec, Any] | Callable[[], tuple[KernelSpec, None]
     ),
     "page_bounds_quest": launched("page_bounds", cache(selection=QUEST)),
     "combine": spec("combine", cache()),
-    "combine_listed": launched("combine", cache(placement={"kind": "paged", "page_size": 16})),
+    "combine_listed": launched("combine", cache(**KIVI)),
     "combine_latent": launched("combine", cache(), "mla"),
     "combine_lse_sinks_hadamard": spec(
         "combine", cache(values=INT8 | {"rotate": "hadamard"}), "sinks", "lse"
     ),
     "prefill_bf16": spec("prefill", cache()),
+    "prefill_int8_older": launched("prefill", cache(keys=INT8, values=INT8), tokens=64),
+    "prefill_continued": spec("prefill", cache(), "sinks", "continued", "new"),
     "prefill_streaming_int8": spec(
         "prefill", cache(keys=INT8, values=INT8, retention=SINK_WINDOW), "llama", "new"
     ),

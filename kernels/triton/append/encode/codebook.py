@@ -11,7 +11,7 @@ import numpy as np
 
 from kvcompile.kernels.triton.append.encode.packing import packed
 from kvcompile.kernels.triton.append.encode.tile import Encoded, Store, Tile, divisor, kept_scale, quotient
-from kvcompile.kernels.triton.tile.code_values import scale_number
+from kvcompile.kernels.triton.tile.code_values import codebook_number, scale_number
 from kvcompile.layouts import Code, Storage
 
 
@@ -34,8 +34,13 @@ def codebook(storage: Storage, tile: Tile) -> Encoded:
         "codes = found" if groups == 1 else f"codes = tl.reshape(found, [{tile.rows}, {tile.width}])"
     )
     more, data = packed("codes", code.bits, tile)
+    decoded = (
+        f"{codebook_number(code, 'found')}.to(tl.float32) * {scale_number(storage.scale, 'scale')}{spread}"
+    )
+    if groups > 1:
+        decoded = f"tl.reshape({decoded}, [{tile.rows}, {tile.width}])"
     own = Store("scale", "scale[:, None]", 1) if groups == 1 else Store("scale", "scale", groups)
-    return Encoded((*lines, *more), (*data, own))
+    return Encoded((*lines, *more), (*data, own), decoded)
 
 
 def _scale(storage: Storage) -> str:

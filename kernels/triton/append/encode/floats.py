@@ -27,7 +27,8 @@ def as_float(tile: Tile, dtype: str) -> Encoded:
     largest = torch.finfo(getattr(torch, dtype)).max
     wider = torch.finfo(getattr(torch, tile.dtype)).max > largest
     x = clipped("x", largest) if wider else "x"
-    return Encoded((), (Store("data", stored(x, dtype, tile.interpreted), tile.dim),))
+    number = stored(x, dtype, tile.interpreted)
+    return Encoded((), (Store("data", number, tile.dim),), f"({number}).to(tl.float32)")
 
 
 def fp8(storage: Storage, tile: Tile) -> Encoded:
@@ -35,13 +36,16 @@ def fp8(storage: Storage, tile: Tile) -> Encoded:
     scaled = clipped(quotient("x", "divisor"), storage.largest)
     match storage.scale.per:
         case "none":
-            return Encoded((f"scaled = {clipped('x', storage.largest)}",), (data,))
+            return Encoded(
+                (f"scaled = {clipped('x', storage.largest)}",), (data,), _read("scaled", storage, tile)
+            )
         case "tensor" | "head":
             side = tile.side
             head = f"tl.minimum(head, {tile.heads - 1})" if tile.surplus else "head"
             pointer = f"{side}_scale_ptr + batch * {side}_scale_s0 + {head} * {side}_scale_s1"
             read = f"tl.load({pointer}){'[:, None]' if tile.several else ''}"
-            return Encoded((f"divisor = {read}", f"scaled = {scaled}"), (data,))
+            decoded = f"{_read('scaled', storage, tile)} * divisor"
+            return Encoded((f"divisor = {read}", f"scaled = {scaled}"), (data,), decoded)
         case _:
             lines = (
                 "peak = tl.max(tl.abs(x), axis=1)",
@@ -49,7 +53,18 @@ def fp8(storage: Storage, tile: Tile) -> Encoded:
                 f"divisor = {divisor('scale')}[:, None]",
                 f"scaled = {scaled}",
             )
-            return Encoded(lines, (data, Store("scale", "scale")))
+            decoded = f"{_read('scaled', storage, tile)} * scale.to(tl.float32)[:, None]"
+            return Encoded(lines, (data, Store("scale", "scale")), decoded)
+
+
+def _read(x: str, storage: Storage, tile: Tile) -> str:
+    """What the number that `x` becomes is read as, float32."""
+    number = _number(x, storage, tile)
+    return (
+        f"fp8_{storage.code}_bits({number}).to(tl.float32)"
+        if tile.fp8 == "bits"
+        else f"{number}.to(tl.float32)"
+    )
 
 
 def _number(x: str, storage: Storage, tile: Tile) -> str:

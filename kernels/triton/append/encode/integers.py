@@ -30,7 +30,8 @@ def int8(storage: Storage, tile: Tile) -> Encoded:
         f"q = to_nearest_even({quotient('x', 'divisor')})",
     )
     data = Store("data", f"{clipped('q', 127.0)}.to(tl.int8)", tile.dim)
-    return Encoded(lines, (data, Store("scale", "scale")))
+    decoded = f"{clipped('q', 127.0)} * scale.to(tl.float32)[:, None]"
+    return Encoded(lines, (data, Store("scale", "scale")), decoded)
 
 
 def affine(storage: Storage, tile: Tile) -> Encoded:
@@ -41,14 +42,19 @@ def affine(storage: Storage, tile: Tile) -> Encoded:
         lines, codes = affine_codes("x", 1, "[:, None]", storage.element.bits, storage.scale.dtype, real)
         own = (Store("scale", "scale[:, None]", 1), Store("minimum", "minimum[:, None]", 1))
         lines.append(f"codes = {codes}")
+        decoded = "codes.to(tl.float32) * scale.to(tl.float32)[:, None] + minimum.to(tl.float32)[:, None]"
     else:
         size = tile.dim // groups
         lines, codes = affine_codes("grouped", 2, "[:, :, None]", storage.element.bits, storage.scale.dtype)
         lines.insert(0, f"grouped = tl.reshape(x, [{tile.rows}, {tile.width // size}, {size}])")
         lines.append(f"codes = tl.reshape({codes}, [{tile.rows}, {tile.width}])")
         own = (Store("scale", "scale", groups), Store("minimum", "minimum", groups))
+        shape = f"[{tile.rows}, {tile.width // size}, {size}]"
+        decoded = f"tl.reshape(codes.to(tl.float32), {shape}) * scale.to(tl.float32)[:, :, None]"
+        decoded = f"{decoded} + minimum.to(tl.float32)[:, :, None]"
+        decoded = f"tl.reshape({decoded}, [{tile.rows}, {tile.width}])"
     more, data = packed("codes", storage.element.bits, tile)
-    return Encoded((*lines, *more), (*data, *own))
+    return Encoded((*lines, *more), (*data, *own), decoded)
 
 
 def affine_codes(

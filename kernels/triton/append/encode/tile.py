@@ -77,10 +77,14 @@ class Store:
 
 @dataclass(frozen=True)
 class Encoded:
-    """lines: statements, after which the expressions of `stores` mean something."""
+    """lines: statements, after which the expressions of `stores` mean something.
+
+    decoded: an expression, float32 [rows, width]: what is read of it
+    """
 
     lines: tuple[str, ...]
     stores: tuple[Store, ...]
+    decoded: str
 
 
 def power_of_two(count: int) -> int:

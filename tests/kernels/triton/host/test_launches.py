@@ -38,7 +38,8 @@ def roles(recipe: str, tokens: int, attention: str = "causal") -> list[str]:
     ("recipe", "one", "many"),
     [
         ("baseline", ["append", "decode"], ["append", "prefill"]),
-        ("paged", ["append", "decode", "combine"], ["append", "prefill"]),
+        ("paged", ["append", "decode"], ["append", "prefill"]),
+        ("int8", ["append", "decode"], ["append", "prefill", "prefill"]),
         ("kivi4", ["append", "group", "decode", "combine"], ["append", "group", "prefill", "append"]),
         ("streaming", ["append", "decode"], ["append", "prefill", "append"]),
         (
@@ -63,7 +64,7 @@ def test_every_tiled_role_is_cut_up_as_its_table_says(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(site_kernels, "config", odd)
     paged = recipe_layouts("paged")["causal"]
-    found = SHAPES["llama"].kernels(paged, H200, 1) + SHAPES["llama"].kernels(paged, H200, 64)
+    found = SHAPES["llama"].kernels(paged, DEVICES[80], 1) + SHAPES["llama"].kernels(paged, DEVICES[80], 64)
     cut = {one.spec.role: (one.num_warps, one.num_stages) for one in found if one.spec.role != "append"}
     assert cut == dict.fromkeys(("decode", "combine", "prefill"), (8, 1))
 

@@ -1,0 +1,113 @@
+"""Prompts over codes: new tokens are decoded once, those before are read as they stand in the cache.
+
+Each tile of queries makes numbers of all codes that it reads, so that most are made once for each tile behind them. An
+append that encodes new tokens knows what is read of them, and writes that as well, in the model's dtype (option
+decoded of `append/append.py`): the numbers of the reference. Then attention is two launches,
+
+    older        over the slots of the tokens before, as everywhere; of a text that begins with these tokens, nothing
+    continued    over the new tokens, plain numbers, beginning with what the first found
+
+which are one softmax: sums over disjoint sets of keys are joined by their log-sum-exp (Milakov and Gimelshein 2018).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton.host import ops_attend
+from kvcompile.kernels.triton.host.call import Call, New, append, as_kept, turned_back
+from kvcompile.kernels.triton.host.site_kernels import Kernels, kernels_of
+from kvcompile.layouts import CacheLayout, Full, InKeys
+
+
+def decodes(call: Call) -> bool:
+    """Whether a call's new tokens are attended to as numbers that were decoded once.
+
+    Not in the packed dialect, nor in float32, whose products take longer than to make numbers of codes.
+    """
+    site = call.site
+    written = site.share in ("none", "first") and not call.one and call.starts is None
+    return written and call.q.dtype != torch.float32 and _splits(site.layout)
+
+
+def _splits(layout: CacheLayout) -> bool:
+    """Whether slots hold codes of single tokens, as they come, of all tokens, before and after the new ones."""
+    keys, values = layout.keys, layout.values
+    if isinstance(values, InKeys) or not isinstance(layout.retention, Full) or layout.selection.selects:
+        return False
+    if layout.in_full or layout.rotates_on_read:
+        return False
+    if keys.channelwise or values.channelwise:
+        return False
+    return any(side.element.kind != "float" for side in (keys, values))
+
+
+def attend(call: Call) -> Tensor:
+    """Writes the new tokens, and gives [B, Hq, S, Dv]. What was turned is read in the basis that it is in."""
+    made = call.kernels
+    wanted = [*made.transforms(one=False), "k_out", "v_out", "decoded"]
+    new = as_kept(call, wanted, append(call, wanted))
+    older, older_lse = _older(call, new)
+    plain = _other(made, replace(call.site, layout=CacheLayout()))
+    own = plain.config("prefill")
+    spec = plain.spec("prefill", ("continued", "new"))
+    found: list[Tensor] = ops_attend.prefill(
+        new.q,
+        None,
+        None,
+        None,
+        [],
+        [new.k, new.v],
+        call.positions,
+        call.sinks,
+        call.bias,
+        call.leaves,
+        [],
+        None,
+        None,
+        None,
+        own.num_warps,
+        own.num_stages,
+        spec.to_json(),
+        older=older,
+        older_lse=older_lse,
+    )
+    return turned_back(call, found[0])
+
+
+def _older(call: Call, new: New) -> list[Tensor]:
+    """The result over the tokens before the new ones, float32, and its log-sum-exp. Sinks count with the new ones."""
+    site = call.site
+    made = _other(call.kernels, replace(site, score=replace(site.score, sinks=False)))
+    own = made.config("prefill")
+    spec = made.spec("prefill", ("older", "lse", *call.whole))
+    found: list[Tensor] = ops_attend.prefill(
+        new.q,
+        None,
+        None,
+        None,
+        call.buffers,
+        [],
+        call.positions,
+        None,
+        call.bias,
+        call.leaves,
+        [],
+        call.page_table,
+        None,
+        None,
+        own.num_warps,
+        own.num_stages,
+        spec.to_json(),
+    )
+    return found
+
+
+def _other(made: Kernels, site: SiteSpec) -> Kernels:
+    """The kernels of another site of the same heads."""
+    heads, dims = (made.num_qo_heads, made.num_kv_heads), (made.head_dim, made.v_head_dim)
+    return kernels_of(site, heads, dims, made.dtype, made.device, made.one_bias)
