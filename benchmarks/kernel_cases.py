@@ -123,9 +123,11 @@ CASES = (
     Case("bf16 B64 1k-64k pages of 64", 64, 65536, cache=pages(64), spread=(1024, 65536)),
     Case("bf16 B64 one of 64k among 1k pages of 64", 64, 65536, cache=pages(64), others=1024),
     Case("int8 B64 one of 64k among 1k pages of 64", 64, 65536, cache=INT8 | pages(64), others=1024),
-    Case("bf16 B1 prompt of 8k", 1, 8192, new=8192),
-    Case("int8 B1 prompt of 8k", 1, 8192, cache=INT8, new=8192),
-    Case("bf16 B1 2k after 30k pages of 64", 1, 32768, cache=pages(64), new=2048),
+    Case("bf16 B1 prompt of 8k", 1, 8192, new=8192, append=True),
+    Case("int8 B1 prompt of 8k", 1, 8192, cache=INT8, new=8192, append=True),
+    Case("int4 B1 prompt of 8k", 1, 8192, cache=INT4, new=8192, append=True),
+    Case("bf16 B1 2k after 30k pages of 64", 1, 32768, cache=pages(64), new=2048, append=True),
+    Case("int8 B1 2k after 30k pages of 64", 1, 32768, cache=INT8 | pages(64), new=2048, append=True),
 )
 # RoPE, encoding and the write of one new token a sequence: the append kernel by itself.
 APPENDS = tuple(Case(f"append int8 B{batch}", batch, 4096, cache=INT8) for batch in (1, 32, 256))

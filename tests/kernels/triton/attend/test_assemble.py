@@ -93,7 +93,7 @@ QUICK = (
     ("decode", "streaming:causal", "smollm2", 90),
     ("decode", "quest_int8:causal", "llama", 90),
     ("page_bounds", "quest:causal", "llama", 90),
-    ("combine", "paged:causal", "llama", 90),
+    ("combine", "kivi4:causal", "llama", 90),
     ("append", "int4:causal", "llama", 80),
     ("prefill", "baseline:causal", "llama", 90),
     ("prefill", "int4:causal", "llama", 100),
@@ -236,7 +236,7 @@ def test_the_figures_of_a_kernel_whose_loop_is_known(together: dict[str, Assembl
     assert made.per_element is not None and 1.8 < made.per_element < 2.5
     assert made.instructions == round(made.per_element * 64 * 256 / 128)
     assert len(made.main_loop) >= made.instructions and "HMMA" in "".join(made.main_loop)
-    assert elements(request("combine", "paged:causal", "llama", 90).spec) is None
+    assert elements(request("combine", "kivi4:causal", "llama", 90).spec) is None
     latent = request("decode", "baseline:causal", "mla", 90).spec
     assert elements(latent) == latent.block_n * 576  # values are in the keys
 

@@ -24,7 +24,7 @@ from kvcompile.kernels.triton.host.site_kernels import Kernels, kernels_of
 from kvcompile.layouts import CacheLayout, Full, InKeys
 
 
-def decodes(call: Call) -> bool:
+def is_for(call: Call) -> bool:
     """Whether a call's new tokens are attended to as numbers that were decoded once.
 
     Not in the packed dialect, nor in float32, whose products take longer than to make numbers of codes.
