@@ -22,20 +22,22 @@ def combine(
     head = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     own = (batch * 8 + head // 4) * splits * 4 + head % 4
-    c = tl.arange(0, 128)
+    c = tl.program_id(2) * 32 + tl.arange(0, 32)
     top = -1.0e30
     total = 0.0
-    acc = tl.zeros([128], tl.float32)
+    acc = tl.zeros([32], tl.float32)
     # Few shares are read at once, or many: reading costs one latency in either case.
     many = tl.where(splits > 16, splits, 0)
-    for first in range(0, many, 64):
-        s = first + tl.arange(0, 64)
+    for first in range(0, many, 128):
+        s = first + tl.arange(0, 128)
         row = own + s * 4
         tops = tl.load(sums_ptr + row * 2, mask=s < splits, other=-1.0e30)
         totals = tl.load(sums_ptr + row * 2 + 1, mask=s < splits, other=0.0)
-        # A share of no tiles has a total of 0, and nothing was written for it.
-        there = totals > 0.0
+        there = s < splits
         parts = tl.load(partial_ptr + row[:, None] * 128 + c[None, :], mask=there[:, None], other=0.0)
+        # A share of no tiles has a total of 0, and nothing was written for it: what is there was read, so that no load
+        # waits for totals, and counts for nothing.
+        parts = tl.where((totals > 0.0)[:, None], parts, 0.0)
         highest = tl.maximum(top, tl.max(tops, 0))
         alpha = tl.exp2(top - highest)
         weight = tl.exp2(tops - highest)
@@ -47,9 +49,11 @@ def combine(
         row = own + s * 4
         tops = tl.load(sums_ptr + row * 2, mask=s < splits, other=-1.0e30)
         totals = tl.load(sums_ptr + row * 2 + 1, mask=s < splits, other=0.0)
-        # A share of no tiles has a total of 0, and nothing was written for it.
-        there = totals > 0.0
+        there = s < splits
         parts = tl.load(partial_ptr + row[:, None] * 128 + c[None, :], mask=there[:, None], other=0.0)
+        # A share of no tiles has a total of 0, and nothing was written for it: what is there was read, so that no load
+        # waits for totals, and counts for nothing.
+        parts = tl.where((totals > 0.0)[:, None], parts, 0.0)
         highest = tl.maximum(top, tl.max(tops, 0))
         alpha = tl.exp2(top - highest)
         weight = tl.exp2(tops - highest)

@@ -40,14 +40,16 @@ def combine(
     acc = tl.zeros([64], tl.float32)
     # Few shares are read at once, or many: reading costs one latency in either case.
     many = tl.where(splits > 16, splits, 0)
-    for first in range(0, many, 64):
-        s = first + tl.arange(0, 64)
+    for first in range(0, many, 128):
+        s = first + tl.arange(0, 128)
         row = own + s * 8
         tops = tl.load(sums_ptr + row * 2, mask=s < splits, other=-1.0e30)
         totals = tl.load(sums_ptr + row * 2 + 1, mask=s < splits, other=0.0)
-        # A share of no tiles has a total of 0, and nothing was written for it.
-        there = totals > 0.0
+        there = s < splits
         parts = tl.load(partial_ptr + row[:, None] * 64 + c[None, :], mask=there[:, None], other=0.0)
+        # A share of no tiles has a total of 0, and nothing was written for it: what is there was read, so that no load
+        # waits for totals, and counts for nothing.
+        parts = tl.where((totals > 0.0)[:, None], parts, 0.0)
         highest = tl.maximum(top, tl.max(tops, 0))
         alpha = tl.exp2(top - highest)
         weight = tl.exp2(tops - highest)
@@ -59,9 +61,11 @@ def combine(
         row = own + s * 8
         tops = tl.load(sums_ptr + row * 2, mask=s < splits, other=-1.0e30)
         totals = tl.load(sums_ptr + row * 2 + 1, mask=s < splits, other=0.0)
-        # A share of no tiles has a total of 0, and nothing was written for it.
-        there = totals > 0.0
+        there = s < splits
         parts = tl.load(partial_ptr + row[:, None] * 64 + c[None, :], mask=there[:, None], other=0.0)
+        # A share of no tiles has a total of 0, and nothing was written for it: what is there was read, so that no load
+        # waits for totals, and counts for nothing.
+        parts = tl.where((totals > 0.0)[:, None], parts, 0.0)
         highest = tl.maximum(top, tl.max(tops, 0))
         alpha = tl.exp2(top - highest)
         weight = tl.exp2(tops - highest)

@@ -5,7 +5,8 @@
 Shares without tiles are not read: of a graph for long sequences, a short one has few others. A sink logit joins the
 total. Values that are kept turned (Hadamard) are turned back here, once per query.
 
-Many channels are the work of several programs; of a result that is turned back, one has them all.
+Many channels are the work of several programs, so that more shares can be read at once; of one sequence, whose heads are
+few, more of them, so that more multiprocessors read. Of a result that is turned back, one program has all channels.
 
 Options
     listed       decode ran over a list of tiles (`work_list.py`): `spans` says where a head's parts are
@@ -26,9 +27,10 @@ from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tile.scores import LOG2E
 
 # Shares that are read at once: all of most steps.
-FEW, MOST = 16, 64
+FEW, MOST = 16, 128
 _NUMBERS = 8192  # of shares that are read at once: 64 registers of a thread
-_CHANNELS = 128  # of a program: with more, fewer shares could be read at once
+# Channels of a program, at most: of a list, where a step has heads enough for all multiprocessors, and of one sequence.
+_CHANNELS, _ALONE = 128, 32
 
 
 def turns(spec: KernelSpec) -> bool:
@@ -43,14 +45,19 @@ def weighed(spec: KernelSpec) -> int:
 
 def pieces(spec: KernelSpec) -> int:
     """Over how many programs the channels of a result are split."""
-    return 1 if turns(spec) else -(-weighed(spec) // _CHANNELS)
+    return 1 if turns(spec) else -(-weighed(spec) // _most(spec))
+
+
+def _most(spec: KernelSpec) -> int:
+    """Channels of a program, at most."""
+    return _CHANNELS if work_list.LISTED in spec.options else _ALONE
 
 
 def generate(spec: KernelSpec) -> KernelSource:
     """Grid: (query heads, batch, pieces)."""
     dim = weighed(spec)
     listed = work_list.LISTED in spec.options
-    block = _CHANNELS if pieces(spec) > 1 else max(16, 1 << (dim - 1).bit_length())
+    block = _most(spec) if pieces(spec) > 1 else max(16, 1 << (dim - 1).bit_length())
     params: list[Param] = [TensorParam("partial", torch.float32), TensorParam("sums", torch.float32)]
     params += [TensorParam("spans", torch.int32), TensorParam("positions", torch.int64, 2)] if listed else []
     params += [cascade.PREFIXES] if cascade.CASCADE in spec.options else []
