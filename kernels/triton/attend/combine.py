@@ -5,8 +5,8 @@
 Shares without tiles are not read: of a graph for long sequences, a short one has few others. A sink logit joins the
 total. Values that are kept turned (Hadamard) are turned back here, once per query.
 
-Many channels are the work of several programs, so that more shares can be read at once; of one sequence, whose heads are
-few, more of them, so that more multiprocessors read. Of a result that is turned back, one program has all channels.
+Many channels are the work of several programs, so that more shares can be read at once; of one sequence, whose heads
+are few, of more, so that more multiprocessors read. Of a result that is turned back, one program has all channels.
 
 Options
     listed       decode ran over a list of tiles (`work_list.py`): `spans` says where a head's parts are
