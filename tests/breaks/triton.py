@@ -152,4 +152,11 @@ TRITON = (
         'lines += [f"q{index} = q{index} / norm[:, None]" for index in every if attend.q_dtype != torch.float16]',
         "tests/kernels/triton/attend/test_queries.py",
     ),
+    broken(
+        "rows of a group of channels take the numbers of another",
+        "kernels/triton/tile/stacking.py",
+        "<< {bits - 1 - bit})",
+        "<< {bit})",
+        "tests/kernels/triton/host/test_attention.py",
+    ),
 )

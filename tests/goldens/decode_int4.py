@@ -135,10 +135,10 @@ def decode_attention(
     q2 = q2 / norm[:, None]
     q3 = q3 / norm[:, None]
     row_scale = norm * 133711.7175443344
-    q0 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == ((kc0 // 32))[None, :, :]), q0[None, :, :], 0.0), [16, 32])
-    q1 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == ((kc1 // 32))[None, :, :]), q1[None, :, :], 0.0), [16, 32])
-    q2 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == ((kc2 // 32))[None, :, :]), q2[None, :, :], 0.0), [16, 32])
-    q3 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == ((kc3 // 32))[None, :, :]), q3[None, :, :], 0.0), [16, 32])
+    q0 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == (((((kc0 // 32) >> 0 & 1) << 1) | (((kc0 // 32) >> 1 & 1) << 0)))[None, :, :]), q0[None, :, :], 0.0), [16, 32])
+    q1 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == (((((kc1 // 32) >> 0 & 1) << 1) | (((kc1 // 32) >> 1 & 1) << 0)))[None, :, :]), q1[None, :, :], 0.0), [16, 32])
+    q2 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == (((((kc2 // 32) >> 0 & 1) << 1) | (((kc2 // 32) >> 1 & 1) << 0)))[None, :, :]), q2[None, :, :], 0.0), [16, 32])
+    q3 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == (((((kc3 // 32) >> 0 & 1) << 1) | (((kc3 // 32) >> 1 & 1) << 0)))[None, :, :]), q3[None, :, :], 0.0), [16, 32])
     q_sum0 = (tl.sum(q0, 1) + tl.sum(q1, 1) + tl.sum(q2, 1) + tl.sum(q3, 1)) * 9.5367431640625e-07
     q0 = (q0 * 16.0).to(tl.float16)
     q1 = (q1 * 16.0).to(tl.float16)
@@ -177,8 +177,8 @@ def decode_attention(
         s = tl.dot(q1, tl.trans(k1), s)
         s = tl.dot(q2, tl.trans(k2), s)
         s = tl.dot(q3, tl.trans(k3), s)
-        k_scales = tl.reshape(tl.broadcast_to(tl.trans(k_scale)[:, None, :], [4, 4, 128]), [16, 128])
-        k_minimums = tl.reshape(tl.broadcast_to(tl.trans(k_minimum)[:, None, :], [4, 4, 128]), [16, 128])
+        k_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(k_scale, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
+        k_minimums = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(k_minimum, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
         s = s * k_scales
         s = s + q_sum0[:, None] * k_minimums
         s = tl.sum(tl.reshape(s, [4, 4, 128]), 0)
@@ -190,7 +190,7 @@ def decode_attention(
         v1 = bits4_at8_subnormals(v_words0)
         v2 = bits4_at4_subnormals(v_words0)
         v3 = bits4_at12_subnormals(v_words0)
-        v_scales = tl.reshape(tl.broadcast_to(tl.trans(v_scale)[:, None, :], [4, 4, 128]), [16, 128])
+        v_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_scale, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
         v_exponent = log2_of(tl.maximum(tl.max(tl.reshape(v_scales, [4, 4, 128]), 0), 5.960464477539063e-08))
         s = s + v_exponent
         v_unit = tl.exp2(-v_exponent)
@@ -205,7 +205,7 @@ def decode_attention(
         acc1 = acc1 * alpha[:, None]
         acc2 = acc2 * alpha[:, None]
         acc3 = acc3 * alpha[:, None]
-        v_minima = tl.reshape(tl.broadcast_to(tl.trans(v_minimum)[:, None, :], [4, 4, 128]), [16, 128])
+        v_minima = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_minimum, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
         minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * v_minima
         w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * v_scales).to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
@@ -231,8 +231,8 @@ def decode_attention(
         s = tl.dot(q1, tl.trans(k1), s)
         s = tl.dot(q2, tl.trans(k2), s)
         s = tl.dot(q3, tl.trans(k3), s)
-        k_scales = tl.reshape(tl.broadcast_to(tl.trans(k_scale)[:, None, :], [4, 4, 128]), [16, 128])
-        k_minimums = tl.reshape(tl.broadcast_to(tl.trans(k_minimum)[:, None, :], [4, 4, 128]), [16, 128])
+        k_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(k_scale, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
+        k_minimums = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(k_minimum, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
         s = s * k_scales
         s = s + q_sum0[:, None] * k_minimums
         s = tl.sum(tl.reshape(s, [4, 4, 128]), 0)
@@ -245,7 +245,7 @@ def decode_attention(
         v1 = bits4_at8_subnormals(v_words0)
         v2 = bits4_at4_subnormals(v_words0)
         v3 = bits4_at12_subnormals(v_words0)
-        v_scales = tl.reshape(tl.broadcast_to(tl.trans(v_scale)[:, None, :], [4, 4, 128]), [16, 128])
+        v_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_scale, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
         v_exponent = log2_of(tl.maximum(tl.max(tl.reshape(v_scales, [4, 4, 128]), 0), 5.960464477539063e-08))
         s = s + v_exponent
         v_unit = tl.exp2(-v_exponent)
@@ -260,7 +260,7 @@ def decode_attention(
         acc1 = acc1 * alpha[:, None]
         acc2 = acc2 * alpha[:, None]
         acc3 = acc3 * alpha[:, None]
-        v_minima = tl.reshape(tl.broadcast_to(tl.trans(v_minimum)[:, None, :], [4, 4, 128]), [16, 128])
+        v_minima = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_minimum, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
         minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * v_minima
         w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * v_scales).to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
@@ -274,10 +274,10 @@ def decode_attention(
     acc1 = acc1 * 16777216.0 + minima0[:, None]
     acc2 = acc2 * 1048576.0 + minima0[:, None]
     acc3 = acc3 * 1048576.0 + minima0[:, None]
-    acc0 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == ((vc0 // 32))[None, :, :]), tl.reshape(acc0, [4, 4, 32]), 0.0), 0)
-    acc1 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == ((vc1 // 32))[None, :, :]), tl.reshape(acc1, [4, 4, 32]), 0.0), 0)
-    acc2 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == ((vc2 // 32))[None, :, :]), tl.reshape(acc2, [4, 4, 32]), 0.0), 0)
-    acc3 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == ((vc3 // 32))[None, :, :]), tl.reshape(acc3, [4, 4, 32]), 0.0), 0)
+    acc0 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == (((((vc0 // 32) >> 0 & 1) << 1) | (((vc0 // 32) >> 1 & 1) << 0)))[None, :, :]), tl.reshape(acc0, [4, 4, 32]), 0.0), 0)
+    acc1 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == (((((vc1 // 32) >> 0 & 1) << 1) | (((vc1 // 32) >> 1 & 1) << 0)))[None, :, :]), tl.reshape(acc1, [4, 4, 32]), 0.0), 0)
+    acc2 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == (((((vc2 // 32) >> 0 & 1) << 1) | (((vc2 // 32) >> 1 & 1) << 0)))[None, :, :]), tl.reshape(acc2, [4, 4, 32]), 0.0), 0)
+    acc3 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == (((((vc3 // 32) >> 0 & 1) << 1) | (((vc3 // 32) >> 1 & 1) << 0)))[None, :, :]), tl.reshape(acc3, [4, 4, 32]), 0.0), 0)
     row = ((batch * 8 + head) * splits + split) * 4 + m
     tl.store(sums_ptr + row * 2, top, mask=real)
     tl.store(sums_ptr + row * 2 + 1, total, mask=real)

@@ -332,7 +332,7 @@ def decode_attention(
         v1 = bits4_at8_subnormals(v_words0)
         v2 = bits4_at4_subnormals(v_words0)
         v3 = bits4_at12_subnormals(v_words0)
-        v_scales = tl.reshape(tl.broadcast_to(tl.trans(v_scale)[:, None, :], [4, 4, 64]), [16, 64])
+        v_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_scale, [64, 2, 2]), [2, 1, 0]), [4, 64])[:, None, :], [4, 4, 64]), [16, 64])
         v_exponent = log2_of(tl.maximum(tl.max(tl.reshape(v_scales, [4, 4, 64]), 0), 5.960464477539063e-08))
         s = s + v_exponent
         v_unit = tl.exp2(-v_exponent)
@@ -348,7 +348,7 @@ def decode_attention(
         acc1 = acc1 * alpha[:, None]
         acc2 = acc2 * alpha[:, None]
         acc3 = acc3 * alpha[:, None]
-        v_minima = tl.reshape(tl.broadcast_to(tl.trans(v_minimum)[:, None, :], [4, 4, 64]), [16, 64])
+        v_minima = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_minimum, [64, 2, 2]), [2, 1, 0]), [4, 64])[:, None, :], [4, 4, 64]), [16, 64])
         minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 64]), [16, 64]) * v_minima
         w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 64]), [16, 64]) * v_scales).to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
@@ -421,7 +421,7 @@ def decode_attention(
         v1_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc1, mask=v_in_full[:, None], other=0.0).to(tl.bfloat16)
         v2_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc2, mask=v_in_full[:, None], other=0.0).to(tl.bfloat16)
         v3_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc3, mask=v_in_full[:, None], other=0.0).to(tl.bfloat16)
-        v_scales = tl.reshape(tl.broadcast_to(tl.trans(v_scale)[:, None, :], [4, 4, 64]), [16, 64])
+        v_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_scale, [64, 2, 2]), [2, 1, 0]), [4, 64])[:, None, :], [4, 4, 64]), [16, 64])
         v_exponent = log2_of(tl.maximum(tl.max(tl.reshape(v_scales, [4, 4, 64]), 0), 5.960464477539063e-08))
         v_exponent = tl.where(v_in_full[None, :], 0.0, v_exponent)
         s = s + v_exponent
@@ -441,7 +441,7 @@ def decode_attention(
         e_full = tl.where(v_in_full[None, :], e, 0.0)
         e = tl.where(v_in_full[None, :], 0.0, e)
         p = tl.where(v_in_full[None, :], 0.0, p)
-        v_minima = tl.reshape(tl.broadcast_to(tl.trans(v_minimum)[:, None, :], [4, 4, 64]), [16, 64])
+        v_minima = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_minimum, [64, 2, 2]), [2, 1, 0]), [4, 64])[:, None, :], [4, 4, 64]), [16, 64])
         minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 64]), [16, 64]) * v_minima
         w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 64]), [16, 64]) * v_scales).to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
@@ -460,10 +460,10 @@ def decode_attention(
     acc1 = acc1 * 16777216.0 + minima0[:, None]
     acc2 = acc2 * 1048576.0 + minima0[:, None]
     acc3 = acc3 * 1048576.0 + minima0[:, None]
-    acc0 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == ((vc0 // 32))[None, :, :]), tl.reshape(acc0, [4, 4, 32]), 0.0), 0)
-    acc1 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == ((vc1 // 32))[None, :, :]), tl.reshape(acc1, [4, 4, 32]), 0.0), 0)
-    acc2 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == ((vc2 // 32))[None, :, :]), tl.reshape(acc2, [4, 4, 32]), 0.0), 0)
-    acc3 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == ((vc3 // 32))[None, :, :]), tl.reshape(acc3, [4, 4, 32]), 0.0), 0)
+    acc0 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == (((((vc0 // 32) >> 0 & 1) << 1) | (((vc0 // 32) >> 1 & 1) << 0)))[None, :, :]), tl.reshape(acc0, [4, 4, 32]), 0.0), 0)
+    acc1 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == (((((vc1 // 32) >> 0 & 1) << 1) | (((vc1 // 32) >> 1 & 1) << 0)))[None, :, :]), tl.reshape(acc1, [4, 4, 32]), 0.0), 0)
+    acc2 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == (((((vc2 // 32) >> 0 & 1) << 1) | (((vc2 // 32) >> 1 & 1) << 0)))[None, :, :]), tl.reshape(acc2, [4, 4, 32]), 0.0), 0)
+    acc3 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == (((((vc3 // 32) >> 0 & 1) << 1) | (((vc3 // 32) >> 1 & 1) << 0)))[None, :, :]), tl.reshape(acc3, [4, 4, 32]), 0.0), 0)
     row = ((batch * 8 + head) * splits + split) * 4 + m
     tl.store(sums_ptr + row * 2, top, mask=real)
     tl.store(sums_ptr + row * 2 + 1, total, mask=real)
