@@ -13,16 +13,11 @@ import triton.language as tl
 
 
 @triton.jit
-def bits4_at0_halves(x):
-    """4 bits from bit 0 on of uint16 -> float16, exactly: in the mantissa of 1024, two numbers in two instructions."""
+def bits4_at0_subnormals(x):
+    """4 bits from bit 0 on of uint16 -> float16, exactly: a subnormal number, code * 2^-24."""
     return tl.inline_asm_elementwise(
         """
-        {
-            .reg .b32 magic;
-            mov.b32 magic, 0x64006400;
-            lop3.b32 $0, $1, 0x000F000F, magic, 0xEA;
-            sub.f16x2 $0, $0, magic;
-        }
+        and.b32 $0, $1, 0x000F000F;
         """,
         "=r,r",
         [x],
@@ -33,18 +28,11 @@ def bits4_at0_halves(x):
 
 
 @triton.jit
-def bits4_at4_halves(x):
-    """4 bits from bit 4 on of uint16 -> float16, exactly: in the mantissa of 1024, two numbers in two instructions."""
+def bits4_at4_subnormals(x):
+    """4 bits from bit 4 on of uint16 -> float16, exactly: a subnormal number, code * 2^-20."""
     return tl.inline_asm_elementwise(
         """
-        {
-            .reg .b32 magic, factor, bias;
-            mov.b32 magic, 0x64006400;
-            mov.b32 factor, 0x2C002C00;
-            mov.b32 bias, 0xD400D400;
-            lop3.b32 $0, $1, 0x00F000F0, magic, 0xEA;
-            fma.rn.f16x2 $0, $0, factor, bias;
-        }
+        and.b32 $0, $1, 0x00F000F0;
         """,
         "=r,r",
         [x],
@@ -55,16 +43,14 @@ def bits4_at4_halves(x):
 
 
 @triton.jit
-def bits4_at8_halves(x):
-    """4 bits from bit 8 on of uint16 -> float16, exactly: in the mantissa of 1024."""
+def bits4_at8_subnormals(x):
+    """4 bits from bit 8 on of uint16 -> float16, exactly: a subnormal number, code * 2^-24."""
     return tl.inline_asm_elementwise(
         """
         {
-            .reg .b32 word, magic;
-            mov.b32 magic, 0x64006400;
+            .reg .b32 word;
             shr.b32 word, $1, 8;
-            lop3.b32 $0, word, 0x000F000F, magic, 0xEA;
-            sub.f16x2 $0, $0, magic;
+            and.b32 $0, word, 0x000F000F;
         }
         """,
         "=r,r",
@@ -76,18 +62,14 @@ def bits4_at8_halves(x):
 
 
 @triton.jit
-def bits4_at12_halves(x):
-    """4 bits from bit 12 on of uint16 -> float16, exactly: in the mantissa of 1024."""
+def bits4_at12_subnormals(x):
+    """4 bits from bit 12 on of uint16 -> float16, exactly: a subnormal number, code * 2^-20."""
     return tl.inline_asm_elementwise(
         """
         {
-            .reg .b32 word, magic, factor, bias;
-            mov.b32 magic, 0x64006400;
-            mov.b32 factor, 0x2C002C00;
-            mov.b32 bias, 0xD400D400;
+            .reg .b32 word;
             shr.b32 word, $1, 8;
-            lop3.b32 $0, word, 0x00F000F0, magic, 0xEA;
-            fma.rn.f16x2 $0, $0, factor, bias;
+            and.b32 $0, word, 0x00F000F0;
         }
         """,
         "=r,r",
@@ -152,14 +134,14 @@ def decode_attention(
     q1 = q1 / norm[:, None]
     q2 = q2 / norm[:, None]
     q3 = q3 / norm[:, None]
-    row_scale = norm * 0.12751743082459868
-    q0 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == ((kc0 // 32))[None, :, :]), q0[None, :, :], 0.0), [16, 32])
-    q1 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == ((kc1 // 32))[None, :, :]), q1[None, :, :], 0.0), [16, 32])
-    q2 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == ((kc2 // 32))[None, :, :]), q2[None, :, :], 0.0), [16, 32])
-    q3 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == ((kc3 // 32))[None, :, :]), q3[None, :, :], 0.0), [16, 32])
-    q_sum0 = tl.sum(q0, 1) + tl.sum(q1, 1) + tl.sum(q2, 1) + tl.sum(q3, 1)
-    q0 = q0.to(tl.float16)
-    q1 = q1.to(tl.float16)
+    row_scale = norm * 133711.7175443344
+    q0 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == (((((kc0 // 32) >> 0 & 1) << 1) | (((kc0 // 32) >> 1 & 1) << 0)))[None, :, :]), q0[None, :, :], 0.0), [16, 32])
+    q1 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == (((((kc1 // 32) >> 0 & 1) << 1) | (((kc1 // 32) >> 1 & 1) << 0)))[None, :, :]), q1[None, :, :], 0.0), [16, 32])
+    q2 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == (((((kc2 // 32) >> 0 & 1) << 1) | (((kc2 // 32) >> 1 & 1) << 0)))[None, :, :]), q2[None, :, :], 0.0), [16, 32])
+    q3 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == (((((kc3 // 32) >> 0 & 1) << 1) | (((kc3 // 32) >> 1 & 1) << 0)))[None, :, :]), q3[None, :, :], 0.0), [16, 32])
+    q_sum0 = (tl.sum(q0, 1) + tl.sum(q1, 1) + tl.sum(q2, 1) + tl.sum(q3, 1)) * 9.5367431640625e-07
+    q0 = (q0 * 16.0).to(tl.float16)
+    q1 = (q1 * 16.0).to(tl.float16)
     q2 = q2.to(tl.float16)
     q3 = q3.to(tl.float16)
     top = tl.full([4], -1.0e30, tl.float32)
@@ -188,16 +170,16 @@ def decode_attention(
         k_scale = tl.load(keys_scale_ptr + base[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
         k_minimum = tl.load(keys_minimum_ptr + base[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
         k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base[:, None] * 32 + kw0)
-        k0 = bits4_at0_halves(k_words0)
-        k1 = bits4_at8_halves(k_words0)
-        k2 = bits4_at4_halves(k_words0)
-        k3 = bits4_at12_halves(k_words0)
+        k0 = bits4_at0_subnormals(k_words0)
+        k1 = bits4_at8_subnormals(k_words0)
+        k2 = bits4_at4_subnormals(k_words0)
+        k3 = bits4_at12_subnormals(k_words0)
         s = tl.dot(q0, tl.trans(k0))
         s = tl.dot(q1, tl.trans(k1), s)
         s = tl.dot(q2, tl.trans(k2), s)
         s = tl.dot(q3, tl.trans(k3), s)
-        k_scales = tl.reshape(tl.broadcast_to(tl.trans(k_scale)[:, None, :], [4, 4, 128]), [16, 128])
-        k_minimums = tl.reshape(tl.broadcast_to(tl.trans(k_minimum)[:, None, :], [4, 4, 128]), [16, 128])
+        k_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(k_scale, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
+        k_minimums = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(k_minimum, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
         s = s * k_scales
         s = s + q_sum0[:, None] * k_minimums
         s = tl.sum(tl.reshape(s, [4, 4, 128]), 0)
@@ -205,11 +187,11 @@ def decode_attention(
         v_scale = tl.load(values_scale_ptr + base[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
         v_minimum = tl.load(values_minimum_ptr + base[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
         v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base[:, None] * 32 + vw0)
-        v0 = bits4_at0_halves(v_words0)
-        v1 = bits4_at8_halves(v_words0)
-        v2 = bits4_at4_halves(v_words0)
-        v3 = bits4_at12_halves(v_words0)
-        v_scales = tl.reshape(tl.broadcast_to(tl.trans(v_scale)[:, None, :], [4, 4, 128]), [16, 128])
+        v0 = bits4_at0_subnormals(v_words0)
+        v1 = bits4_at8_subnormals(v_words0)
+        v2 = bits4_at4_subnormals(v_words0)
+        v3 = bits4_at12_subnormals(v_words0)
+        v_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_scale, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
         v_exponent = log2_of(tl.maximum(tl.max(tl.reshape(v_scales, [4, 4, 128]), 0), 5.960464477539063e-08))
         s = s + v_exponent
         v_unit = tl.exp2(-v_exponent)
@@ -224,7 +206,7 @@ def decode_attention(
         acc1 = acc1 * alpha[:, None]
         acc2 = acc2 * alpha[:, None]
         acc3 = acc3 * alpha[:, None]
-        v_minima = tl.reshape(tl.broadcast_to(tl.trans(v_minimum)[:, None, :], [4, 4, 128]), [16, 128])
+        v_minima = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_minimum, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
         minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * v_minima
         w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * v_scales).to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
@@ -243,16 +225,16 @@ def decode_attention(
         k_scale = tl.load(keys_scale_ptr + base[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
         k_minimum = tl.load(keys_minimum_ptr + base[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
         k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base[:, None] * 32 + kw0, mask=inside[:, None], other=0)
-        k0 = bits4_at0_halves(k_words0)
-        k1 = bits4_at8_halves(k_words0)
-        k2 = bits4_at4_halves(k_words0)
-        k3 = bits4_at12_halves(k_words0)
+        k0 = bits4_at0_subnormals(k_words0)
+        k1 = bits4_at8_subnormals(k_words0)
+        k2 = bits4_at4_subnormals(k_words0)
+        k3 = bits4_at12_subnormals(k_words0)
         s = tl.dot(q0, tl.trans(k0))
         s = tl.dot(q1, tl.trans(k1), s)
         s = tl.dot(q2, tl.trans(k2), s)
         s = tl.dot(q3, tl.trans(k3), s)
-        k_scales = tl.reshape(tl.broadcast_to(tl.trans(k_scale)[:, None, :], [4, 4, 128]), [16, 128])
-        k_minimums = tl.reshape(tl.broadcast_to(tl.trans(k_minimum)[:, None, :], [4, 4, 128]), [16, 128])
+        k_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(k_scale, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
+        k_minimums = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(k_minimum, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
         s = s * k_scales
         s = s + q_sum0[:, None] * k_minimums
         s = tl.sum(tl.reshape(s, [4, 4, 128]), 0)
@@ -261,11 +243,11 @@ def decode_attention(
         v_scale = tl.load(values_scale_ptr + base[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
         v_minimum = tl.load(values_minimum_ptr + base[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
         v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base[:, None] * 32 + vw0, mask=inside[:, None], other=0)
-        v0 = bits4_at0_halves(v_words0)
-        v1 = bits4_at8_halves(v_words0)
-        v2 = bits4_at4_halves(v_words0)
-        v3 = bits4_at12_halves(v_words0)
-        v_scales = tl.reshape(tl.broadcast_to(tl.trans(v_scale)[:, None, :], [4, 4, 128]), [16, 128])
+        v0 = bits4_at0_subnormals(v_words0)
+        v1 = bits4_at8_subnormals(v_words0)
+        v2 = bits4_at4_subnormals(v_words0)
+        v3 = bits4_at12_subnormals(v_words0)
+        v_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_scale, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
         v_exponent = log2_of(tl.maximum(tl.max(tl.reshape(v_scales, [4, 4, 128]), 0), 5.960464477539063e-08))
         s = s + v_exponent
         v_unit = tl.exp2(-v_exponent)
@@ -280,7 +262,7 @@ def decode_attention(
         acc1 = acc1 * alpha[:, None]
         acc2 = acc2 * alpha[:, None]
         acc3 = acc3 * alpha[:, None]
-        v_minima = tl.reshape(tl.broadcast_to(tl.trans(v_minimum)[:, None, :], [4, 4, 128]), [16, 128])
+        v_minima = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_minimum, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
         minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * v_minima
         w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * v_scales).to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
@@ -290,14 +272,14 @@ def decode_attention(
 
     total = tl.sum(total, 1)
     minima0 = tl.sum(minima0, 1)
-    acc0 = acc0 + minima0[:, None]
-    acc1 = acc1 + minima0[:, None]
-    acc2 = acc2 + minima0[:, None]
-    acc3 = acc3 + minima0[:, None]
-    acc0 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == ((vc0 // 32))[None, :, :]), tl.reshape(acc0, [4, 4, 32]), 0.0), 0)
-    acc1 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == ((vc1 // 32))[None, :, :]), tl.reshape(acc1, [4, 4, 32]), 0.0), 0)
-    acc2 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == ((vc2 // 32))[None, :, :]), tl.reshape(acc2, [4, 4, 32]), 0.0), 0)
-    acc3 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == ((vc3 // 32))[None, :, :]), tl.reshape(acc3, [4, 4, 32]), 0.0), 0)
+    acc0 = acc0 * 16777216.0 + minima0[:, None]
+    acc1 = acc1 * 16777216.0 + minima0[:, None]
+    acc2 = acc2 * 1048576.0 + minima0[:, None]
+    acc3 = acc3 * 1048576.0 + minima0[:, None]
+    acc0 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == (((((vc0 // 32) >> 0 & 1) << 1) | (((vc0 // 32) >> 1 & 1) << 0)))[None, :, :]), tl.reshape(acc0, [4, 4, 32]), 0.0), 0)
+    acc1 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == (((((vc1 // 32) >> 0 & 1) << 1) | (((vc1 // 32) >> 1 & 1) << 0)))[None, :, :]), tl.reshape(acc1, [4, 4, 32]), 0.0), 0)
+    acc2 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == (((((vc2 // 32) >> 0 & 1) << 1) | (((vc2 // 32) >> 1 & 1) << 0)))[None, :, :]), tl.reshape(acc2, [4, 4, 32]), 0.0), 0)
+    acc3 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == (((((vc3 // 32) >> 0 & 1) << 1) | (((vc3 // 32) >> 1 & 1) << 0)))[None, :, :]), tl.reshape(acc3, [4, 4, 32]), 0.0), 0)
     row = ((batch * 8 + head) * splits + split) * 4 + m
     tl.store(sums_ptr + row * 2, top, mask=real)
     tl.store(sums_ptr + row * 2 + 1, total, mask=real)

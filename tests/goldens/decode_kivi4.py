@@ -99,6 +99,74 @@ def bits4_at12_halves(x):
 
 
 @triton.jit
+def bits4_at0_subnormals(x):
+    """4 bits from bit 0 on of uint16 -> float16, exactly: a subnormal number, code * 2^-24."""
+    return tl.inline_asm_elementwise(
+        """
+        and.b32 $0, $1, 0x000F000F;
+        """,
+        "=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def bits4_at4_subnormals(x):
+    """4 bits from bit 4 on of uint16 -> float16, exactly: a subnormal number, code * 2^-20."""
+    return tl.inline_asm_elementwise(
+        """
+        and.b32 $0, $1, 0x00F000F0;
+        """,
+        "=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def bits4_at8_subnormals(x):
+    """4 bits from bit 8 on of uint16 -> float16, exactly: a subnormal number, code * 2^-24."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 word;
+            shr.b32 word, $1, 8;
+            and.b32 $0, word, 0x000F000F;
+        }
+        """,
+        "=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def bits4_at12_subnormals(x):
+    """4 bits from bit 12 on of uint16 -> float16, exactly: a subnormal number, code * 2^-20."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 word;
+            shr.b32 word, $1, 8;
+            and.b32 $0, word, 0x00F000F0;
+        }
+        """,
+        "=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def log2_of(x):
     """log2 of a normal positive float32, in one instruction: tl.log2 takes care of all others, in seven."""
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -260,11 +328,11 @@ def decode_attention(
         v_scale = tl.load(values_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
         v_minimum = tl.load(values_minimum_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
         v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 32 + n[:, None] * 32 + vw0)
-        v0 = bits4_at0_halves(v_words0)
-        v1 = bits4_at8_halves(v_words0)
-        v2 = bits4_at4_halves(v_words0)
-        v3 = bits4_at12_halves(v_words0)
-        v_scales = tl.reshape(tl.broadcast_to(tl.trans(v_scale)[:, None, :], [4, 4, 64]), [16, 64])
+        v0 = bits4_at0_subnormals(v_words0)
+        v1 = bits4_at8_subnormals(v_words0)
+        v2 = bits4_at4_subnormals(v_words0)
+        v3 = bits4_at12_subnormals(v_words0)
+        v_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_scale, [64, 2, 2]), [2, 1, 0]), [4, 64])[:, None, :], [4, 4, 64]), [16, 64])
         v_exponent = log2_of(tl.maximum(tl.max(tl.reshape(v_scales, [4, 4, 64]), 0), 5.960464477539063e-08))
         s = s + v_exponent
         v_unit = tl.exp2(-v_exponent)
@@ -280,7 +348,7 @@ def decode_attention(
         acc1 = acc1 * alpha[:, None]
         acc2 = acc2 * alpha[:, None]
         acc3 = acc3 * alpha[:, None]
-        v_minima = tl.reshape(tl.broadcast_to(tl.trans(v_minimum)[:, None, :], [4, 4, 64]), [16, 64])
+        v_minima = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_minimum, [64, 2, 2]), [2, 1, 0]), [4, 64])[:, None, :], [4, 4, 64]), [16, 64])
         minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 64]), [16, 64]) * v_minima
         w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 64]), [16, 64]) * v_scales).to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
@@ -343,17 +411,17 @@ def decode_attention(
         v_scale = tl.load(values_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
         v_minimum = tl.load(values_minimum_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
         v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 32 + n[:, None] * 32 + vw0, mask=inside[:, None], other=0)
-        v0 = bits4_at0_halves(v_words0)
-        v1 = bits4_at8_halves(v_words0)
-        v2 = bits4_at4_halves(v_words0)
-        v3 = bits4_at12_halves(v_words0)
+        v0 = bits4_at0_subnormals(v_words0)
+        v1 = bits4_at8_subnormals(v_words0)
+        v2 = bits4_at4_subnormals(v_words0)
+        v3 = bits4_at12_subnormals(v_words0)
         inside = every
         v_row = (batch * 8 + head) * 128 + tl.where(v_in_full, 0 + key % 128, 0)
         v0_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc0, mask=v_in_full[:, None], other=0.0).to(tl.bfloat16)
         v1_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc1, mask=v_in_full[:, None], other=0.0).to(tl.bfloat16)
         v2_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc2, mask=v_in_full[:, None], other=0.0).to(tl.bfloat16)
         v3_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc3, mask=v_in_full[:, None], other=0.0).to(tl.bfloat16)
-        v_scales = tl.reshape(tl.broadcast_to(tl.trans(v_scale)[:, None, :], [4, 4, 64]), [16, 64])
+        v_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_scale, [64, 2, 2]), [2, 1, 0]), [4, 64])[:, None, :], [4, 4, 64]), [16, 64])
         v_exponent = log2_of(tl.maximum(tl.max(tl.reshape(v_scales, [4, 4, 64]), 0), 5.960464477539063e-08))
         v_exponent = tl.where(v_in_full[None, :], 0.0, v_exponent)
         s = s + v_exponent
@@ -373,7 +441,7 @@ def decode_attention(
         e_full = tl.where(v_in_full[None, :], e, 0.0)
         e = tl.where(v_in_full[None, :], 0.0, e)
         p = tl.where(v_in_full[None, :], 0.0, p)
-        v_minima = tl.reshape(tl.broadcast_to(tl.trans(v_minimum)[:, None, :], [4, 4, 64]), [16, 64])
+        v_minima = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_minimum, [64, 2, 2]), [2, 1, 0]), [4, 64])[:, None, :], [4, 4, 64]), [16, 64])
         minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 64]), [16, 64]) * v_minima
         w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 64]), [16, 64]) * v_scales).to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
@@ -381,21 +449,21 @@ def decode_attention(
         acc2 = tl.dot(w, v2, acc2)
         acc3 = tl.dot(w, v3, acc3)
         w = tl.reshape(tl.broadcast_to(e_full[None, :, :], [4, 4, 64]), [16, 64]).to(tl.bfloat16)
-        acc0 = acc0 + tl.dot(w, v0_full)
-        acc1 = acc1 + tl.dot(w, v1_full)
-        acc2 = acc2 + tl.dot(w, v2_full)
-        acc3 = acc3 + tl.dot(w, v3_full)
+        acc0 = acc0 + tl.dot(w, v0_full) * 5.960464477539063e-08
+        acc1 = acc1 + tl.dot(w, v1_full) * 5.960464477539063e-08
+        acc2 = acc2 + tl.dot(w, v2_full) * 9.5367431640625e-07
+        acc3 = acc3 + tl.dot(w, v3_full) * 9.5367431640625e-07
 
     total = tl.sum(total, 1)
     minima0 = tl.sum(minima0, 1)
-    acc0 = acc0 + minima0[:, None]
-    acc1 = acc1 + minima0[:, None]
-    acc2 = acc2 + minima0[:, None]
-    acc3 = acc3 + minima0[:, None]
-    acc0 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == ((vc0 // 32))[None, :, :]), tl.reshape(acc0, [4, 4, 32]), 0.0), 0)
-    acc1 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == ((vc1 // 32))[None, :, :]), tl.reshape(acc1, [4, 4, 32]), 0.0), 0)
-    acc2 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == ((vc2 // 32))[None, :, :]), tl.reshape(acc2, [4, 4, 32]), 0.0), 0)
-    acc3 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == ((vc3 // 32))[None, :, :]), tl.reshape(acc3, [4, 4, 32]), 0.0), 0)
+    acc0 = acc0 * 16777216.0 + minima0[:, None]
+    acc1 = acc1 * 16777216.0 + minima0[:, None]
+    acc2 = acc2 * 1048576.0 + minima0[:, None]
+    acc3 = acc3 * 1048576.0 + minima0[:, None]
+    acc0 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == (((((vc0 // 32) >> 0 & 1) << 1) | (((vc0 // 32) >> 1 & 1) << 0)))[None, :, :]), tl.reshape(acc0, [4, 4, 32]), 0.0), 0)
+    acc1 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == (((((vc1 // 32) >> 0 & 1) << 1) | (((vc1 // 32) >> 1 & 1) << 0)))[None, :, :]), tl.reshape(acc1, [4, 4, 32]), 0.0), 0)
+    acc2 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == (((((vc2 // 32) >> 0 & 1) << 1) | (((vc2 // 32) >> 1 & 1) << 0)))[None, :, :]), tl.reshape(acc2, [4, 4, 32]), 0.0), 0)
+    acc3 = tl.sum(tl.where((tl.arange(0, 4)[:, None, None] == (((((vc3 // 32) >> 0 & 1) << 1) | (((vc3 // 32) >> 1 & 1) << 0)))[None, :, :]), tl.reshape(acc3, [4, 4, 32]), 0.0), 0)
     row = ((batch * 8 + head) * splits + split) * 4 + m
     tl.store(sums_ptr + row * 2, top, mask=real)
     tl.store(sums_ptr + row * 2 + 1, total, mask=real)

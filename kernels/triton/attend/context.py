@@ -118,8 +118,12 @@ class Attend:
 
     @property
     def normalized(self) -> bool:
-        """Whether queries are divided by their largest channel, since float16 may not hold them."""
-        return self.keys.dot == "float16" and self.q_dtype != torch.float16
+        """Whether queries are divided by their largest channel, since float16 may not hold them.
+
+        In float16 itself, it may not hold them times what codes of their piece are owed (`TileLoader.power`).
+        """
+        keys = self.keys
+        return keys.dot == "float16" and (self.q_dtype != torch.float16 or keys.subnormal)
 
     # ---- from where
 

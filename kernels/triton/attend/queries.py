@@ -1,11 +1,14 @@
 """What stands before the loops over tiles: the queries, in the type of their products, and what belongs to them.
 
 q[i]        piece i of a query's channels, [BLOCK_M, W]; q[i]_full for keys in full, q[i]_sinks for sinks (`places.py`)
-row_scale   of queries that are divided by their largest channel: it and the factor of scores
+row_scale   of queries that are divided by their largest channel: it, the factor of scores, and what codes of all pieces
+            are owed (`TileLoader.power`); what those of a piece are owed besides, its queries have, 2^8 at most
 q_sum[g]    the sum of a group's channels, times which the minimum of a key enters its score
 """
 
 from __future__ import annotations
+
+import torch
 
 from kvcompile.kernels.triton.attend.context import Attend
 from kvcompile.kernels.triton.tile import cache_positions, dot_dtype, scores, stacking
@@ -29,6 +32,7 @@ def queries(attend: Attend) -> list[str]:
     """Lines that load the queries' pieces and what belongs to them."""
     spec, keys = attend.spec, attend.keys
     every = range(len(keys.pieces))
+    unit = min(keys.power(index) for index in every)
     lines = [line for index in every for line in _loaded(attend, index)]
     kind = f"tl.{dot_dtype.of_model(spec)}"
     if attend.two_queries:
@@ -42,20 +46,27 @@ def queries(attend: Attend) -> list[str]:
         for index in every[1:]:
             largest = f"tl.maximum({largest}, tl.max(tl.abs(q{index}), 1))"
         lines.append(f"norm = tl.maximum({largest}, 1e-30)")
+        if attend.q_dtype == torch.float16:
+            # By a power of two they lose no bits that they have.
+            lines.append("norm = (norm.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)")
         lines += [f"q{index} = q{index} / norm[:, None]" for index in every]
-        lines.append(f"row_scale = norm * {scores.factor(spec)!r}")
+        lines.append(f"row_scale = norm * {scores.factor(spec) * 2**unit!r}")
     if attend.stack > 1:
         lines += [f"q{index} = {_rows(attend, index, attend.groups('keys')[0])}" for index in every]
     for index, group in enumerate(keys.scales()):
         if group.minimum is not None:
             wide = "" if attend.normalized else ".to(tl.float32)"
             total = " + ".join(f"tl.sum(q{i}{wide}, 1)" for i in group.pieces)
-            lines.append(f"q_sum{index} = {total}")
+            # `row_scale` multiplies it as well, and a minimum is owed nothing.
+            lines.append(f"q_sum{index} = {f'({total}) * {2.0**-unit!r}' if unit else total}")
     if keys.folded:
         # Scales per channel multiply queries in float32, tile by tile.
         lines += [] if attend.normalized else [f"q{index} = q{index}.to(tl.float32)" for index in every]
     elif attend.normalized or str(attend.q_dtype) != f"torch.{keys.dot}":
-        lines += [f"q{index} = q{index}.to(tl.{keys.dot})" for index in every]
+        # Codes of a piece may be owed more than those of another.
+        owed = [keys.power(index) - unit for index in every]
+        own = [f"(q{index} * {2.0**more})" if more else f"q{index}" for index, more in enumerate(owed)]
+        lines += [f"q{index} = {own[index]}.to(tl.{keys.dot})" for index in every]
     return [*lines, *scores.prologue(spec, attend.names)]
 
 

@@ -176,7 +176,9 @@ def weigh(attend: Attend, masked: bool) -> list[str]:
         unit = f" / {values.of.side}_scale" if values.of.late_scale else ""
         for i in values.indices:
             product = f"tl.dot(w, {values.name(i)}_full{dot_dtype.precision(kind)})"
-            lines.append(f"acc{i} = acc{i} + {product}{unit}")
+            power = values.of.power(i)
+            owed = f" * {2.0**-power}" if power else ""
+            lines.append(f"acc{i} = acc{i} + {product}{owed}{unit}")
     return lines
 
 
@@ -201,6 +203,8 @@ def finish(attend: Attend) -> list[str]:
     for place, group in enumerate(values.scales):
         for i in group.pieces:
             own = f"acc{i}"
+            if power := values.of.power(i):
+                own = f"{own} * {2.0**power}"
             if group.minimum:
                 own = f"{own} + minima{place}[:, None]"
             if values.of.late_scale:

@@ -7,7 +7,8 @@
 
 A register of a product has two numbers of float16: of two channels of a key, or of one channel of two values. Words of
 two bytes come into registers in pairs just so (values transposed by `ldmatrix`), and a mask and a difference make of
-the codes at a bit of both words a register that is ready. Of single bytes, values would be gathered one by one.
+the codes at a bit of both words a register that is ready; of codes that need not be integers there, the mask alone
+(`TileLoader.subnormal`). Of single bytes, values would be gathered one by one.
 
 Where scales multiply elements (`TileLoader.by_element`), every one is dequantized: code * scale + minimum in float32.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 from kvcompile.kernels.triton.tile.addressing import SlotArray
 from kvcompile.kernels.triton.tile.channel_blocks import ChannelBlock
 from kvcompile.kernels.triton.tile.code_values import codebook_number, scale_number
-from kvcompile.kernels.triton.tile.tile_loader import PLANES, TileLoader
+from kvcompile.kernels.triton.tile.tile_loader import MANTISSA, PLANES, TileLoader
 
 
 def loaded(part: TileLoader, source: SlotArray, masked: bool) -> list[str]:
@@ -36,7 +37,7 @@ def loaded(part: TileLoader, source: SlotArray, masked: bool) -> list[str]:
             lines += _dequantized(part, source, index, masked)
         else:
             name = f"{part.letter}{index}"
-            lines.append(f"{name} = {_to_dot(part, name)}")
+            lines.append(f"{name} = {_to_dot(part, name, index)}")
     return lines
 
 
@@ -128,6 +129,8 @@ def _of_bit(part: TileLoader, words: str, bit: int) -> str:
     form = {"int": "int8", "uint": "uint8" if code.bits == 8 else f"bits{code.bits}"}.get(code.kind, "")
     if code.kind == "fp8":
         form = f"fp8_{code.name}" if part.fp8 == "bits" or code.name == "e5m2" else f"native_{code.name}"
+    if part.subnormal:
+        return _subnormal(part, words, bit)
     if part.assembly:
         return f"{form}_at{bit}_halves({words})"
     plain = f"({words} >> {bit})" if bit else words
@@ -135,6 +138,16 @@ def _of_bit(part: TileLoader, words: str, bit: int) -> str:
     if code.kind == "fp8":
         return f"fp8_{code.name}_bits({plain}.to(tl.uint8))"
     return f"{plain}.to(tl.int8).to(tl.float16)" if code.kind == "int" else f"{plain}.to(tl.float16)"
+
+
+def _subnormal(part: TileLoader, words: str, bit: int) -> str:
+    """The codes that stand from `bit` on in `words`, as the subnormal numbers that they are there."""
+    bits = part.storage.element.bits
+    if part.assembly:
+        return f"bits{bits}_at{bit}_subnormals({words})"
+    shift = 0 if bit + bits <= MANTISSA else 8
+    word = f"({words} >> {shift})" if shift else words
+    return f"({word} & {(2**bits - 1) << (bit - shift)}).to(tl.float16, bitcast=True)"
 
 
 def _halves(
@@ -150,12 +163,15 @@ def _halves(
         own = f"({c} - {piece.start - first})" if first != piece.start else c
         at = source.rows(f"{part.side}_data", row, own, part.group)
         lines.append(f"{there[known]} = halfwords(tl.load({at}{part.guard(index, masked, '0')}))")
-    return [*lines, f"{part.letter}{index} = bits{bits}_at{shift}_halves({there[known]})"]
+    form = "subnormals" if part.subnormal else "halves"
+    return [*lines, f"{part.letter}{index} = bits{bits}_at{shift}_{form}({there[known]})"]
 
 
-def _to_dot(part: TileLoader, name: str) -> str:
-    """The stored block `name` as numbers in `dot`."""
+def _to_dot(part: TileLoader, name: str, index: int) -> str:
+    """The stored block `name` of piece `index` as numbers in `dot`."""
     kind, code = f"tl.{part.dot}", part.storage.element
+    if part.subnormal:
+        return f"({name}.to(tl.uint16) << {part.bit(index)}).to(tl.float16, bitcast=True)"
     if code.kind == "codebook":
         return f"{codebook_number(code, name)}.to({kind})"
     if part.assembly and code.kind == "int":

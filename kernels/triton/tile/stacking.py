@@ -1,6 +1,6 @@
 """Rows of a step's products: where channels have scales by groups, each query head is a row once for each group.
 
-    row = group * BLOCK_M + head        q[row, c] = q[head, c] if c is in the group, else 0
+    row = place of the group * BLOCK_M + head        q[row, c] = q[head, c] if c is in the group, else 0
 
 A product has 16 rows at least, and the query heads of a KV head are few: rows that would be padding do what else took
 a product, and a set of weights, for each group of channels.
@@ -10,6 +10,9 @@ a product, and a set of weights, for each group of channels.
 
 Of a side with fewer groups than the other, one row in several has the group, and the others nothing (keys) or the same
 (values).
+
+The place of a group is its number with the bits in reverse: of scores, a thread has a row and the eighth after
+it, which are then those of two groups next to each other, whose numbers one load brings from shared memory.
 """
 
 from __future__ import annotations
@@ -87,9 +90,14 @@ def repeated(name: str, often: int, rows: int, columns: int | None = None) -> st
 
 
 def spread(name: str, count: int, rows: int, columns: int) -> str:
-    """An expression: numbers [columns, count] of groups as [rows, columns], a set of rows for each of `count`."""
-    each = rows // count
-    whole = f"tl.broadcast_to(tl.trans({name})[:, None, :], [{count}, {each}, {columns}])"
+    """An expression: numbers [columns, count] of groups as [rows, columns], a set of rows at the place of each."""
+    each, bits = rows // count, count.bit_length() - 1
+    turned = f"tl.trans({name})"
+    if bits > 1:
+        sizes, axes = ", ".join(["2"] * bits), ", ".join(str(axis) for axis in range(bits, -1, -1))
+        turned = f"tl.permute(tl.reshape({name}, [{columns}, {sizes}]), [{axes}])"
+        turned = f"tl.reshape({turned}, [{count}, {columns}])"
+    whole = f"tl.broadcast_to({turned}[:, None, :], [{count}, {each}, {columns}])"
     return f"tl.reshape({whole}, [{rows}, {columns}])"
 
 
@@ -104,5 +112,10 @@ def own(channels: str, count: int, width: int, often: int) -> str:
     if count == 1:
         return f"({sets} == tl.zeros_like({channels})[None, :, :])"
     times = often // count
-    group = f"({channels} // {width})" + (f" * {times}" if times > 1 else "")
+    group = f"({channels} // {width})"
+    bits = count.bit_length() - 1
+    if bits > 1:
+        moved = [f"(({group} >> {bit} & 1) << {bits - 1 - bit})" for bit in range(bits)]
+        group = f"({' | '.join(moved)})"
+    group += f" * {times}" if times > 1 else ""
     return f"({sets} == ({group})[None, :, :])"

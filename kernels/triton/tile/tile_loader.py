@@ -28,6 +28,8 @@ from kvcompile.kernels.triton.tile.code_values import scale_number
 from kvcompile.kernels.triton.tile.stacking import filled, stacks, takes_scales
 from kvcompile.layouts import InKeys, Paged, Storage
 
+# float16: bits of the mantissa, and the power of two that its least number is one over.
+MANTISSA, _LEAST = 10, 24
 PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # as kernels/reference/packing.py packs
 
 
@@ -119,6 +121,30 @@ class TileLoader:
     def by_element(self) -> bool:
         """Whether scales multiply elements."""
         return self.elementwise or (self.storage.channelwise and not (self.folded or self.affine))
+
+    @property
+    def subnormal(self) -> bool:
+        """Whether codes go into products as they stand in a word, as subnormal numbers of float16.
+
+        What a mask leaves of a word in the ten bits of a mantissa is code * 2^-`power`, exactly, and tensor cores take
+        such numbers as any other: one instruction makes two numbers. What is owed, a power of two for each piece, goes
+        to its queries and the factor of scores, or to its sums of weighed values. Codes that take their scales in
+        float16 (`affine`) are integers: a scale times 2^24 is no number of it. So are those whose scales multiply the
+        queries (`folded`): of two factors, float16 may not hold the product.
+        """
+        element = self.storage.element
+        whole = self.affine or self.folded or self.by_element
+        return element.kind == "uint" and element.bits in (2, 4) and self.dot == "float16" and not whole
+
+    def bit(self, index: int) -> int:
+        """Of a piece of `subnormal` numbers: from which bit of float16 on its codes stand."""
+        piece, bits = self.pieces[index], self.storage.element.bits
+        at = self.word(index)[1] if self.words else piece.start // self.row_bytes * bits
+        return at if at + bits <= MANTISSA else at - 8
+
+    def power(self, index: int) -> int:
+        """What a piece's codes are owed: numbers in products, times 2 to this, are codes."""
+        return _LEAST - self.bit(index) if self.subnormal else 0
 
     def params(self, source: SlotArray) -> tuple[Param, ...]:
         """The parts in memory, as tensors [array, KV head, row, ...]."""

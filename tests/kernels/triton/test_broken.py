@@ -60,6 +60,7 @@ GROUPS = Case(
 )
 TILES = replace(GROUPS, layout=CacheLayout(per_channel(4, 8, 16), uint(4, 16)))  # of several groups of tokens
 KIVI = Case(CacheLayout(per_channel(4, 16, 16), with_residual(int8(), 5)), chunks=CHUNKS, pads=PADS)
+MIXED = replace(INT4, layout=CacheLayout(uint(4, 16), with_residual(uint(4, 16), 5)), dtype=torch.float16)
 STREAM = Case(
     CacheLayout(int8(), int8(), Ring(), SinkWindow(3, 9, "in_cache")),
     score=ScoreSpec(sinks=True),
@@ -160,8 +161,24 @@ BROKEN: dict[str, tuple[Break, Case]] = {
     "a slot beside in its page": (Break(BOTH, "(start + n) % 8", "(((start + n) % 8) ^ 1)"), INT8),
     "nibbles swapped": (Break(BOTH, ">> 4) & 15", ">> 0) & 15"), INT4),
     "nibbles of words swapped": (
-        Break(("decode",), ">> 12) & 15", ">> 4) & 15"),
+        Break(("decode",), ">> 8) & 240", ">> 0) & 240"),
         replace(INT4, dtype=torch.float16),
+    ),
+    "queries of a piece have less than its codes are owed": (
+        Break(("decode",), "* 16.0).to(tl.float16)", "* 8.0).to(tl.float16)"),
+        replace(INT4, dtype=torch.float16),
+    ),
+    "sums of values have less than codes are owed": (
+        Break(("decode",), "* 1048576.0", "* 524288.0"),
+        replace(INT4, dtype=torch.float16),
+    ),
+    "minima of keys have what codes are owed": (
+        Break(("decode",), f"* {2.0**-20!r}", "* 1.0"),
+        replace(INT4, dtype=torch.float16),
+    ),
+    "values in full have what codes are owed": (
+        Break(BOTH, f" * {2.0**-24!r}", " * 1.0"),
+        MIXED,
     ),
     "bytes of words swapped": (
         Break(BOTH, "k_words0 >> 8)", "k_words0 >> 0)"),

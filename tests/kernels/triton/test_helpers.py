@@ -16,6 +16,11 @@ import numpy as np
 import pytest
 import torch
 
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton.spec import KernelSpec
+from kvcompile.kernels.triton.tile.tile_loader import reader
+from kvcompile.layouts import CacheLayout, uint
+
 HALF = np.float16
 
 
@@ -98,7 +103,8 @@ def run(text: str, inputs: dict[str, int]) -> dict[str, int]:
 
 
 def test_all_assembly_is_run_here() -> None:
-    bits = {f"bits{w}_at{s}_halves" for w in (2, 4) for s in range(0, 16, w)}
+    kinds = ("halves", "subnormals")
+    bits = {f"bits{w}_at{s}_{kind}" for w in (2, 4) for s in range(0, 16, w) for kind in kinds}
     fp8 = {"fp8_e4m3_halves", "fp8_e5m2_halves"}
     forms = ("int8", "uint8", "fp8_e4m3", "fp8_e5m2", "native_e4m3")
     words = {f"{form}_at{bit}_halves" for form in forms for bit in (0, 8)}
@@ -214,10 +220,25 @@ def test_bytes_of_words_become_float16(form: str, dtype: torch.dtype, bit: int) 
         assert list(halves(out["$0"])) == [known[a], known[b]]
 
 
+def owed(width: int, bit: int) -> int:
+    """`TileLoader.power` of the codes that stand from `bit` of a word on."""
+    stored = CacheLayout(uint(width, 0), uint(width, 0))
+    spec = KernelSpec("decode", SiteSpec(stored, sm_scale=1.0), 1, 1, 256, 256, "bfloat16")
+    part = reader(spec, "keys")
+    assert part.words and part.subnormal
+    return next(part.power(i) for i in range(len(part.pieces)) if part.word(i)[1] == bit)
+
+
 @pytest.mark.parametrize(("width", "shift"), [(w, s) for w in (2, 4) for s in range(0, 16, w)])
 def test_bits_become_float16(width: int, shift: int) -> None:
+    """As integers, and as the subnormal numbers that a loader says they are, of pieces that cover their bit."""
+    power = owed(width, shift)
+    assert 16 <= power <= 24
     for a, b in product(range(256), (0, 0x5A, 0xA5, 255)):
         if shift >= 8:  # the other byte is not what is asked for
             a, b = a << 8 | b, b << 8 | a
+        codes = [(x >> shift) & (2**width - 1) for x in (a, b)]
         out = run(assembly()[f"bits{width}_at{shift}_halves"], {"$1": a | b << 16})
-        assert list(halves(out["$0"])) == [(x >> shift) & (2**width - 1) for x in (a, b)]
+        assert list(halves(out["$0"])) == codes
+        out = run(assembly()[f"bits{width}_at{shift}_subnormals"], {"$1": a | b << 16})
+        assert list(halves(out["$0"])) == [code * 2.0**-power for code in codes]

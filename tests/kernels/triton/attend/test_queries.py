@@ -1,6 +1,6 @@
 """Where queries stand, also beyond 2^31 elements: in a file with nothing between its rows, so that no GPU is needed.
 
-And in which order their tiles come.
+And in which order their tiles come, and how large they may be.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kvcompile.kernels.triton.generate import generate
 from kvcompile.kernels.triton.host.call import New, prefill
-from kvcompile.layouts import CacheLayout, Paged
+from kvcompile.kernels.triton.host.site_kernels import kernels_of
+from kvcompile.layouts import CacheLayout, Paged, uint
 from tests.kernels.triton.attend.test_attend import at_the_end, decoded
 from tests.support.triton_attention import Case
 from tests.support.triton_write import Site, kernels_folder  # noqa: F401  (a fixture)
@@ -76,4 +77,19 @@ def test_the_query_of_a_step(tmp_path: Path) -> None:
     _, _, call = at_the_end(CASE, (0,))
     near = decoded(call, 1, 16)
     far = decoded(replace(call, q=far_apart(tmp_path, call.q.contiguous(), 1)), 1, 16)
+    assert all(torch.equal(a, b) for a, b in zip(near, far, strict=True)) and near[0].abs().max() > 0
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_large_queries_over_codes(bits: int) -> None:
+    """In float16, which has no number for them times what codes are owed: as exact as small ones."""
+    layout = CacheLayout(uint(bits), uint(bits))
+    case, _, call = at_the_end(replace(CASE, layout=layout, dims=(128, 128), heads=(2, 1)), (0,))
+    near = decoded(call, 1, 16)
+    large = call.q * (2.0**15 / call.q.abs().max().log2().ceil().exp2())
+    times = (large.abs().max() / call.q.abs().max()).item()
+    site = replace(case.site, kernels="triton", sm_scale=case.site.sm_scale / times)
+    made = kernels_of(site, case.heads, case.dims, case.dtype, call.q.device, False)
+    far = decoded(replace(call, q=large, kernels=made), 1, 16)
+    assert times > 2**10 and large.abs().max() > 2**14
     assert all(torch.equal(a, b) for a, b in zip(near, far, strict=True)) and near[0].abs().max() > 0
