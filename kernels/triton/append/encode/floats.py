@@ -36,15 +36,13 @@ def fp8(storage: Storage, tile: Tile) -> Encoded:
     scaled = clipped(quotient("x", "divisor"), storage.largest)
     match storage.scale.per:
         case "none":
-            return Encoded(
-                (f"scaled = {clipped('x', storage.largest)}",), (data,), _read("scaled", storage, tile)
-            )
+            return Encoded((f"scaled = {clipped('x', storage.largest)}",), (data,), _read("scaled", storage))
         case "tensor" | "head":
             side = tile.side
             head = f"tl.minimum(head, {tile.heads - 1})" if tile.surplus else "head"
             pointer = f"{side}_scale_ptr + batch * {side}_scale_s0 + {head} * {side}_scale_s1"
             read = f"tl.load({pointer}){'[:, None]' if tile.several else ''}"
-            decoded = f"{_read('scaled', storage, tile)} * divisor"
+            decoded = f"{_read('scaled', storage)} * divisor"
             return Encoded((f"divisor = {read}", f"scaled = {scaled}"), (data,), decoded)
         case _:
             lines = (
@@ -53,18 +51,17 @@ def fp8(storage: Storage, tile: Tile) -> Encoded:
                 f"divisor = {divisor('scale')}[:, None]",
                 f"scaled = {scaled}",
             )
-            decoded = f"{_read('scaled', storage, tile)} * scale.to(tl.float32)[:, None]"
+            decoded = f"{_read('scaled', storage)} * scale.to(tl.float32)[:, None]"
             return Encoded(lines, (data, Store("scale", "scale")), decoded)
 
 
-def _read(x: str, storage: Storage, tile: Tile) -> str:
-    """What the number that `x` becomes is read as, float32."""
-    number = _number(x, storage, tile)
-    return (
-        f"fp8_{storage.code}_bits({number}).to(tl.float32)"
-        if tile.fp8 == "bits"
-        else f"{number}.to(tl.float32)"
-    )
+def _read(x: str, storage: Storage) -> str:
+    """What the number that `x` becomes is read as, float32.
+
+    By arithmetic on bits of its own: ptxas of Triton 3.6 merges two pairs of numbers into a word as it makes them, and
+    what else asks for the second pair reads a register that nobody wrote. On an H200 that was NaN.
+    """
+    return f"fp8_{storage.code}_bits(to_fp8_{storage.code}_bits({x})).to(tl.float32)"
 
 
 def _number(x: str, storage: Storage, tile: Tile) -> str:
