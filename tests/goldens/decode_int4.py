@@ -4,9 +4,9 @@
 # cache     int4/g32 · contiguous · full
 # heads     32 of queries, 8 of keys; dims 128 and 128; bfloat16
 # scores    causal, scale 0.0883883
-# tile      4 x 128, fp8 native
-# key       972e3329d6e9e168
-# spec      {"block": [4, 128], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"code": "uint4", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": true, "per": "group", "size": 32}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"code": "uint4", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": true, "per": "group", "size": 32}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
+# tile      4 x 32, fp8 native
+# key       cfc95def9d7354c6
+# spec      {"block": [4, 32], "dims": [128, 128], "dtype": "bfloat16", "fp8": "native", "heads": [32, 8], "options": [], "role": "decode", "site": {"layout": {"before_rope": false, "keys": {"code": "uint4", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": true, "per": "group", "size": 32}, "sinks": 0}, "placement": {"kind": "contiguous"}, "retention": {"kind": "full"}, "values": {"code": "uint4", "hadamard": false, "residual": 0, "scale": {"dtype": "float16", "minimum": true, "per": "group", "size": 32}, "sinks": 0}}, "mask": {"kind": "causal", "window": null}, "sm_scale": 0.08838834764831845}}
 
 import triton
 import triton.language as tl
@@ -105,7 +105,7 @@ def decode_attention(
     head = tl.program_id(1)
     m = tl.arange(0, 4)
     batch = tl.program_id(2).to(tl.int64)
-    n = tl.arange(0, 128)
+    n = tl.arange(0, 32)
     heads = head * 4 + m
     real = m < 4
     position = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
@@ -145,26 +145,26 @@ def decode_attention(
     q2 = q2.to(tl.float16)
     q3 = q3.to(tl.float16)
     top = tl.full([4], -1.0e30, tl.float32)
-    total = tl.zeros([4, 128], tl.float32)
+    total = tl.zeros([4, 32], tl.float32)
     acc0 = tl.zeros([16, 32], tl.float32)
     acc1 = tl.zeros([16, 32], tl.float32)
     acc2 = tl.zeros([16, 32], tl.float32)
     acc3 = tl.zeros([16, 32], tl.float32)
-    minima0 = tl.zeros([16, 128], tl.float32)
+    minima0 = tl.zeros([16, 32], tl.float32)
 
     # the cache
     end = far + 1
-    tiles = (tl.maximum(end, 0) + 127) // 128
+    tiles = (tl.maximum(end, 0) + 31) // 32
     plain_from = 0
     plain_end = near + 1
-    plain_to = tl.maximum(plain_end, 0) // 128
+    plain_to = tl.maximum(plain_end, 0) // 32
     share = (tiles + splits - 1) // splits
     begin = split * share
     stop = tl.minimum(begin + share, tiles)
     plain_begin = tl.minimum(tl.maximum(begin, plain_from), stop)
     plain_stop = tl.maximum(tl.minimum(stop, plain_to), plain_begin)
     for tile in range(plain_begin, plain_stop):
-        start = tile * 128
+        start = tile * 32
         base = (batch * 8 + head) * slots + start
         k_scale = tl.load(keys_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
         k_minimum = tl.load(keys_minimum_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
@@ -177,11 +177,11 @@ def decode_attention(
         s = tl.dot(q1, tl.trans(k1), s)
         s = tl.dot(q2, tl.trans(k2), s)
         s = tl.dot(q3, tl.trans(k3), s)
-        k_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(k_scale, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
-        k_minimums = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(k_minimum, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
+        k_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(k_scale, [32, 2, 2]), [2, 1, 0]), [4, 32])[:, None, :], [4, 4, 32]), [16, 32])
+        k_minimums = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(k_minimum, [32, 2, 2]), [2, 1, 0]), [4, 32])[:, None, :], [4, 4, 32]), [16, 32])
         s = s * k_scales
         s = s + q_sum0[:, None] * k_minimums
-        s = tl.sum(tl.reshape(s, [4, 4, 128]), 0)
+        s = tl.sum(tl.reshape(s, [4, 4, 32]), 0)
         s = s * row_scale[:, None]
         v_scale = tl.load(values_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
         v_minimum = tl.load(values_minimum_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
@@ -190,8 +190,8 @@ def decode_attention(
         v1 = bits4_at8_subnormals(v_words0)
         v2 = bits4_at4_subnormals(v_words0)
         v3 = bits4_at12_subnormals(v_words0)
-        v_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_scale, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
-        v_exponent = log2_of(tl.maximum(tl.max(tl.reshape(v_scales, [4, 4, 128]), 0), 5.960464477539063e-08))
+        v_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_scale, [32, 2, 2]), [2, 1, 0]), [4, 32])[:, None, :], [4, 4, 32]), [16, 32])
+        v_exponent = log2_of(tl.maximum(tl.max(tl.reshape(v_scales, [4, 4, 32]), 0), 5.960464477539063e-08))
         s = s + v_exponent
         v_unit = tl.exp2(-v_exponent)
         highest = tl.maximum(top, tl.max(s, 1) - 12.0)
@@ -205,9 +205,9 @@ def decode_attention(
         acc1 = acc1 * alpha[:, None]
         acc2 = acc2 * alpha[:, None]
         acc3 = acc3 * alpha[:, None]
-        v_minima = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_minimum, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
-        minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * v_minima
-        w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * v_scales).to(tl.float16)
+        v_minima = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_minimum, [32, 2, 2]), [2, 1, 0]), [4, 32])[:, None, :], [4, 4, 32]), [16, 32])
+        minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 32]), [16, 32]) * v_minima
+        w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 32]), [16, 32]) * v_scales).to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
         acc1 = tl.dot(w, v1, acc1)
         acc2 = tl.dot(w, v2, acc2)
@@ -217,7 +217,7 @@ def decode_attention(
     for edge in range(0, edges):
         tile = begin + edge
         tile = tl.where(tile < plain_begin, tile, tile + plain_stop - plain_begin)
-        start = tile * 128
+        start = tile * 32
         inside = start + n < end
         base = (batch * 8 + head) * slots + start
         k_scale = tl.load(keys_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
@@ -231,11 +231,11 @@ def decode_attention(
         s = tl.dot(q1, tl.trans(k1), s)
         s = tl.dot(q2, tl.trans(k2), s)
         s = tl.dot(q3, tl.trans(k3), s)
-        k_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(k_scale, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
-        k_minimums = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(k_minimum, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
+        k_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(k_scale, [32, 2, 2]), [2, 1, 0]), [4, 32])[:, None, :], [4, 4, 32]), [16, 32])
+        k_minimums = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(k_minimum, [32, 2, 2]), [2, 1, 0]), [4, 32])[:, None, :], [4, 4, 32]), [16, 32])
         s = s * k_scales
         s = s + q_sum0[:, None] * k_minimums
-        s = tl.sum(tl.reshape(s, [4, 4, 128]), 0)
+        s = tl.sum(tl.reshape(s, [4, 4, 32]), 0)
         s = s * row_scale[:, None]
         s = tl.where(inside[None, :], s, float("-inf"))
         v_scale = tl.load(values_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
@@ -245,8 +245,8 @@ def decode_attention(
         v1 = bits4_at8_subnormals(v_words0)
         v2 = bits4_at4_subnormals(v_words0)
         v3 = bits4_at12_subnormals(v_words0)
-        v_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_scale, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
-        v_exponent = log2_of(tl.maximum(tl.max(tl.reshape(v_scales, [4, 4, 128]), 0), 5.960464477539063e-08))
+        v_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_scale, [32, 2, 2]), [2, 1, 0]), [4, 32])[:, None, :], [4, 4, 32]), [16, 32])
+        v_exponent = log2_of(tl.maximum(tl.max(tl.reshape(v_scales, [4, 4, 32]), 0), 5.960464477539063e-08))
         s = s + v_exponent
         v_unit = tl.exp2(-v_exponent)
         highest = tl.maximum(top, tl.max(s, 1) - 12.0)
@@ -260,9 +260,9 @@ def decode_attention(
         acc1 = acc1 * alpha[:, None]
         acc2 = acc2 * alpha[:, None]
         acc3 = acc3 * alpha[:, None]
-        v_minima = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_minimum, [128, 2, 2]), [2, 1, 0]), [4, 128])[:, None, :], [4, 4, 128]), [16, 128])
-        minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * v_minima
-        w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 128]), [16, 128]) * v_scales).to(tl.float16)
+        v_minima = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_minimum, [32, 2, 2]), [2, 1, 0]), [4, 32])[:, None, :], [4, 4, 32]), [16, 32])
+        minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 32]), [16, 32]) * v_minima
+        w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 32]), [16, 32]) * v_scales).to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
         acc1 = tl.dot(w, v1, acc1)
         acc2 = tl.dot(w, v2, acc2)

@@ -55,6 +55,45 @@ def int8_at8_halves(x):
 
 
 @triton.jit
+def int8_at0_subnormals(x):
+    """int8 in the lower byte of uint16 -> float16: (x + 128) * 2^-24, a subnormal number."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 sign;
+            mov.b32 sign, 0x00800080;
+            lop3.b32 $0, $1, 0x00FF00FF, sign, 0x6A;
+        }
+        """,
+        "=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def int8_at8_subnormals(x):
+    """int8 in the upper byte of uint16 -> float16: (x + 128) * 2^-24, a subnormal number."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 sign, word;
+            mov.b32 sign, 0x00800080;
+            shr.b32 word, $1, 8;
+            lop3.b32 $0, word, 0x00FF00FF, sign, 0x6A;
+        }
+        """,
+        "=r,r",
+        [x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def log2_of(x):
     """log2 of a normal positive float32, in one instruction: tl.log2 takes care of all others, in seven."""
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -198,9 +237,11 @@ def decode_attention(
         norm = tl.maximum(tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1)), 1e-30)
         q0 = q0 / norm[:, None]
         q1 = q1 / norm[:, None]
-        row_scale = norm * 0.12751743082459868
+        row_scale = norm * 2139387.48070935
         q0 = q0.to(tl.float16)
         q1 = q1.to(tl.float16)
+        q_lowest = (tl.sum(q0.to(tl.float32), 1) + tl.sum(q1.to(tl.float32), 1)) * -7.62939453125e-06
+        q_lowest = q_lowest[:, None] + tl.zeros([16, 64], tl.float32)
         top = tl.full([16], -1.0e30, tl.float32)
         total = tl.zeros([16, 64], tl.float32)
         acc0 = tl.zeros([16, 64], tl.float32)
@@ -216,9 +257,9 @@ def decode_attention(
             base = (page * 8 + head) * 64 + (slot % 64)
             k_scale = tl.load(keys_scale_ptr + base + n).to(tl.float32)
             k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 64 + n[:, None] * 64 + kw0)
-            k0 = int8_at0_halves(k_words0)
-            k1 = int8_at8_halves(k_words0)
-            s = tl.dot(q0, tl.trans(k0))
+            k0 = int8_at0_subnormals(k_words0)
+            k1 = int8_at8_subnormals(k_words0)
+            s = tl.dot(q0, tl.trans(k0), q_lowest)
             s = tl.dot(q1, tl.trans(k1), s)
             s = s * k_scale[None, :]
             s = s * row_scale[:, None]
@@ -253,9 +294,9 @@ def decode_attention(
             base = (page * 8 + head) * 64 + (slot % 64)
             k_scale = tl.load(keys_scale_ptr + base + n, mask=inside, other=0.0).to(tl.float32)
             k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 64 + n[:, None] * 64 + kw0, mask=inside[:, None], other=0)
-            k0 = int8_at0_halves(k_words0)
-            k1 = int8_at8_halves(k_words0)
-            s = tl.dot(q0, tl.trans(k0))
+            k0 = int8_at0_subnormals(k_words0)
+            k1 = int8_at8_subnormals(k_words0)
+            s = tl.dot(q0, tl.trans(k0), q_lowest)
             s = tl.dot(q1, tl.trans(k1), s)
             s = s * k_scale[None, :]
             s = s * row_scale[:, None]

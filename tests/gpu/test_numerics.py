@@ -83,6 +83,22 @@ def test_what_is_written_is_what_the_reference_writes(name: str, device: torch.d
         assert torch.equal(own, wanted)
 
 
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_sums_of_products_that_cancel(name: str, device: torch.device) -> None:
+    """Queries of one sign: what codes that count from the lowest owe scores is many times the scores."""
+    sized, tokens = SITES[name], 200
+    q, k, v = vectors(sized, 2, tokens, torch.bfloat16, device)
+    q = (q.float().abs() + 1).to(q.dtype)
+    k = (k.float() - k.float().mean(-1, keepdim=True)).to(k.dtype)
+    pads = torch.zeros(2, dtype=torch.int64, device=device)
+    chunks = (150, *[1] * 50)
+    plain = sized.site(kernels="reference")
+    made = run(sized.site(), [q, k, v], chunks, pads)
+    same = run(plain, [q, k, v], chunks, pads)
+    true = run(plain, [x.float() for x in (q, k, v)], chunks, pads)
+    within(made.out, same.out, true.out, torch.bfloat16, name)
+
+
 def test_ragged_lengths_of_a_large_batch(device: torch.device, rows: int = 64) -> None:
     """Every row is what it is by itself, and what it should be."""
     from kvcompile.kernels.triton.host.attention import cached_attention

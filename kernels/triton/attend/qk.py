@@ -19,11 +19,12 @@ def products(attend: Attend, masked: bool) -> list[str]:
     lines: list[str] = []
     for place, group in enumerate(keys.scales()):
         name = "s" if place == 0 else "t"
+        first = "q_lowest" if keys.from_lowest else None
         for count, index in enumerate(group.pieces):
             left = f"q{index}"
             if keys.folded:
                 left = f"(q{index} * k_scale{index}).to(tl.{keys.dot})"
-            lines.append(f"{name} = {_dot(left, f'k{index}', name if count else None, keys.dot)}")
+            lines.append(f"{name} = {_dot(left, f'k{index}', name if count else first, keys.dot)}")
         numbers = {}
         for part, number in (("scale", group.scale), ("minimum", group.minimum)):
             if number is None:

@@ -3,6 +3,7 @@
 q[i]        piece i of a query's channels, [BLOCK_M, W]; q[i]_full for keys in full, q[i]_sinks for sinks (`places.py`)
 row_scale   of queries that are divided by their largest channel: it, the factor of scores, and what codes of all pieces
             are owed (`TileLoader.power`); what those of a piece are owed besides, its queries have, 2^8 at most
+q_lowest    what scores of signed codes that count from the lowest begin with (`TileLoader.from_lowest`)
 q_sum[g]    the sum of a group's channels, times which the minimum of a key enters its score
 """
 
@@ -12,7 +13,7 @@ import torch
 
 from kvcompile.kernels.triton.attend.context import Attend
 from kvcompile.kernels.triton.tile import cache_positions, dot_dtype, scores, stacking
-from kvcompile.kernels.triton.tile.tile_loader import TileLoader
+from kvcompile.kernels.triton.tile.tile_loader import LEAST, TileLoader
 
 
 def constants(attend: Attend) -> list[str]:
@@ -67,6 +68,11 @@ def queries(attend: Attend) -> list[str]:
         owed = [keys.power(index) - unit for index in every]
         own = [f"(q{index} * {2.0**more})" if more else f"q{index}" for index, more in enumerate(owed)]
         lines += [f"q{index} = {own[index]}.to(tl.{keys.dot})" for index in every]
+    if keys.from_lowest:
+        total = " + ".join(f"tl.sum(q{i}.to(tl.float32), 1)" for i in every)
+        # 128 in the unit of the codes, of the queries as they are in products.
+        lines.append(f"q_lowest = ({total}) * {-128 * 2.0**-LEAST!r}")
+        lines.append(f"q_lowest = q_lowest[:, None] + tl.zeros([{attend.rows}, {spec.block_n}], tl.float32)")
     return [*lines, *scores.prologue(spec, attend.names)]
 
 

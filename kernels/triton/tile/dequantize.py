@@ -143,6 +143,11 @@ def _of_bit(part: TileLoader, words: str, bit: int) -> str:
 def _subnormal(part: TileLoader, words: str, bit: int) -> str:
     """The codes that stand from `bit` on in `words`, as the subnormal numbers that they are there."""
     bits = part.storage.element.bits
+    if part.from_lowest:
+        if part.assembly:
+            return f"int8_at{bit}_subnormals({words})"
+        word = f"({words} >> {bit})" if bit else words
+        return f"(({word} & 255) ^ 128).to(tl.float16, bitcast=True)"
     if part.assembly:
         return f"bits{bits}_at{bit}_subnormals({words})"
     shift = 0 if bit + bits <= MANTISSA else 8

@@ -29,7 +29,7 @@ from kvcompile.kernels.triton.tile.stacking import filled, stacks, takes_scales
 from kvcompile.layouts import InKeys, Paged, Storage
 
 # float16: bits of the mantissa, and the power of two that its least number is one over.
-MANTISSA, _LEAST = 10, 24
+MANTISSA, LEAST = 10, 24
 PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # as kernels/reference/packing.py packs
 
 
@@ -65,6 +65,7 @@ class TileLoader:
     by_group: whether codes take the scales of their groups of channels (`affine`), if rows are read in words
     joint:    whether numbers of two halves of the channels are one load: of a prompt, whose queries take registers,
               both would spill
+    lowest:   whether what the queries' sums are owed for signed codes that count from the lowest may enter scores
     """
 
     side: str
@@ -81,6 +82,18 @@ class TileLoader:
     stack: int = 1
     by_group: bool = False
     joint: bool = False
+    lowest: bool = False
+
+    @property
+    def from_lowest(self) -> bool:
+        """Whether signed codes are taken for the distance to the lowest, which has no sign: `subnormal` numbers.
+
+        Products of keys are 128 times the sum of a query too large then, and begin with that, below nought.
+        """
+        one = self.storage.scale.per != "group"  # else parts of a query have sums of their own
+        return (
+            self.lowest and self.words and self.storage.element.kind == "int" and one and not self.by_element
+        )
 
     @property
     def letter(self) -> str:
@@ -134,7 +147,8 @@ class TileLoader:
         """
         element = self.storage.element
         whole = self.affine or self.folded or self.by_element
-        return element.kind == "uint" and element.bits in (2, 4) and self.dot == "float16" and not whole
+        plain = element.kind == "uint" and element.bits in (2, 4)
+        return (plain or self.from_lowest) and self.dot == "float16" and not whole
 
     def bit(self, index: int) -> int:
         """Of a piece of `subnormal` numbers: from which bit of float16 on its codes stand."""
@@ -144,7 +158,7 @@ class TileLoader:
 
     def power(self, index: int) -> int:
         """What a piece's codes are owed: numbers in products, times 2 to this, are codes."""
-        return _LEAST - self.bit(index) if self.subnormal else 0
+        return LEAST - self.bit(index) if self.subnormal else 0
 
     def params(self, source: SlotArray) -> tuple[Param, ...]:
         """The parts in memory, as tensors [array, KV head, row, ...]."""
@@ -419,6 +433,7 @@ def reader(
         stack=stack,
         by_group=by_group,
         joint=spec.role == "decode",
+        lowest=side == "keys" and spec.role == "decode" and not spec.layout.in_keys,
     )
     words = () if pieces or not _in_words(made, spec) else in_words(dim, marks)
     if words and side == "values" and spec.role == "decode":

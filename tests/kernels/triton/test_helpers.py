@@ -118,7 +118,18 @@ def test_all_assembly_is_run_here() -> None:
         "affine_at0",
         "affine_at1",
     }
-    assert set(assembly()) == {*others, *fp8, *bits, *words}
+    lowest = {f"int8_at{bit}_subnormals" for bit in (0, 8)}
+    assert set(assembly()) == {*others, *fp8, *bits, *words, *lowest}
+
+
+@pytest.mark.parametrize("bit", [0, 8])
+def test_signed_codes_count_from_the_lowest(bit: int) -> None:
+    """(x + 128) * 2^-24 of both bytes, whatever the other bytes of the words are."""
+    for a, b in ((x, 255 - x) for x in range(256)):
+        words = (a << bit | 0x5A << (8 - bit)) | (b << bit | 0xC3 << (8 - bit)) << 16
+        out = run(assembly()[f"int8_at{bit}_subnormals"], {"$1": words})
+        signed = [x - 256 * (x > 127) for x in (a, b)]
+        assert list(halves(out["$0"])) == [(x + 128) * 2.0**-24 for x in signed]
 
 
 def constraints() -> dict[str, list[str]]:
