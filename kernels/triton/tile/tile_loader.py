@@ -90,10 +90,9 @@ class TileLoader:
 
         Products of keys are 128 times the sum of a query too large then, and begin with that, below nought.
         """
-        one = self.storage.scale.per != "group"  # else parts of a query have sums of their own
-        return (
-            self.lowest and self.words and self.storage.element.kind == "int" and one and not self.by_element
-        )
+        signed = self.lowest and self.words and self.storage.element.kind == "int"
+        # Of scales per group parts of a query would have sums of their own, of scales per channel every tile.
+        return signed and self.storage.scale.per not in ("group", "channel") and not self.by_element
 
     @property
     def letter(self) -> str:

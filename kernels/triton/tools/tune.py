@@ -50,9 +50,9 @@ _ABOUT = "Measured by kvcompile tune; it comes before the shipped table. Delete 
 _SHAPES: dict[Role, dict[str, tuple[Any, ...]]] = {
     "decode": {
         "block_n": (16, 32, 64, 128),
-        "num_warps": (2, 4, 8),
+        "num_warps": (1, 2, 4, 8),
         "num_stages": (2, 3, 4, 5, 6),
-        "waves": (1.0, 2.0, 3.0, 4.0),
+        "waves": (1.0, 2.0, 3.0, 4.0, 8.0),
     },
     "prefill": {
         "block_m": (32, 64, 128),
