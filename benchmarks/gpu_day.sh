@@ -7,7 +7,8 @@
 #   benchmarks/gpu_day.sh --total 590 all         # all of them within 590 seconds; what is left goes on in the next call
 #   benchmarks/gpu_day.sh --rehearse all          # no GPU: tiny, in Triton's interpreter; figures mean nothing
 #
-# Pieces: import numerics kernels tune kernels-tuned decode. `all` is these; `sanitize` (compute-sanitizer) stands alone.
+# Pieces: import numerics kernels tune kernels-tuned decode. `all` is these; alone stand `sanitize` (compute-sanitizer) and
+# `configurations` (each case of the kernels under all that the tuner knows; compiled ahead by gpu_day_ahead.py --what).
 # A piece writes OUT/<piece>.json, and goes on where it was stopped; one that is done is left out but for --again.
 # One piece's failure stops no other; the exit code tells whether any failed.
 #
@@ -38,8 +39,8 @@ while (($#)); do
       exit 0
       ;;
     all) pieces+=("${all[@]}") ;;
-    wheels | ahead | import | numerics | kernels | tune | kernels-tuned | decode | sanitize) pieces+=("$1") ;;
-    *) fail "no piece '$1': expected wheels, ahead, ${all[*]}, sanitize or all" ;;
+    wheels | ahead | import | numerics | kernels | tune | kernels-tuned | decode | sanitize | configurations) pieces+=("$1") ;;
+    *) fail "no piece '$1': expected wheels, ahead, ${all[*]}, sanitize, configurations or all" ;;
   esac
   shift
 done
@@ -116,6 +117,12 @@ for name in "${pieces[@]}"; do
     import) piece import "$PYTHON" benchmarks/gpu_day_import.py ;;
     numerics) piece numerics "$PYTHON" benchmarks/gpu_day_numerics.py ;;
     sanitize) piece sanitize "$PYTHON" benchmarks/gpu_day_numerics.py --sanitize ;;
+    configurations)
+      few=()
+      ((${#rehearse[@]})) && few=(--only "int8 B32 4k")
+      KVCOMPILE_CACHE_DIR=$place/shipped piece configurations "$PYTHON" benchmarks/kernel_configurations.py \
+        --seconds $((seconds < 60 ? seconds / 2 : seconds - 30)) --out "$OUT/configurations.json" "${few[@]}"
+      ;;
     # The table that ships, not what `tune` measured: without and with it are two pieces.
     kernels) KVCOMPILE_CACHE_DIR=$place/shipped kernels kernels ;;
     kernels-tuned) kernels kernels-tuned ;;

@@ -139,7 +139,30 @@ def tune(name: str) -> None:
     run_once(of, torch.device("cpu"))
 
 
-WHAT: dict[str, Callable[[str], None]] = {"numerics": numerics, "kernels": kernels, "tune": tune}
+def configurations(name: str) -> None:
+    """A case of the benchmark under every configuration that the tuner knows."""
+    import torch
+    from kernel_cases import CASES
+    from kernel_configurations import call_of, tried
+    from kernel_problem import problem_of
+
+    from kvcompile.kernels.triton.tools.tune import too_large
+
+    without_memory()
+    case = next(case for case in CASES if case.name == name)
+    problem = problem_of(case, torch.device("cpu"), torch.bfloat16, 0)
+    for one in tried(case, problem):
+        with contextlib.suppress(*too_large()):  # it is left out when it is measured, too
+            call_of(case, problem, one)()
+
+
+WHAT: dict[str, Callable[[str], None]] = {
+    "numerics": numerics,
+    "kernels": kernels,
+    "tune": tune,
+    "configurations": configurations,
+}
+USUAL = "numerics,kernels,tune"  # what is left out takes two cores an hour
 
 
 def names_of(what: str) -> list[str]:
@@ -153,7 +176,7 @@ def names_of(what: str) -> list[str]:
         return [f"{recipe} {role}" for role in ROLES.split(",") for recipe in RECIPES.split(",")]
     from kernel_cases import APPENDS, CASES
 
-    return [case.name for case in (*CASES, *APPENDS)]
+    return [case.name for case in (CASES if what == "configurations" else (*CASES, *APPENDS))]
 
 
 def one(what: str, name: str) -> str:
@@ -172,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--what", default=",".join(WHAT))
+    parser.add_argument("--what", default=USUAL, help=f"of {', '.join(WHAT)}; {USUAL} if not said")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)

@@ -46,6 +46,37 @@ def test_a_dry_run_measures_compares_and_judges(tmp_path: Path) -> None:
     assert "| bf16 B1 32k |" in done.stdout and "| goal | wanted | reached |" in done.stdout
 
 
+@pytest.mark.slow
+def test_a_dry_run_of_configurations_measures_the_table_twice(tmp_path: Path) -> None:
+    out = tmp_path / "configurations.json"
+    script = ROOT / "benchmarks" / "kernel_configurations.py"
+    asked = [
+        "--dry-run",
+        "--only",
+        "int8 B32 4k",
+        "--only",
+        "int8 B1 prompt",
+        "--seconds",
+        "4",
+        "--out",
+        str(out),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), *asked],
+        env={**os.environ, "KVCOMPILE_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(out.read_text())
+    assert found["meaningless"] and len(found["cases"]) == 2
+    for case in found["cases"].values():
+        assert case["now"][:-1] == case["again"][:-1] and case["of"] > 10 and case["measured"] >= 2
+        assert [row[-1] for row in case["rows"]] == sorted(row[-1] for row in case["rows"])
+
+
 def test_without_a_gpu_it_says_what_to_do(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         return

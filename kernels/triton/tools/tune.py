@@ -192,7 +192,7 @@ def run_once(subject: Subject, device: torch.device) -> None:
     for point in subject.points:
         one = _sample(subject, point, device, 0)
         for candidate in tried:
-            with suppress(*_too_large()):  # it is left out when it is measured, too
+            with suppress(*too_large()):  # it is left out when it is measured, too
                 _call(subject.role, candidate, one, 0)()
 
 
@@ -229,7 +229,7 @@ def _tuned(
             tell(f"{subject.name}, {subject.role}", done, len(tried) * len(subject.points))
             try:
                 times[candidate].append(_times(subject.role, (now, candidate), one, rounds))
-            except _too_large() as error:
+            except too_large() as error:
                 failed = error
                 del times[candidate]
     if not times:
@@ -274,7 +274,7 @@ def _sample(subject: Subject, point: Point, device: torch.device, room: int) -> 
         ) from error
 
 
-def _too_large() -> tuple[type[Exception], ...]:
+def too_large() -> tuple[type[Exception], ...]:
     """What is raised for a candidate that needs more shared memory or registers than there are."""
     from triton.runtime.errors import OutOfResources, PTXASError
 
