@@ -118,7 +118,7 @@ def test_a_prefix_that_sequences_have_in_common(monkeypatch: pytest.MonkeyPatch)
     from kvcompile.kernels.triton.predict import facts as facts_module
 
     monkeypatch.setattr(facts_module, "facts", facts)
-    asked = ("kernels", "--recipe", "paged", "--predict", "h200", "--batch", "8", "--context", "4096")
+    asked = ("kernels", "--recipe", "paged", "--predict", "a100", "--batch", "8", "--context", "4096")
     shown = run(*asked, "--prefix", "2048")
     assert shown.exit_code == 0, shown.output
     assert "a token: " in shown.stdout and "a token, each reading all: " in shown.stdout
