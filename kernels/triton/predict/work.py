@@ -124,9 +124,12 @@ def _filled(programs: list[float]) -> float:
 
 
 def _prefill(made: Made, shape: Shape) -> Work:
+    """Of a prompt over codes, a launch has the tokens before the new ones or these alone (`host/decoded_once.py`)."""
     tiles, heads, _ = made.grid
     spec, group = made.spec, made.spec.group
+    older, new = ("older" in spec.options), ("continued" in spec.options)
     programs: list[float] = []
+    every = 0.0
     for length in shape.lengths:
         before = length - shape.tokens
         own = []
@@ -134,10 +137,20 @@ def _prefill(made: Made, shape: Shape) -> Work:
             last = min(((tile + 1) * spec.block_m - 1) // group, shape.tokens - 1)
             first = tile * spec.block_m // group
             keys = min(before + last + 1, memory.seen(shape, length) + last - first)
+            newest = min(keys, last + 1)
+            every += keys
+            keys = keys - newest if older else newest if new else keys
             own.append(float(-(-keys // spec.block_n)))
         programs += own * heads
-    near = spec.block_n * memory.slot_bytes(shape)
-    total = memory.cache_bytes(shape) + memory.other_bytes(made, shape)
+    if not any(programs):
+        return Work((0.0,) * len(programs), 0.0, 0.0, _BEFORE, 0)
+    slot = float(sum(shape.dims) * shape.dtype.itemsize) if new else memory.slot_bytes(shape)
+    near = spec.block_n * slot
+    share = sum(programs) * spec.block_n / (every * heads)
+    total = share * memory.cache_bytes(shape) * slot / memory.slot_bytes(shape)
+    total += memory.other_bytes(made, shape)
+    if new and max(shape.lengths) == shape.tokens:  # nothing was found before, nor is it read
+        total -= made.bytes["older"] + made.bytes["older_lse"]
     return Work(tuple(programs), total / sum(programs), max(near, total / sum(programs)), _BEFORE, 0)
 
 

@@ -253,3 +253,25 @@ def test_every_machine_of_the_table_has_predictions() -> None:
     found = {name: decode_of(shape(INT8, PLAIN), GOOD, Model(machine)) for name, machine in MACHINES.items()}
     assert found["b200"].seconds < found["h200"].seconds < found["h100"].seconds < found["a100"].seconds
     assert found["rtx4090"].seconds > found["h200"].seconds and found["rtx4090"].places < found["h200"].places
+
+
+@pytest.mark.parametrize("tokens", [300, 5000])
+def test_a_prompt_over_codes_reads_each_token_in_one_of_two_launches(tokens: int) -> None:
+    """Those before the new ones as codes, these as numbers; of a text that begins, the first has nothing to do."""
+    of = shape(CacheLayout(int8(), int8()), (5000,), tokens=tokens)
+    of = replace(of, site=replace(of.site, share="none"))
+    older, new = (made for made in recorded(of, H200.machine) if made.spec.role == "prefill")
+    plain = next(
+        made
+        for made in recorded(shape(CacheLayout(), (5000,), tokens=tokens), H200.machine)
+        if made.spec.role == "prefill"
+    )
+    before, behind, whole = (work.work(made, of) for made in (older, new, plain))
+    assert plain.spec.block_n == older.spec.block_n == new.spec.block_n
+    assert all(
+        one <= a + b <= one + 1
+        for a, b, one in zip(before.programs, behind.programs, whole.programs, strict=True)
+    )
+    assert (sum(before.programs) == before.bytes == 0) == (tokens == 5000)
+    seconds = [one_launch(made, GOOD, own, H200).seconds for made, own in ((older, before), (new, behind))]
+    assert 0 < seconds[tokens < 5000] < seconds[tokens == 5000]
