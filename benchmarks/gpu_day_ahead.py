@@ -143,17 +143,17 @@ def configurations(name: str) -> None:
     """A case of the benchmark under every configuration that the tuner knows."""
     import torch
     from kernel_cases import CASES
-    from kernel_configurations import call_of, tried
+    from kernel_configurations import role_of, tried
     from kernel_problem import problem_of
 
-    from kvcompile.kernels.triton.tools.tune import too_large
+    from kvcompile.kernels.triton.tools.tune import call_of, too_large
 
     without_memory()
     case = next(case for case in CASES if case.name == name)
     problem = problem_of(case, torch.device("cpu"), torch.bfloat16, 0)
     for one in tried(case, problem):
         with contextlib.suppress(*too_large()):  # it is left out when it is measured, too
-            call_of(case, problem, one)()
+            call_of(role_of(case), one, problem, 0)()
 
 
 WHAT: dict[str, Callable[[str], None]] = {

@@ -16,7 +16,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,25 +39,16 @@ def tried(case: Case, problem: Sample) -> list[Config]:
     from kvcompile.kernels.triton.tools.tune import Subject, candidates
 
     own = device_of(problem.q.device)
-    role = "prefill" if case.new > 1 else "decode"
-    subject = Subject(case.name, role, problem.site, problem.heads, problem.dims, problem.q.dtype, ())
+    subject = Subject(
+        case.name, role_of(case), problem.site, problem.heads, problem.dims, problem.q.dtype, ()
+    )
     now = replace(config(subject.case, problem.site, own), source="")
     others = sorted(candidates(subject, own), key=lambda one: abs(one.num_warps * one.waves - WARPS))
     return list(dict.fromkeys((now, *others)))
 
 
-def call_of(case: Case, problem: Sample, own: Config, cache: int = 0) -> Callable[[], torch.Tensor]:
-    """Attention over one of the caches, cut up so."""
-    from kvcompile.kernels.triton.config import using
-    from kvcompile.kernels.triton.host.attention import cached_attention
-
-    role, x = "prefill" if case.new > 1 else "decode", problem.inputs(cache)
-
-    def run() -> torch.Tensor:
-        with using(role, own):
-            return cached_attention(x)
-
-    return run
+def role_of(case: Case) -> str:
+    return "prefill" if case.new > 1 else "decode"
 
 
 def measure(case: Case, device: torch.device, ends: float, options: argparse.Namespace) -> dict[str, Any]:
@@ -67,7 +57,7 @@ def measure(case: Case, device: torch.device, ends: float, options: argparse.Nam
     from kernel_problem import problem_of
 
     from kvcompile.kernels.triton.tools.timing import Timed, medians
-    from kvcompile.kernels.triton.tools.tune import too_large
+    from kvcompile.kernels.triton.tools.tune import call_of, too_large
 
     dry = device.type == "cpu"
     kind, room = (torch.float32, 1) if dry else (torch.bfloat16, ROOM if case.new == 1 else 1)
@@ -76,7 +66,7 @@ def measure(case: Case, device: torch.device, ends: float, options: argparse.Nam
 
     def of(one: Config) -> list[float] | None:
         try:
-            timed = Timed([call_of(case, problem, one, copy) for copy in copies], device)
+            timed = Timed([call_of(role_of(case), one, problem, copy) for copy in copies], device)
         except too_large():
             return None
         us = medians({"own": timed}, options.rounds)["own"]

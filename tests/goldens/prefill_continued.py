@@ -41,9 +41,6 @@ def prefill_attention(
     kc0 = tl.arange(0, 64)[None, :]
     vc0 = tl.arange(0, 64)[None, :]
     q0 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + token[:, None].to(tl.int64) * q_s2 + kc0, mask=real[:, None], other=0.0)
-    top = tl.full([64], -1.0e30, tl.float32)
-    total = tl.zeros([64], tl.float32)
-    acc0 = tl.zeros([64, 64], tl.float32)
     # Of a text that begins here nothing was written.
     there = real & (position > token)
     row = (batch * 64 + heads) * tokens + token

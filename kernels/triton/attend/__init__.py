@@ -114,7 +114,7 @@ def generate(spec: KernelSpec) -> KernelSource:
         at_once=work_list.AT_ONCE,
         options=spec.options,
         queries=[*constants(attend), *scale, *queries(attend)],
-        accumulators=[*accumulators(attend), *(continued(attend) if "continued" in spec.options else [])],
+        accumulators=(continued if "continued" in spec.options else accumulators)(attend),
         loops=loops,
         finish=finish(attend),
         partial=stores(

@@ -51,7 +51,7 @@ def accumulators(attend: Attend) -> list[str]:
 
 
 def continued(attend: Attend) -> list[str]:
-    """Lines that make the sums begin with a result over other tokens, and its log-sum-exp."""
+    """In place of `accumulators`, of floats: sums begin with a result over other tokens, and its log-sum-exp."""
     values, spec = attend.values, attend.spec
     letter = values.of.letter
     lines = [

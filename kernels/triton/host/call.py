@@ -32,7 +32,7 @@ from kvcompile.layouts import Paged, TopPages
 class Call:
     """The tensors of one call, as `cached_attention` has them.
 
-    buffers: K's parts, then V's
+    buffers: K's parts, then V's; none of attention over new tokens alone
     leaves:  those that the site's expression reads, in the order of their numbers, as kernels take them
     notes:   what is noted of slots or pages
     starts:  int64 [B + 1], of a packed call (`host/packed.py`): all new tokens stand in one row, [1, .., S, ..]
@@ -75,7 +75,7 @@ class Call:
         Of a size that a graph leaves open it is not.
         """
         layout = self.site.layout
-        if not layout.in_order or isinstance(layout.placement, Paged):
+        if not self.buffers or not layout.in_order or isinstance(layout.placement, Paged):
             return ()
         slots = ops_attend.slots_of(self.kernels.spec("decode"), self.buffers)
         return ("slots16",) if statically_known_true(slots % 16 == 0) else ()
@@ -303,8 +303,12 @@ def prefill(
     options: Sequence[str] = (),
     token: Tensor | None = None,
     place: Tensor | None = None,
+    older: Sequence[Tensor | None] = (None, None),
 ) -> list[Tensor]:
-    """The output of many queries, in the basis of the values, and with option lse, their log-sum-exp."""
+    """The output of many queries, in the basis of the values, and with option lse, their log-sum-exp.
+
+    older: with option continued, what option older gave (`decoded_once.py`)
+    """
     made, site = call.kernels, call.site
     own = made.config("prefill")
     spec = made.spec("prefill", (*options, *(["new"] if new.parts else []), *call.dialect, *call.whole))
@@ -333,6 +337,7 @@ def prefill(
         spec.to_json(),
         call.starts,
         call.longest,
+        *older,
     )
     return outs
 

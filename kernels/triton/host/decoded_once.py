@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.kernels.triton.host import ops_attend
-from kvcompile.kernels.triton.host.call import Call, New, append, as_kept, turned_back
-from kvcompile.kernels.triton.host.site_kernels import Kernels, kernels_of
+from kvcompile.kernels.triton.host.call import Call, append, as_kept, prefill, turned_back
+from kvcompile.kernels.triton.host.site_kernels import kernels_of
 from kvcompile.layouts import CacheLayout, Full, InKeys
 
 
@@ -48,66 +47,18 @@ def _splits(layout: CacheLayout) -> bool:
 
 def attend(call: Call) -> Tensor:
     """Writes the new tokens, and gives [B, Hq, S, Dv]. What was turned is read in the basis that it is in."""
-    made = call.kernels
-    wanted = [*made.transforms(one=False), "k_out", "v_out", "decoded"]
+    site, wanted = call.site, [*call.kernels.transforms(one=False), "k_out", "v_out", "decoded"]
     new = as_kept(call, wanted, append(call, wanted))
-    older, older_lse = _older(call, new)
-    plain = _other(made, replace(call.site, layout=CacheLayout()))
-    own = plain.config("prefill")
-    spec = plain.spec("prefill", ("continued", "new"))
-    found: list[Tensor] = ops_attend.prefill(
-        new.q,
-        None,
-        None,
-        None,
-        [],
-        [new.k, new.v],
-        call.positions,
-        call.sinks,
-        call.bias,
-        call.leaves,
-        [],
-        None,
-        None,
-        None,
-        own.num_warps,
-        own.num_stages,
-        spec.to_json(),
-        older=older,
-        older_lse=older_lse,
-    )
-    return turned_back(call, found[0])
+    # Sink logits count once, with the new tokens.
+    before = _as(call, replace(site, score=replace(site.score, sinks=False)))
+    older = prefill(replace(before, sinks=None), new, ("older", "lse"))
+    behind = replace(_as(call, replace(site, layout=CacheLayout())), buffers=[], page_table=None)
+    (out,) = prefill(behind, new._replace(parts=[new.k, new.v]), ("continued",), older=older)
+    return turned_back(call, out)
 
 
-def _older(call: Call, new: New) -> list[Tensor]:
-    """The result over the tokens before the new ones, float32, and its log-sum-exp. Sinks count with the new ones."""
-    site = call.site
-    made = _other(call.kernels, replace(site, score=replace(site.score, sinks=False)))
-    own = made.config("prefill")
-    spec = made.spec("prefill", ("older", "lse", *call.whole))
-    found: list[Tensor] = ops_attend.prefill(
-        new.q,
-        None,
-        None,
-        None,
-        call.buffers,
-        [],
-        call.positions,
-        None,
-        call.bias,
-        call.leaves,
-        [],
-        call.page_table,
-        None,
-        None,
-        own.num_warps,
-        own.num_stages,
-        spec.to_json(),
-    )
-    return found
-
-
-def _other(made: Kernels, site: SiteSpec) -> Kernels:
-    """The kernels of another site of the same heads."""
+def _as(call: Call, site: SiteSpec) -> Call:
+    """The call by the kernels of another site of the same heads."""
+    made = call.kernels
     heads, dims = (made.num_qo_heads, made.num_kv_heads), (made.head_dim, made.v_head_dim)
-    return kernels_of(site, heads, dims, made.dtype, made.device, made.one_bias)
+    return replace(call, kernels=kernels_of(site, heads, dims, made.dtype, made.device, made.one_bias))

@@ -193,7 +193,7 @@ def run_once(subject: Subject, device: torch.device) -> None:
         one = _sample(subject, point, device, 0)
         for candidate in tried:
             with suppress(*too_large()):  # it is left out when it is measured, too
-                _call(subject.role, candidate, one, 0)()
+                call_of(subject.role, candidate, one, 0)()
 
 
 def _hopeful(subject: Subject, device: Device, tell: Progress) -> list[Config]:
@@ -246,14 +246,16 @@ def _tuned(
 def _times(role: Role, pair: tuple[Config, Config], one: Sample, rounds: int) -> tuple[float, float]:
     """Median microseconds of both configurations, measured in turns."""
     timed = {
-        name: Timed([_call(role, own, one, cache) for cache in range(len(one.caches))], one.q.device)
+        name: Timed([call_of(role, own, one, cache) for cache in range(len(one.caches))], one.q.device)
         for name, own in zip(("now", "new"), pair, strict=True)
     }
     us = medians(timed, rounds)
     return us["now"], us["new"]
 
 
-def _call(role: Role, candidate: Config, one: Sample, cache: int) -> Callable[[], object]:
+def call_of(role: Role, candidate: Config, one: Sample, cache: int) -> Callable[[], object]:
+    """Attention over one of a sample's caches, cut up so."""
+
     def run() -> object:
         with using(role, candidate):
             return cached_attention(one.inputs(cache))

@@ -78,7 +78,7 @@ def test_what_is_measured_is_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> N
 
     def times(role: str, pair: tuple[Config, Config], one: object, rounds: int) -> tuple[float, float]:
         assert pair[0] == now
-        module._call("decode", pair[1], one, 0)()  # type: ignore[arg-type]
+        module.call_of("decode", pair[1], one, 0)()  # type: ignore[arg-type]
         seen.append(pair[1])
         return 10.0, {1.0: 12.0, 2.0: 5.0, 5.0: 9.9}[pair[1].waves]
 
