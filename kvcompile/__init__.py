@@ -22,6 +22,7 @@ from kvcompile.report.estimate import estimate
 from kvcompile.report.explain import explain
 from kvcompile.report.quality import quality
 from kvcompile.targets.export import export
+from kvcompile.util.tracing import uncollected
 
 if TYPE_CHECKING:
     from kvcompile.api import optimize as optimize
@@ -52,6 +53,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'kvcompile' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    with uncollected():  # a collection while hundreds of modules are imported takes as long as they do
+        value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

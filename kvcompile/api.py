@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +60,6 @@ from kvcompile.util.tracing import uncollected
 from kvcompile.verify import Check, check_program, verify
 from kvcompile.verify.ids import bounds
 from kvcompile.verify.proofs import Proof
-from kvcompile.verify.shrink import as_lossless
 
 
 def optimize(
@@ -104,7 +104,7 @@ def optimize(
         kept = isinstance(model, nn.Module) and Proof.kept(checked.verify, over.size)
         with ahead.optimizing(), read_ahead(model) if kept else nullcontext():
             ahead.begin(model, checked)
-            front = understand(model)
+            front = understand(model, partial(_begin_kernels, checked) if over.size == 1 else None)
             _warn_of_hooks(model)
             tell("capture and detect", 1, 1)
             return build(model, front, checked, tell, started, over, device_mesh)
@@ -155,7 +155,7 @@ def _built(
     known = None if proof is None else proof.read()
     # A rank's kernels are for its own heads; and those of what was proved before are likely to be compiled.
     if whole and known is None:
-        ahead.begin_kernels(plan, *([as_lossless(plan)] if checked.verify != "off" else []))
+        ahead.begin_kernels(plan)
         ahead.begin_header(front.device, checked)
     dump = Dump.from_environment(plan)
     dump.front(front)
@@ -205,6 +205,11 @@ def _built(
     if front.staging is not None:
         fast.report["stages"] = front.staging.told()
     return fast
+
+
+def _begin_kernels(checked: Recipe, front: Front) -> None:
+    """Have the kernels of the plan compiled beside what follows."""
+    ahead.begin_kernels(plan_for(front, checked))
 
 
 def _verified(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,20 +87,40 @@ class Analysis:
 
 
 @traces
-def understand(model: nn.Module) -> Front:
+def understand(model: nn.Module, foresee: Callable[[Front], object] | None = None) -> Front:
     """Capture the model, find its attention sites and make the graph canonical; the model is left as it was.
+
+    foresee: called before the captured graph is compared with the model, which takes as long as a compiler does
 
     Raises:
         ModelError: no decoder, no attention, or blocks that were not recognised (see its subclasses).
     """
     check_model(model)
     with as_normal(model), uncollected(), threads_that_pay(model):
-        return _understood(model)
+        return _understood(model, foresee)
 
 
-def _understood(model: nn.Module) -> Front:
-    captured = capture(model)
+def _understood(model: nn.Module, foresee: Callable[[Front], object] | None) -> Front:
+    foreseen: dict[GraphModule, Front] = {}
+
+    def look(captured: Captured) -> None:
+        if foresee is None or captured.opaques:  # whose steps take longer than what is gained
+            return
+        try:
+            foreseen[captured.graph_module] = front = _front(model, captured)
+            foresee(front)
+        except Exception as error:  # told by whoever meets it in a graph that is right
+            log.debug("foreseen: %s", error)
+
+    captured = capture(model, look)
+    front = foreseen.get(captured.graph_module)
+    if front is not None:
+        return replace(front, captured=captured)
     give_steps(captured.opaques)
+    return _front(model, captured)
+
+
+def _front(model: nn.Module, captured: Captured) -> Front:
     made_for = _max_tokens(model, captured)
     detection = detect(captured, made_for)
     canonical = canonicalize(captured, detection)

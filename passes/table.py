@@ -87,7 +87,7 @@ PASSES = (
 
 @dataclass(frozen=True)
 class PassRun:
-    """One run of a pass: its seconds, those of passes inside it included.
+    """One run of a pass: its seconds, without those of passes inside it.
 
     nodes: of the graph that it leaves; None: it leaves none
     code:  that graph as text, where it is kept
@@ -155,7 +155,8 @@ def graph_pass(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             except BaseException:
                 del watch.runs[place]
                 raise
-            seconds = time.perf_counter() - started
+            inside = sum(run.seconds for run in watch.runs[place + 1 :])
+            seconds = time.perf_counter() - started - inside
             graph = _graph_of(result) or next(filter(None, map(_graph_of, args)), None)
             code = _code_of(graph) if watch.code and graph is not None else None
             watch.runs[place] = PassRun(name, seconds, None if graph is None else len(graph.nodes), code)

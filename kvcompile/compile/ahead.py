@@ -10,7 +10,8 @@ order, what is made for a machine and not for a model:
 | Inductor's own look at instruction sets, where it does not take the best | its first kernel, while it is written |
 | the kernels of linear layers | the first prompt and step |
 
-While it is verified: the attention kernels of its plan, which verification runs. On a machine that has no core beside
+Once its graph is traced, while that is compared and verified: the attention kernels of its plan, which verification
+runs. On a machine that has no core beside
 those of Python and of what it waits for, all but the launcher waits until the model is verified. The header of a model
 whose proof was kept is not begun: its kernels and programs are likely to be kept, too.
 """
@@ -121,13 +122,12 @@ def _try(best: object, trial: Future[bool]) -> None:
         trial.set_result(works)
 
 
-def begin_kernels(*plans: Plan) -> None:
-    """Begin the C++ kernels that `plans` run attention with, in their order; each once in a process. As `begin`."""
+def begin_kernels(plan: Plan) -> None:
+    """Begin the C++ kernels that `plan` runs attention with; each once in a process. As `begin`."""
+    alike = {_arithmetic(decision): decision for decision in plan.decisions if decision.kernels == "cpp"}
     wanted: dict[str, Callable[[], object]] = {}
-    for plan in plans:
-        alike = {_arithmetic(decision): decision for decision in plan.decisions if decision.kernels == "cpp"}
-        for decision in alike.values():
-            wanted |= _kernels(decision, plan.torch_dtype)
+    for decision in alike.values():
+        wanted |= _kernels(decision, plan.torch_dtype)
     _begin(wanted, nice=0)
 
 

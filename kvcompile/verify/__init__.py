@@ -35,6 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from kvcompile.errors import VerificationError
 from kvcompile.pipeline import Front, absorbed, rewrite
 from kvcompile.plan import Plan
 from kvcompile.recipe.schema import VerifyMode
@@ -43,7 +44,15 @@ from kvcompile.verify.cached import Kept
 from kvcompile.verify.compare import Check, compare
 from kvcompile.verify.ids import vocabulary
 from kvcompile.verify.lengths import MINIMUM
-from kvcompile.verify.long import Effort, cache_check, first_asked, long_checks, program_chunks, rows_of
+from kvcompile.verify.long import (
+    Effort,
+    cache_check,
+    first_asked,
+    long_checks,
+    lossless,
+    program_chunks,
+    rows_of,
+)
 from kvcompile.verify.oracle import explained, oracles, rope_tables
 from kvcompile.verify.original import Subject
 from kvcompile.verify.runs import Run, chosen, fit, original_logits, pieces, probe
@@ -78,9 +87,19 @@ def _verified(model: nn.Module, front: Front, plan: Plan, mode: Effort) -> tuple
     if mode == "thorough" or not plan.lossless:
         rows = 2 if mode == "thorough" else rows_of(subject)
         checks.append(_check_detection(subject, plan, sum(chunks), rows))
+    first: Check | VerificationError | None = None
+    if not plan.lossless:  # none of the plan's kernels runs in it, which may still be compiled
+        try:
+            with threads_that_pay(model, MINIMUM):
+                first = lossless(subject, plan, pieces_, asked, checks[0].noise)
+        except VerificationError as error:  # the next comparison is the better one to name the layer
+            first = error
     checks.append(_check_cache("cache, small budgets", subject, shrink(plan), chunks))
+    if isinstance(first, VerificationError):
+        raise first
     with threads_that_pay(model, MINIMUM):
-        checks += long_checks(subject, plan, mode, (pieces_, asked), checks[0].noise)
+        first = first or lossless(subject, plan, pieces_, asked, checks[0].noise)
+        checks += long_checks(subject, plan, mode, (pieces_, asked, first), checks[0].noise)
     if mode == "thorough":
         # Prompts fill small budgets at once; what a step does while they are not full, only such a text tells.
         alone = (1,) * _ALONE

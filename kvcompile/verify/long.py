@@ -127,17 +127,14 @@ def _ends(pieces: Sequence[int]) -> list[int]:
 
 
 def long_checks(
-    subject: Subject, plan: Plan, mode: Effort, first: tuple[tuple[int, ...], Asked], noise: float
+    subject: Subject, plan: Plan, mode: Effort, first: tuple[tuple[int, ...], Asked, Check], noise: float
 ) -> Iterator[Check]:
-    """The first run, which was asked already, and as many others as the time is for.
+    """The first run, which was made already, and as many others as the time is for.
 
     noise: relative noise of the logits, as a short run measured it
     """
-    started = time.perf_counter()
-    pieces, asked = first
-    lengths, last = lengths_of(subject, plan), ""
-    found = [_lossless(subject, plan, pieces, asked, noise)]
-    spent = asked.seconds + time.perf_counter() - started
+    pieces, asked, check = first
+    lengths, last, found, spent = lengths_of(subject, plan), "", [check], check.seconds
     reached = sum(pieces)
     texts = {reached: asked}
     pace = spent / reached
@@ -164,7 +161,7 @@ def long_checks(
             subject = settled(subject, tokens, error)
             last = subject.told[-1]
             break
-        found.append(_lossless(subject, plan, more, texts[tokens], noise))
+        found.append(lossless(subject, plan, more, texts[tokens], noise))
         seconds = time.perf_counter() - begun
         left -= seconds
         pace, reached = max(pace, seconds / tokens), max(reached, tokens)
@@ -211,7 +208,7 @@ def _told(subject: Subject, missed: Sequence[Constant], last: str, rows: int) ->
     return "; ".join(parts)
 
 
-def _lossless(subject: Subject, plan: Plan, pieces: Sequence[int], asked: Asked, noise: float) -> Check:
+def lossless(subject: Subject, plan: Plan, pieces: Sequence[int], asked: Asked, noise: float) -> Check:
     """The cached graph with a cache that forgets and rounds nothing, against the original."""
     started = time.perf_counter()
     front, tokens = subject.front, sum(pieces)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
@@ -70,6 +70,7 @@ _LONGEST = 4096  # tokens of a comparison
 _CHECKED = ((1, TOKENS), (1, SEQ))  # sizes at which it is seen what a forward changes
 _OTHERS = ((2, 17), (4, 6))  # sizes at which a graph that Dynamo made is compared besides
 _COUNTED = (8, 12)  # tokens by which a model's own positions are seen
+_VARIANTS = tuple(CapturedInputs(*given) for given in product((True, False), repeat=2))  # in this order
 _NOT_SHOWN = {
     "position_ids": "that the model's own positions are 0, 1, 2, .. is not shown: it makes them itself, in the graph",
     "logits_to_keep": "that logits_to_keep only chooses among the tokens is not shown: all logits are computed",
@@ -112,60 +113,61 @@ class Captured:
         return Outputs(self.out_spec, self.constants, self.logits_index if flat else None)
 
 
+def _unforeseen(captured: Captured) -> None:
+    """Nothing is made beside."""
+
+
 @graph_pass("capture")
 @torch.random.fork_rng(devices=[])  # tracing runs the model, which may draw numbers
-def capture(model: nn.Module) -> Captured:
+def capture(model: nn.Module, foresee: Callable[[Captured], object] = _unforeseen) -> Captured:
     """Trace `model` into one graph. The model is left exactly as it was.
+
+    foresee: called with each graph before it is compared with the model, so that what others make of it, compilers
+        above all, is made beside; one that is not right is not the one that is given back
 
     Raises ModelError for what is no decoder over token ids, CaptureError when every route fails, DetectionError
     for recurrent state that cannot be carried.
     """
-    start = time.perf_counter()
+    start, beside = time.perf_counter(), 0.0
     first, parameters = _signature(model)
     reasons: list[str] = []
-    extra = frozenset({"position_ids", "logits_to_keep"} & parameters)
-    shown = _Shown(model, first)
-    if len(extra) < 2 or not shown.left_out(extra):
-        for name in sorted(extra, reverse=True):
-            if not shown.left_out(frozenset([name])):
-                parameters -= {name}
-                reasons.append(_NOT_SHOWN[name])
-    variants = list(
-        dict.fromkeys(
-            CapturedInputs(
-                positions and "position_ids" in parameters, keep and "logits_to_keep" in parameters
-            )
-            for positions, keep in ((True, True), (True, False), (False, True), (False, False))
-        )
-    )
+    shown = _Shown(model, first, frozenset({"position_ids", "logits_to_keep"} & parameters))
+
+    def new_route() -> _Route:
+        return _Route(model, first, "use_cache" in parameters, reasons)
+
     with eval_mode(model), attributes_restored(model):
-        route = _Route(model, first, "use_cache" in parameters, reasons)
-        for implementation, way, inputs in product(_implementations(model, reasons), WAYS, variants):
-            if way == "strict export" and not route.may_be_strict:
-                continue
-            if not shown.left_out(frozenset(inputs.names[1:])):
+        route = new_route()
+        for implementation, way, inputs in product(_implementations(model, reasons), WAYS, _VARIANTS):
+            if (way == "strict export" and not route.may_be_strict) or not shown.may_be(inputs):
                 continue
             name = ", ".join([way, *([implementation] if implementation else []), *inputs.names])
+            before, problem = tuple(reasons), None
             try:
                 with _configured(model, implementation), torch.no_grad():
-                    captured = route.capture(inputs, name, way, start)
-            except ModelError as error:
-                if not isinstance(error, CaptureError):  # no other way makes it another model
-                    raise
-                reasons.append(f"{name}: {first_line(error)}")
-                continue
+                    attempt = route.attempt(inputs, name, way)
+                begun = time.perf_counter()
+                foresee(attempt.captured)
+                beside += time.perf_counter() - begun
+                with _configured(model, implementation), torch.no_grad():
+                    attempt.confirm()
             except Exception as error:  # export raises many kinds; each becomes one line of the report
-                reasons.append(f"{name}: {first_line(error)}")
-                log.debug("capture route failed: %s", reasons[-1], exc_info=True)
-                continue
-            log.info(
-                "capture: %s, %d nodes, %d opaque, %.2f s",
-                name,
-                len(captured.graph_module.graph.nodes),
-                len(captured.opaques),
-                captured.seconds,
-            )
-            return replace(captured, state_problem=route.state_problem)
+                problem = error
+            # Asked last, for compilers of what was foreseen go on beside. Where it is not shown, nothing was attempted.
+            if not shown.left_out(inputs):
+                reasons[:] = [*before, *shown.news()]
+                route = new_route()
+            elif problem is None:
+                seconds = time.perf_counter() - start - beside
+                found = replace(attempt.captured, seconds=seconds, state_problem=route.state_problem)
+                nodes, opaque_ = len(found.graph_module.graph.nodes), len(found.opaques)
+                log.info("capture: %s, %d nodes, %d opaque, %.2f s", name, nodes, opaque_, seconds)
+                return found
+            elif isinstance(problem, ModelError) and not isinstance(problem, CaptureError):
+                raise problem  # no other way makes it another model
+            else:
+                reasons.append(f"{name}: {first_line(problem)}")
+                log.debug("capture route failed: %s", reasons[-1], exc_info=problem)
     problems = [_declined(model, first, size) for size in (*_CHECKED, (BATCH, SEQ))]
     if all(problems):
         raise ModelError(
@@ -209,8 +211,8 @@ class _Route:
         """Whether Dynamo may look at the Python of all its parts."""
         return not self.opaque and not self.has_mixers
 
-    def capture(self, inputs: CapturedInputs, name: str, way: Way, start: float) -> Captured:
-        """One attempt: the graph, if it is right for all sizes."""
+    def attempt(self, inputs: CapturedInputs, name: str, way: Way) -> _Attempt:
+        """One attempt: the graph, which is still to be confirmed."""
         calls = Calls(self, inputs)
         if not self.checked:  # before tracing: what writes behind torch's back can crash it
             known, self.written, self.changes = check_changes(self.model, calls, _CHECKED)
@@ -236,15 +238,14 @@ class _Route:
             found.logits_index,
             name,
             (*self.reasons, *found.reasons),
-            time.perf_counter() - start,
+            0.0,
             found.constants,
             limit,
             tuple(record for record in opaques if record.key in used),
             last=found.last,
         )
         check_hidden_writes(self.written, captured.opaques)
-        self._confirm(captured, calls, sizes)
-        return replace(captured, seconds=time.perf_counter() - start)
+        return _Attempt(captured, calls, sizes)
 
     def _plain(
         self, inputs: CapturedInputs, name: str, way: Way
@@ -297,29 +298,6 @@ class _Route:
             return None
         around = [(2, asked.length + n) for n in (-1, 0, 1) if 0 < asked.length + n <= _LONGEST]
         return replace(below[1], graph_module=joined), (*sizes, *around), limit
-
-    def _confirm(self, captured: Captured, calls: Calls, sizes: Sequence[tuple[int, int]]) -> None:
-        """The graph gives what the model gives at `sizes`."""
-        for batch, tokens in sizes:
-            if captured.max_seq_len is not None and tokens > captured.max_seq_len:
-                continue
-            inputs = calls.inputs(batch, tokens)
-            output = calls.known.get((batch, tokens))
-            if output is None:
-                with attributes_restored(self.model):
-                    try:
-                        output = calls(inputs)
-                    except (
-                        Exception
-                    ) as error:  # no result to compare with: the model refuses this size itself
-                        log.debug("%d x %d tokens: %s", batch, tokens, error)
-                        continue
-            problem = _differs(captured, inputs, output)
-            if problem:
-                raise CaptureError(
-                    f"the graph does not compute what the model computes for {batch} x {tokens} tokens: {problem}."
-                    " Remove Python control flow that depends on the exact batch or sequence length"
-                )
 
     def export(
         self, inputs: CapturedInputs, name: str, way: Way = "export"
@@ -415,6 +393,7 @@ class Calls:
     """The model's own forward, with the inputs that its graph has."""
 
     def __init__(self, route: _Route, inputs: CapturedInputs):
+        self.model = route.model
         self.names, self.device = inputs, route.device
         self.wrapper = wrap(route.model, inputs, route.first, route.fixed)
         self.known: dict[tuple[int, int], Any] = {}  # results by sequences and tokens
@@ -425,6 +404,40 @@ class Calls:
     def __call__(self, inputs: tuple[Tensor, ...]) -> Any:
         with torch.no_grad():
             return self.wrapper(*inputs)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A graph, and the sizes [sequences, tokens] at which it must give what the model gives."""
+
+    captured: Captured
+    calls: Calls
+    sizes: Sequence[tuple[int, int]]
+
+    def confirm(self) -> None:
+        """Compare at these sizes.
+
+        Raises:
+            CaptureError: the graph gives something else.
+        """
+        for batch, tokens in self.sizes:
+            if self.captured.max_seq_len is not None and tokens > self.captured.max_seq_len:
+                continue
+            inputs = self.calls.inputs(batch, tokens)
+            output = self.calls.known.get((batch, tokens))
+            if output is None:
+                with attributes_restored(self.calls.model):
+                    try:
+                        output = self.calls(inputs)
+                    except Exception as error:  # nothing to compare with: the model refuses this size itself
+                        log.debug("%d x %d tokens: %s", batch, tokens, error)
+                        continue
+            problem = _differs(self.captured, inputs, output)
+            if problem:
+                raise CaptureError(
+                    f"the graph does not compute what the model computes for {batch} x {tokens} tokens: {problem}."
+                    " Remove Python control flow that depends on the exact batch or sequence length"
+                )
 
 
 def _differs(captured: Captured, inputs: tuple[Tensor, ...], output: Any) -> str:
@@ -500,12 +513,34 @@ class _Shown:
     True where the model cannot be called.
     """
 
-    def __init__(self, model: nn.Module, first: str):
-        self.model, self.alone = model, Alone(model, first)
+    def __init__(self, model: nn.Module, first: str, takes: frozenset[str]):
+        self.model, self.alone, self.takes = model, Alone(model, first), takes
         self.known: dict[frozenset[str], bool] = {frozenset(): True}
+        self._news: list[str] = []
 
-    def left_out(self, names: frozenset[str]) -> bool:
-        """Whether leaving out these arguments together is the same as giving them."""
+    def may_be(self, inputs: CapturedInputs) -> bool:
+        """Whether the model takes these inputs, and none of them is known not to be shown."""
+        names = frozenset(inputs.names[1:])
+        return names <= self.takes and all(
+            self.known.get(asked, True) for asked in (names, *map(frozenset, zip(names)))
+        )
+
+    def left_out(self, inputs: CapturedInputs) -> bool:
+        """Whether leaving out all inputs but the ids together is the same as giving them; if not, each is asked for."""
+        names = frozenset(inputs.names[1:])
+        if self._asked(names):
+            return True
+        for name in sorted(names, reverse=True):
+            if not self._asked(frozenset([name])):
+                self._news.append(_NOT_SHOWN[name])
+        return False
+
+    def news(self) -> list[str]:
+        """What was found not to be shown since this was last asked for, a line each."""
+        found, self._news = self._news, []
+        return found
+
+    def _asked(self, names: frozenset[str]) -> bool:
         if names not in self.known:
             lengths = _COUNTED if "position_ids" in names else _COUNTED[:1]
             self.known[names] = all(self._same(names, tokens) for tokens in lengths)

@@ -197,9 +197,23 @@ GRAPHS = (
     broken(
         "what is not shown together is shown one by one",
         "passes/capture/capture.py",
-        "if not shown.left_out(frozenset(inputs.names[1:])):",
+        "if not shown.left_out(inputs):",
         "if False:",
         "tests/passes/capture/test_own_positions.py",
+    ),
+    broken(
+        "what an attempt found out that was not shown is believed of the next one",
+        "passes/capture/capture.py",
+        "                route = new_route()\n            elif",
+        "            elif",
+        "tests/passes/capture/test_own_positions.py",
+    ),
+    broken(
+        "what was foreseen of a graph is taken for another's",
+        "kvcompile/pipeline.py",
+        "foreseen.get(captured.graph_module)",
+        "next(iter(foreseen.values()), None)",
+        "tests/compile/test_ahead.py",
     ),
     broken(
         "any token is taken for the last",

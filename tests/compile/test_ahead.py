@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +15,18 @@ from torch._inductor import codecache
 from torch._inductor.utils import fresh_cache
 
 import kvcompile
-from kvcompile import api
+from kvcompile import api, pipeline, verify
 from kvcompile.compile import ahead, instruction_sets
-from kvcompile.errors import CompileError
+from kvcompile.errors import CompileError, DetectionError
 from kvcompile.kernels.cpp import available
 from kvcompile.kernels.cpp.host import compiler, ops, source
-from kvcompile.layouts import CacheLayout
-from kvcompile.plan import Plan
+from kvcompile.kernels.cpp.spec import CppSpec
+from kvcompile.passes.capture.capture import Captured, _Attempt
+from kvcompile.passes.detect.detect import Detection
+from kvcompile.pipeline import Front
 from kvcompile.recipe import Recipe
 from kvcompile.util import threads
+from tests.passes.capture.test_own_positions import Asks
 from tests.support.models import tiny_hf
 
 MODEL = nn.Linear(2, 2)
@@ -295,10 +299,10 @@ def test_the_header_is_that_of_inductors_kernels_and_nothing_else_is_compiled(
 @pytest.mark.parametrize("recipe", ["baseline", "int8", "h2o"])
 def test_the_kernels_of_a_plan_are_begun_and_no_others(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Verification and a generation ask for the kernels that were begun; without verification the plan's are enough."""
-    begun: list[str] = []
+    begun: dict[str, object] = {}
     monkeypatch.setattr(ahead, "begin_kernels", BEGIN_KERNELS)
     monkeypatch.setattr(ahead, "_begun", set())
-    monkeypatch.setattr(ahead, "_begin", lambda wanted, nice: begun.extend(wanted))
+    monkeypatch.setattr(ahead, "_begin", lambda wanted, nice: begun.update(wanted))
     asked: list[str] = []
     address_of = source.address_of
     monkeypatch.setattr(source, "address_of", lambda spec: asked.append(spec) or address_of(spec))
@@ -312,27 +316,85 @@ def test_the_kernels_of_a_plan_are_begun_and_no_others(recipe: str, monkeypatch:
     assert sorted(asked) == sorted(begun)
 
 
-def test_verification_has_the_kernels_of_the_lossless_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[Plan] = []
-    monkeypatch.setattr(ahead, "begin_kernels", lambda *plans: begun.extend(plans))
-    kvcompile.optimize(tiny_hf("llama"), "int8", compile={"mode": "none"})
-    assert [plan.decisions[0].layout == CacheLayout() for plan in begun] == [False, True]
+def test_kernels_are_begun_before_the_graph_is_compared_and_run_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of what an optimization does goes on beside their compiler, but what needs them."""
+    came: list[str] = []
+
+    def noted(module: Any, name: str) -> None:
+        original = getattr(module, name)
+
+        def run(*given: Any) -> Any:
+            came.append(name)
+            return original(*given)
+
+        monkeypatch.setattr(module, name, run)
+
+    noted(pipeline, "detect")
+    noted(ahead, "begin_kernels")
+    noted(_Attempt, "confirm")
+    for name in ("first_asked", "_check_detection", "lossless", "_check_cache"):
+        noted(verify, name)
+    model = Asks(lambda x, positions, keep: x).eval()
+    kvcompile.optimize(model, "int8", compile={"mode": "none", "kernels": "cpp"}, max_tokens=512)
+    before = ["detect", "begin_kernels", "confirm", "begin_kernels", "first_asked", "_check_detection"]
+    assert came == [*before, "lossless", "_check_cache"]
+
+
+def test_kernels_of_no_layout_of_the_plan_are_not_run_by_its_verification(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    address_of = source.address_of
+    monkeypatch.setattr(source, "address_of", lambda spec: asked.append(spec) or address_of(spec))
+    ops.forget()
+    fast = kvcompile.optimize(tiny_hf("llama", layers=1), "int8", compile={"mode": "none", "kernels": "cpp"})
+    ops.forget()
+    assert {check.name for check in fast.report["checks"]} >= {"lossless", "cache, own sizes"}
+    layouts = [CppSpec.from_json(spec).site.layout for spec in asked if '"decode"' in spec]
+    assert layouts == [fast.plan.decisions[0].layout]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_was_foreseen_is_not_made_again(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it could not be, it is made once more, and tells why."""
+    detected: list[Captured] = []
+    detect = pipeline.detect
+
+    def counted(captured: Captured, made_for: int | None) -> Detection:
+        detected.append(captured)
+        if fails and len(detected) == 1:
+            raise DetectionError("not yet")
+        return detect(captured, made_for)
+
+    monkeypatch.setattr(pipeline, "detect", counted)
+    seen: list[Front] = []
+    front = pipeline.understand(Asks(lambda x, positions, keep: x).eval(), seen.append)
+    assert len(detected) == 1 + fails and len(seen) == 1 - fails
+    assert front.captured.seconds > 0 and [f.canonical for f in seen] == [front.canonical] * (1 - fails)
+
+
+def test_a_front_that_was_foreseen_of_another_graph_is_not_taken() -> None:
+    model = Asks(lambda x, positions, keep: x * 2 if positions else x).eval()
+    seen: list[Front] = []
+    front = pipeline.understand(model, seen.append)
+    assert [each.captured.inputs.position_ids for each in seen] == [True, False]
+    assert front.canonical is seen[1].canonical and not front.captured.inputs.position_ids
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["proved now", "proved before"])
-def test_nothing_is_begun_for_a_model_that_was_proved_before(
+def test_no_header_is_begun_for_a_model_that_was_proved_before(
     known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its kernels and programs are likely to be kept, too."""
+    """Its programs are likely to be kept, too; kernels are begun before that is known, and found."""
     kept = SimpleNamespace(
         read=lambda: SimpleNamespace(checks=(), made="before") if known else None, keep=lambda checks: None
     )
     monkeypatch.setattr(api, "Proof", SimpleNamespace(kept=lambda *given: True, of=lambda *given: kept))
     begun: list[str] = []
-    monkeypatch.setattr(ahead, "begin_kernels", lambda *plans: begun.append("kernels"))
+    monkeypatch.setattr(ahead, "begin_kernels", lambda plan: begun.append("kernels"))
     monkeypatch.setattr(ahead, "begin_header", lambda *given: begun.append("header"))
     fast = kvcompile.optimize(tiny_hf("llama"), "baseline", compile={"mode": "none"})
-    assert begun == ([] if known else ["kernels", "header"])
+    assert begun == (["kernels"] if known else ["kernels", "kernels", "header"])
     assert fast.report["proved"] == ("before" if known else None)
 
 

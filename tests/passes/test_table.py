@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,15 @@ def test_first_runs_begin_in_the_order_of_the_table() -> None:
     assert all(
         run.nodes and run.code for run in runs if run.name in ("capture", "clean", "detect", "insert_cache")
     )
+
+
+def test_the_seconds_of_a_pass_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((0.0, 1.0, 1.5, 4.0, 5.0, 7.0))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    inner = graph_pass("clean")(lambda: None)
+    with watched() as runs:
+        graph_pass("capture")(lambda: [inner(), inner()])()
+    assert [(run.name, run.seconds) for run in runs] == [("capture", 5.5), ("clean", 0.5), ("clean", 1.0)]
 
 
 def test_only_who_watches_notes_anything() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -97,14 +98,14 @@ class Known:
         """Take the place of understanding."""
         pipeline._understood = self.understood
 
-    def understood(self, model: nn.Module) -> Front:
+    def understood(self, model: nn.Module, foresee: Callable[[Front], object] | None) -> Front:
         key = key_of(model) if self.on else None
         if key is None:
-            return self._understood(model)
+            return self._understood(model, foresee)
         if key in self.fronts:
             own, front = self.fronts[key]
             return moved(front, own, model)
-        front = self._understood(model)
+        front = self._understood(model, foresee)
         if front.captured.opaques:  # they run the model's own modules, which a copy of them would not
             return front
         own = copy.deepcopy(model)

@@ -42,6 +42,18 @@ def test_a_kernel_is_compiled_once_and_found_again(folder: Path, monkeypatch: py
     assert source.kernel(SPEC).library == first.library
 
 
+@pytest.mark.parametrize(("command", "joins"), [("g++", True), ("/usr/bin/g++-12", True), ("clang++", False)])
+def test_only_gcc_is_told_to_join_fewer_instructions(
+    command: str, joins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler._own_flags.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(compiler, "compiler", lambda: command)
+        flags = compiler.flags_for(isa.isa())
+    compiler._own_flags.cache_clear()
+    assert ("--param=max-combine-insns=2" in flags) == joins
+
+
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_an_update_under_a_running_process_is_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch, when: str

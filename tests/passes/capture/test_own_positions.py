@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvcompile.passes.capture.capture import capture
+from kvcompile.passes.capture.capture import _NOT_SHOWN, Captured, capture
 from tests.support.models import NanoBlock, TinyConfig
 
 SIZES = TinyConfig()
@@ -66,6 +66,36 @@ def test_what_is_left_out(what: str) -> None:
     told = "\n".join(captured.reasons)
     assert ("own positions" in told) == (what in ("other positions", "both differ"))
     assert ("logits_to_keep only chooses" in told) == (what in ("other logits", "both differ"))
+
+
+class Odd(nn.Module):
+    """Python that depends on a value, where positions are given."""
+
+    def forward(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        return x if positions is None or int(positions.max()) < 0 else x * 2
+
+
+class Looks(Asks):
+    """With positions of its caller, it needs a module that runs as Python; without, it does not."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x, positions, keep: x)
+        self.odd = Odd()
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        positions = torch.arange(input_ids.shape[1])[None]
+        x = self.block(self.odd(self.wte(input_ids) + self.wpe(positions), position_ids))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_an_attempt_that_is_not_shown_leaves_nothing_behind() -> None:
+    """What is given is asked for after the attempt: what that found out of the model may not hold without."""
+    seen: list[Captured] = []
+    captured = capture(Looks().eval(), seen.append)
+    assert [attempt.inputs.names for attempt in seen] == [("input_ids", "position_ids"), ("input_ids",)]
+    assert seen[0].opaques and "will run as Python" in "".join(seen[0].reasons)
+    assert captured.graph_module is seen[1].graph_module and captured.opaques == ()
+    assert captured.reasons == (_NOT_SHOWN["position_ids"],)
 
 
 def test_a_forward_without_is_run_once_for_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
