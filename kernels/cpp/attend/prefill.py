@@ -27,6 +27,7 @@ from kvcompile.layouts import symbols as sy
 
 TENSORS = ("OUT", "Q", "K", "V", "PLACES", "POSITIONS", "SINKS", "BIAS", "ALLOWED")  # and more of some
 COLUMNS = "columns"
+WIDE = "wide"  # numbers of half precision are multiplied as floats
 _ROWS = 384  # of queries that meet a block of keys: packing it costs a few hundredths of their products
 _SUMS = 1 << 16  # floats of their sums, at most: these stay in a core's second cache
 
@@ -78,6 +79,7 @@ def generate(spec: CppSpec) -> str:
         "prefill.cpp.jinja",
         spec=spec,
         columns=columns,
+        wide=WIDE in spec.options,
         **(_sums(spec) if columns else {}),
         model=MODELS[spec.torch_dtype],
         sm_scale=real(float(np.float32(site.sm_scale))),
