@@ -48,6 +48,10 @@ inline Vec load(const e4m3* p) {
   return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
 }
 inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+inline void store(f16* p, Vec x) {
+  const __m256i half = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half);
+}
 
 #if defined(KV_PAIRS)
 
