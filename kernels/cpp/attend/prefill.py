@@ -20,7 +20,7 @@ from kvcompile.kernels.cpp.attend import expression
 from kvcompile.kernels.cpp.attend.bias import bias_text
 from kvcompile.kernels.cpp.attend.values import MODELS
 from kvcompile.kernels.cpp.render import real, rendered
-from kvcompile.kernels.cpp.spec import CppSpec
+from kvcompile.kernels.cpp.spec import WIDE, CppSpec
 from kvcompile.kernels.cpp.symbolic import printed
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import CacheLayout, Contiguous, InKeys, Scored, SinkWindow, Slots, Storage
@@ -28,7 +28,6 @@ from kvcompile.layouts import symbols as sy
 
 TENSORS = ("OUT", "Q", "K", "V", "PLACES", "POSITIONS", "SINKS", "BIAS", "ALLOWED")  # and more of some
 COLUMNS = "columns"
-WIDE = "wide"  # numbers of half precision are multiplied as floats
 _ROWS = 384  # of queries that meet a block of keys: packing it costs a few hundredths of their products
 _SUMS = 1 << 16  # floats of their sums, at most: these stay in a core's second cache
 _KEPT_ROWS = 192  # of queries whose weights are kept: over 4,000 keys they fit a core's second cache

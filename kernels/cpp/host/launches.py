@@ -9,7 +9,7 @@ import torch
 from kvcompile.kernels.cpp.host import prefill
 from kvcompile.kernels.cpp.host.attention import spec_of
 from kvcompile.kernels.cpp.host.source import linear_spec
-from kvcompile.kernels.cpp.isa import Isa, multiplies_rows
+from kvcompile.kernels.cpp.isa import Isa, multiplies_rows, widens
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import InKeys
 
@@ -37,7 +37,7 @@ def launches(
     chosen = layout.selection.selects
     # A selection is the reference's, which has turned the queries that it looks with.
     decode = replace(site, kernels="cpp", rotary=None if chosen and site.rotates_on_append else site.rotary)
-    one = spec_of(decode, heads, (dims[0], v_dim), str(dtype), chosen)
+    one = spec_of(decode, heads, (dims[0], v_dim), str(dtype), chosen, widens(dtype, own))
     found = [
         Launch("a token", "decode", one.to_json(), one.options),
         Launch("a token", "linear", linear_spec(dtype)),

@@ -8,11 +8,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.cpp.attend.prefill import COLUMNS, WIDE, forms_of, places_matter, site_of
+from kvcompile.kernels.cpp.attend.prefill import COLUMNS, forms_of, places_matter, site_of
 from kvcompile.kernels.cpp.host import ops
 from kvcompile.kernels.cpp.host.leaves import leaves_of
 from kvcompile.kernels.cpp.isa import Isa, isa, widens
-from kvcompile.kernels.cpp.spec import CppSpec
+from kvcompile.kernels.cpp.spec import WIDE, CppSpec
 from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.spec import SiteSpec
 

@@ -335,6 +335,16 @@ inline void interleave(Pairs& a, Pairs& b) {
   a = (Pairs)_mm512_unpacklo_epi16(x, y);
   b = (Pairs)_mm512_unpackhi_epi16(x, y);
 }
+// The first numbers of pairs as floats, and the second ones; where both are channels' sums, each in its place.
+inline Vec firsts(Pairs x) { return _mm512_castsi512_ps(_mm512_slli_epi32((__m512i)x, 16)); }
+inline Vec seconds(Pairs x) {
+  return _mm512_castsi512_ps(_mm512_and_si512((__m512i)x, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+inline void zip(Vec& a, Vec& b) {
+  const Vec x = a, y = b;
+  a = _mm512_permutex2var_ps(x, _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0), y);
+  b = _mm512_permutex2var_ps(x, _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8), y);
+}
 inline void untangle(Vec& a, Vec& b) {
   const Vec x = a, y = b;
   a = _mm512_permutex2var_ps(x, _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0), y);

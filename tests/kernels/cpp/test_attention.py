@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvcompile.kernels.cpp.host import ops, prefill, source
+from kvcompile.kernels.cpp.host import attention, ops, prefill, source
 from kvcompile.kernels.cpp.isa import VARIABLE, Isa, available
 from kvcompile.kernels.cpp.spec import CppSpec
 from kvcompile.kernels.ops import cached_attention as op
@@ -287,10 +287,30 @@ def test_whole_numbers_and_pairs(
     name: str, isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the instructions of this machine, and by the same in plain C++."""
+    monkeypatch.setattr(attention, "widens", lambda dtype: False)
     if isa == "quads":
         monkeypatch.setattr(source, "isa", lambda: QUADS)
     ops.forget()
     check(replace(WHOLE[name], dtype=dtype), "cpp")
+    ops.forget()
+
+
+@pytest.mark.parametrize(
+    ("name", "isa"),
+    [
+        ("in the model's", "quads"),
+        ("in the model's, pages", "best"),
+        pytest.param("in the model's", "best", marks=pytest.mark.slow),
+        pytest.param("in the model's, pages", "quads", marks=pytest.mark.slow),
+    ],
+)
+def test_pairs_become_floats(name: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where floats are multiplied faster: each channel of a pair is in its place."""
+    monkeypatch.setattr(attention, "widens", lambda dtype: True)
+    if isa == "quads":
+        monkeypatch.setattr(source, "isa", lambda: QUADS)
+    ops.forget()
+    check(replace(WHOLE[name], dtype=torch.bfloat16), "cpp")
     ops.forget()
 
 
