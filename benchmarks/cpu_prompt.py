@@ -6,8 +6,9 @@
 All cases of a row stand in one process and take turns; figures are medians of the rounds. Of attention, `kernel` is
 `kvcompile::cpp_attend_many` over keys and values in the model's dtype, `sdpa causal` is PyTorch's fastest form of the
 same, and `sdpa mask` what the reference runs, with a mask from positions. Of a linear layer of SmolLM2, `kernel` is
-`kvcompile::cpp_linear` of many tokens, which compiled modules take where the processor lacks products of the dtype, and
-`aten` is `torch.nn.functional.linear`. Results are compared before anything is timed.
+`kvcompile::cpp_linear` of many tokens, which compiled modules take where the processor lacks products of the dtype or
+has slower ones than of float32, and `aten` is `torch.nn.functional.linear`. Results are compared before
+anything is timed.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 
 from kvcompile.errors import KernelError
 from kvcompile.kernels.cpp.host.ops import launcher
-from kvcompile.kernels.cpp.isa import isa
+from kvcompile.kernels.cpp.isa import isa, widens
 
 _COMPILED = ContextVar("compiled", default=False)
 
@@ -34,9 +34,9 @@ def compiled() -> Iterator[None]:
         _COMPILED.reset(token)
 
 
-def described() -> str:
-    """The instruction set that kernels are compiled for here."""
-    return isa().name
+def described(dtype: torch.dtype) -> str:
+    """The instruction set that kernels are compiled for here, and whether prompts of a model of `dtype` are widened."""
+    return isa().name + (", prompts multiplied in float32, which is faster here" if widens(dtype) else "")
 
 
 @cache

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch
 
+from kvcompile.kernels.cpp import products
+
 
 @dataclass(frozen=True)
 class Isa:
@@ -92,6 +94,16 @@ def multiplies_rows(dtype: torch.dtype, own: Isa | None = None) -> bool:
     pairs = (own or isa()).name == "avx512_bf16"
     few = (dtype == torch.float32 and _wide(own)) or (dtype == torch.bfloat16 and pairs)
     return lacks_products_of(dtype, own) or few
+
+
+def widens(dtype: torch.dtype, own: Isa | None = None) -> bool:
+    """Whether many rows are multiplied as floats though the processor has products of their dtype: floats are faster.
+
+    Args:
+        own: as in `lacks_products_of`. Of one that this machine has not, nothing is known: False.
+    """
+    pairs = (own or isa()).name == "avx512_bf16" and (own is None or own in available())
+    return pairs and dtype == torch.bfloat16 and products.floats_are_faster()
 
 
 def lacks_products_of(dtype: torch.dtype, own: Isa | None = None) -> bool:

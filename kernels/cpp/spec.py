@@ -16,6 +16,7 @@ from kvcompile.layouts import CacheLayout, Paged
 from kvcompile.layouts import symbols as sy
 
 Role = str  # a key of ROLES
+WIDE = "wide"  # of any role: numbers of half precision are multiplied as floats
 _PREFIX = 16  # characters of `key`
 
 

@@ -9,12 +9,13 @@ A matrix-vector product only reads its matrix, and the BLAS behind `aten::mm` is
 
 Packages have the kernels linked in (`targets/aoti/kernels.py`), and the loop where there is none.
 
-For more than one row, which is decided while tracing, the BLAS stays, with three exceptions where the kernel could run,
+For more than one row, which is decided while tracing, the BLAS stays, with four exceptions where the kernel could run,
 and one of `kernels/cpp/include/linear_many.cpp` or `linear_few.cpp` takes its place:
 
 | rows | why |
 |---|---|
 | any, where the processor has no products of the weights' dtype | bfloat16 with AVX2 alone: 18 GFLOP/s, float32 110 |
+| any in bfloat16, where the processor multiplies float32 faster | 512 rows 285 GFLOP/s, BLAS 168 (`products.py`) |
 | up to 64, in float32, which is seen when they come | weights are read once: 8 rows of SmolLM2 30 ms, BLAS 92 |
 | up to 16, in bfloat16 where the kernel has its products | 8 rows of SmolLM2 18 ms, BLAS 37 |
 

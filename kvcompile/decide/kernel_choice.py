@@ -77,7 +77,7 @@ def choose(
         return KernelChoice(family, f"the recipe asks for {_TITLES[family]}")
     if device is None:
         return KernelChoice("reference", "no device is known; on an NVIDIA GPU, Triton, and on a CPU, C++")
-    said = "" if family == "triton" else f", compiled for {available.described()}"
+    said = "" if family == "triton" else f", compiled for {available.described(dtype)}"
     return KernelChoice(family, f"the model is on {device}{said}")
 
 

@@ -195,7 +195,7 @@ void Work::attend(Scratch& own, int64_t row, int64_t head, const Queries& asked)
         const int r = r0 + m;
         const uint64_t seen = r < rows ? own.seen[r / GROUP] : 0;
         finish(scores, block, head * GROUP + r % GROUP, r < rows ? asked.position[r / GROUP] : -1, seen);
-        weigh<V_DIM, T>(scores, 1.0f, own.so_far[r], own.sum[r], own.p[m]);
+        weigh<V_DIM, Model>(scores, 1.0f, own.so_far[r], own.sum[r], own.p[m]);
       }
       matmul<BLOCK, WIDTH, WIDTH, true>(own.p[0], own.values, BLOCK, 1.0f, own.sum[r0]);
     }

@@ -24,6 +24,11 @@ enum { OUT, Q, K, V, PLACES, POSITIONS, SINKS, BIAS, ALLOWED, COLUMNS, QUERY_PLA
 constexpr int TOKENS = 128;
 constexpr int QUERIES = (TOKENS * GROUP + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
 
+// Tokens whose weights are kept, and rows of their queries.
+constexpr int KEPT_TOKENS = std::min(TOKENS, std::max(1, 192 / GROUP));
+constexpr int KEPT_ROWS = padded((KEPT_TOKENS * GROUP + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS);
+static_assert(KEPT_ROWS <= 64 * TILE_ROWS);
+
 // Of a block's keys, what all heads of a token need: of the token of this number among the new ones.
 struct OfKeys {
   int64_t row;
@@ -41,6 +46,27 @@ struct Scratch {
   SoFar so_far[QUERIES];
   uint64_t seen[TOKENS];  // of each token: which keys of the block
   OfKeys of;
+  alignas(64) float below[KEPT_ROWS];  // of queries: the logarithm of the sum below their probabilities
+};
+
+// What is kept of a block of queries until the sums below their probabilities are known: what they give each key is summed up
+// of it, and no product is made twice. By blocks of keys: which tiles of queries met it (a bit each), the tops that
+// weights were below then, and the weights.
+using Weight = std::conditional_t<(W >= 16 && sizeof(Model) == 2), f16, float>;
+constexpr int64_t MOST_KEPT = 8388608, MOST_SUMS = 67108864;  // bytes: of a worker, and of all blocks' sums
+
+struct Kept {
+  uint64_t* met;
+  float* tops;
+  Weight* weights;
+
+  static int64_t bytes(int64_t key_blocks) {
+    return (key_blocks * sizeof(uint64_t) + 63) / 64 * 64 + key_blocks * KEPT_ROWS * (sizeof(float) + BLOCK * sizeof(Weight));
+  }
+  Kept(char* memory, int64_t key_blocks)
+      : met(reinterpret_cast<uint64_t*>(memory)),
+        tops(reinterpret_cast<float*>(memory + (key_blocks * sizeof(uint64_t) + 63) / 64 * 64)),
+        weights(reinterpret_cast<Weight*>(tops + key_blocks * KEPT_ROWS)) {}
 };
 
 // A block of keys: their positions, -1 where there is none, and the least and the greatest of those there are.
@@ -126,12 +152,20 @@ struct Work {
   const Call& call;
   Scratch* scratch;
   float* lse;  // [batch][QO_HEADS][queries]: the logarithm of the sum below each query's probabilities
+  char* kept;      // of each worker; null: nothing is kept
+  float* sums;     // [batch][KV_HEADS][blocks][keys, of whole blocks]: what a block of queries gives each key
+  int64_t counted;  // the first query that counts
   int64_t batch, queries, keys, tokens, blocks;  // of queries: how many a block has, and how many blocks
   std::atomic<int64_t> next, worker;
 
   const Tensor& operator[](int number) const { return call.tensors[number]; }
   void operator()();
-  void attend(Scratch& own, int64_t row, int64_t head, const Queries& asked);
+  void attend(Scratch& own, int64_t row, int64_t head, const Queries& asked, const Kept* keep);
+  int64_t key_blocks() const { return (keys + BLOCK - 1) / BLOCK; }
+  float* sums_of(int64_t row, int64_t head, int64_t block) const {
+    return sums + ((row * KV_HEADS + head) * blocks + block) * key_blocks() * BLOCK;
+  }
+  void give(const Scratch& own, const Kept& keep, const Queries& asked, float* out) const;
   bool look(Scratch& own, const Keys& block, int64_t row, const Queries& asked) const;
   void find(Keys& block, int64_t row, int64_t head, int64_t start) const;
   void pack(Scratch& own, const Keys& block, int64_t row, int64_t head) const;
@@ -140,7 +174,9 @@ struct Work {
 };
 
 void Work::operator()() {
-  Scratch& own = scratch[worker.fetch_add(1)];
+  const int64_t self = worker.fetch_add(1);
+  Scratch& own = scratch[self];
+  const Kept keep(kept + self * Kept::bytes(key_blocks()), key_blocks());
   const int64_t heads = batch * KV_HEADS;
   for (;;) {
     const int64_t mine = next.fetch_add(1);
@@ -149,7 +185,12 @@ void Work::operator()() {
     const int64_t first = (blocks - 1 - mine / heads) * tokens, lane = mine % heads;
     Queries asked;
     asked.find((*this)[POSITIONS], (*this)[QUERY_PLACES], lane / KV_HEADS, first, std::min(first + tokens, queries));
-    attend(own, lane / KV_HEADS, lane % KV_HEADS, asked);
+    const bool counts = kept && first + asked.count > counted;
+    attend(own, lane / KV_HEADS, lane % KV_HEADS, asked, counts ? &keep : nullptr);
+    if (!kept) continue;
+    float* sums = sums_of(lane / KV_HEADS, lane % KV_HEADS, first / tokens);
+    std::memset(sums, 0, key_blocks() * BLOCK * sizeof(float));
+    if (counts && asked.high >= 0) give(own, keep, asked, sums);
   }
 }
 
@@ -229,7 +270,7 @@ void Work::finish(float* scores, const Keys& block, int64_t head, int64_t at, ui
 }
 
 // Queries of a KV head's group.
-void Work::attend(Scratch& own, int64_t row, int64_t head, const Queries& asked) {
+void Work::attend(Scratch& own, int64_t row, int64_t head, const Queries& asked, const Kept* keep) {
   const Tensor& v = (*this)[V];
   const int rows = asked.count * GROUP, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
   for (int r = 0; r < tiles * TILE_ROWS; ++r) {
@@ -242,6 +283,8 @@ void Work::attend(Scratch& own, int64_t row, int64_t head, const Queries& asked)
   for (int64_t start = 0; start < keys && asked.high >= 0; start += BLOCK) {
     find(block, row, head, start);
     own.of.row = -1;
+    const int64_t number = start / BLOCK;
+    if (keep) keep->met[number] = 0;
     if (!look(own, block, row, asked)) continue;
     pack(own, block, row, head);
     pack_rows<V_DIM, BLOCK, WIDTH, Model>(
@@ -257,11 +300,18 @@ void Work::attend(Scratch& own, int64_t row, int64_t head, const Queries& asked)
         const int r = r0 + m;
         const uint64_t seen = r < rows ? own.seen[r / GROUP] : 0;
         finish(scores, block, head * GROUP + r % GROUP, r < rows ? asked.at[r / GROUP] : -1, seen, own.of, row, asked.first + r / GROUP);
-        weigh<V_DIM, T>(scores, 1.0f, own.so_far[r], own.sum[r], own.p[m]);
+        weigh<V_DIM, Model>(scores, 1.0f, own.so_far[r], own.sum[r], own.p[m]);
+        if (keep) {
+          keep->tops[number * KEPT_ROWS + r] = own.so_far[r].top;
+          Weight* weights = keep->weights + (number * KEPT_ROWS + r) * BLOCK;
+          for (int i = 0; i < BLOCK; i += W) store(weights + i, load(own.p[m] + i));
+        }
       }
+      if (keep) keep->met[number] |= uint64_t{1} << tile;
       matmul<BLOCK, WIDTH, WIDTH, true>(own.p[0], own.values, BLOCK, 1.0f, own.sum[r0]);
     }
   }
+  if (keep) std::fill_n(own.below, KEPT_ROWS, INFINITY);  // what sees nothing gives nothing
   for (int r = 0; r < rows; ++r) {
     const int64_t of = head * GROUP + r % GROUP, query = asked.first + r / GROUP;
     Model* out = (*this)[OUT].at<Model>(row, of, query);
@@ -271,10 +321,38 @@ void Work::attend(Scratch& own, int64_t row, int64_t head, const Queries& asked)
     }
     float top = own.so_far[r].top, total = sum(own.so_far[r].total), more = 1.0f;
     if (total == 0.0f) top = 0.0f, total = 1.0f;  // it sees no key: its result is 0
-    lse[(row * QO_HEADS + of) * queries + query] = top + std::log(total);
+    const float below_all = top + std::log(total);
+    lse[(row * QO_HEADS + of) * queries + query] = below_all;
+    if (keep && below_all != -INFINITY) own.below[r] = below_all;
     more /= total;
     for (int c = 0; c < WIDTH; c += W) store(own.sum[r] + c, mul(load(own.sum[r] + c), set1(more)));
     narrow(own.sum[r], V_DIM, out);
+  }
+}
+
+// What the queries of a block that count give each key.
+void Work::give(const Scratch& own, const Kept& keep, const Queries& asked, float* out) const {
+  const int from = static_cast<int>(std::max<int64_t>(counted - asked.first, 0));
+  alignas(64) float factor[KEPT_ROWS];
+  for (int64_t number = 0; number < key_blocks(); ++number) {
+    const uint64_t met = keep.met[number];
+    if (!met) continue;
+    for (int r = 0; r < KEPT_ROWS; r += W)
+      store(factor + r, exp(kv::sub(load(keep.tops + number * KEPT_ROWS + r), load(own.below + r))));
+    Vec column[BLOCK / W];
+    for (Vec& of_keys : column) of_keys = set1(0.0f);
+    for (int t = from; t < asked.count; ++t) {
+      for (int r = t * GROUP; r < (t + 1) * GROUP; ++r) {
+        if (!(met >> r / TILE_ROWS & 1)) continue;
+        const Weight* weights = keep.weights + (number * KEPT_ROWS + r) * BLOCK;
+        const Vec of_row = set1(factor[r]);
+#pragma GCC unroll 16
+        for (int i = 0; i < BLOCK / W; ++i) {
+          column[i] = fma(load(weights + i * W), of_row, column[i]);
+        }
+      }
+    }
+    for (int i = 0; i < BLOCK / W; ++i) store(out + number * BLOCK + i * W, column[i]);
   }
 }
 
@@ -288,6 +366,7 @@ struct Columns {
 
   void operator()();
   void sum(Scratch& own, int64_t row, int64_t unit, int64_t start);
+  void meet(Scratch& own, int64_t row, int64_t unit, int64_t start, Vec* column);
   void add(Scratch& own, int64_t row, int64_t head, const Keys& block, const Queries& asked, Vec* column);
 };
 
@@ -302,19 +381,31 @@ void Columns::operator()() {
 }
 
 void Columns::sum(Scratch& own, int64_t row, int64_t unit, int64_t start) {
-  Keys block;
-  work.find(block, row, unit, start);
   Vec column[BLOCK / W];
   for (Vec& own_column : column) own_column = set1(0.0f);
+  alignas(64) float all[BLOCK];
+  const int64_t count = std::min<int64_t>(BLOCK, work.keys - start);
+  if (work.kept) {
+    for (int64_t head = unit * PER_UNIT; head < (unit + 1) * PER_UNIT; ++head)
+      for (int64_t of = 0; of < work.blocks; ++of)
+        for (int i = 0; i < BLOCK / W; ++i)
+          column[i] = kv::add(column[i], load(work.sums_of(row, head, of) + start + i * W));
+  } else {
+    meet(own, row, unit, start, column);
+  }
+  for (int i = 0; i < BLOCK / W; ++i) store(all + i * W, mul(column[i], set1(0x1.5555560000000p-2f)));
+  std::memcpy(work[COLUMNS].at<float>(row, unit, start), all, count * sizeof(float));
+}
+
+void Columns::meet(Scratch& own, int64_t row, int64_t unit, int64_t start, Vec* column) {
+  Keys block;
+  work.find(block, row, unit, start);
   for (int64_t first = counted; first < work.queries; first += TOKENS) {
     Queries asked;
     asked.find(work[POSITIONS], work[QUERY_PLACES], row, first, std::min<int64_t>(first + TOKENS, work.queries));
     if (!work.look(own, block, row, asked)) continue;
     for (int64_t head = unit * PER_UNIT; head < (unit + 1) * PER_UNIT; ++head) add(own, row, head, block, asked, column);
   }
-  alignas(64) float all[BLOCK];
-  for (int i = 0; i < BLOCK / W; ++i) store(all + i * W, mul(column[i], set1(0x1.5555560000000p-2f)));
-  std::memcpy(work[COLUMNS].at<float>(row, unit, start), all, block.count * sizeof(float));
 }
 
 void Columns::add(Scratch& own, int64_t row, int64_t head, const Keys& block, const Queries& asked, Vec* column) {
@@ -353,14 +444,21 @@ extern "C" void kvcompile_kernel(const Call* call) {
   const int64_t batch = q.size[0], queries = q.size[2];
   // Fewer together where else some threads had nothing to do.
   const int64_t share = (queries * batch * KV_HEADS + call->threads * 4 - 1) / (call->threads * 4);
-  const int64_t tokens = std::min<int64_t>(TOKENS, std::max<int64_t>({share, 32 / GROUP, 1}));
+  int64_t tokens = std::min<int64_t>(TOKENS, std::max<int64_t>({share, 32 / GROUP, 1}));
+  const int64_t kept = Kept::bytes((k.size[2] + BLOCK - 1) / BLOCK), kept_tokens = std::min<int64_t>(tokens, KEPT_TOKENS);
+  const int64_t sums = batch * KV_HEADS * ((queries + kept_tokens - 1) / kept_tokens) * ((k.size[2] + BLOCK - 1) / BLOCK * BLOCK) * sizeof(float);
+  const bool keeps = kept <= MOST_KEPT && sums <= MOST_SUMS;
+  if (keeps) tokens = kept_tokens;
   const int64_t blocks = (queries + tokens - 1) / tokens, tasks = batch * KV_HEADS * blocks;
   const int64_t threads = std::min(call->threads, tasks);
   const int64_t key_blocks = (k.size[2] + BLOCK - 1) / BLOCK, shares = batch * UNITS * key_blocks;
   const int64_t summing = std::min(call->threads, shares), most = std::max(threads, summing);
-  auto* scratch = static_cast<Scratch*>(
-      call->workspace(most * sizeof(Scratch) + batch * QO_HEADS * queries * sizeof(float)));
-  Work work{*call, scratch, reinterpret_cast<float*>(scratch + most), batch, queries, k.size[2], tokens, blocks};
+  const int64_t lse = (batch * QO_HEADS * queries * sizeof(float) + 63) / 64 * 64;
+  const int64_t more = lse + (keeps ? threads * kept + sums : 0);
+  auto* scratch = static_cast<Scratch*>(call->workspace(most * sizeof(Scratch) + more));
+  char* behind = reinterpret_cast<char*>(scratch + most);
+  Work work{*call, scratch, reinterpret_cast<float*>(behind), keeps ? behind + lse : nullptr,
+            reinterpret_cast<float*>(behind + lse + threads * kept), 0, batch, queries, k.size[2], tokens, blocks};
   shared_out(*call, threads, work);
   Columns columns{work, 0, key_blocks};
   shared_out(*call, summing, columns);

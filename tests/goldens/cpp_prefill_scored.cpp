@@ -187,7 +187,7 @@ void Work::attend(Scratch& own, int64_t row, int64_t head, const Queries& asked)
         const int r = r0 + m;
         const uint64_t seen = r < rows ? own.seen[r / GROUP] : 0;
         finish(scores, block, head * GROUP + r % GROUP, r < rows ? asked.position[r / GROUP] : -1, seen);
-        weigh<V_DIM, T>(scores, 1.0f, own.so_far[r], own.sum[r], own.p[m]);
+        weigh<V_DIM, Model>(scores, 1.0f, own.so_far[r], own.sum[r], own.p[m]);
       }
       matmul<BLOCK, WIDTH, WIDTH, true>(own.p[0], own.values, BLOCK, 1.0f, own.sum[r0]);
     }
@@ -200,7 +200,8 @@ void Work::attend(Scratch& own, int64_t row, int64_t head, const Queries& asked)
       continue;
     }
     float top = own.so_far[r].top, total = sum(own.so_far[r].total), more = 1.0f;
-    lse[(row * QO_HEADS + of) * queries + query] = top + std::log(total);
+    const float below_all = top + std::log(total);
+    lse[(row * QO_HEADS + of) * queries + query] = below_all;
     more /= total;
     for (int c = 0; c < WIDTH; c += W) store(own.sum[r] + c, mul(load(own.sum[r] + c), set1(more)));
     narrow(own.sum[r], V_DIM, out);
@@ -217,6 +218,7 @@ struct Columns {
 
   void operator()();
   void sum(Scratch& own, int64_t row, int64_t unit, int64_t start);
+  void meet(Scratch& own, int64_t row, int64_t unit, int64_t start, Vec* column);
   void add(Scratch& own, int64_t row, int64_t head, const Keys& block, const Queries& asked, Vec* column);
 };
 
@@ -231,10 +233,18 @@ void Columns::operator()() {
 }
 
 void Columns::sum(Scratch& own, int64_t row, int64_t unit, int64_t start) {
-  Keys block;
-  work.find(block, row, unit, start);
   Vec column[BLOCK / W];
   for (Vec& own_column : column) own_column = set1(0.0f);
+  alignas(64) float all[BLOCK];
+  const int64_t count = std::min<int64_t>(BLOCK, work.keys - start);
+  meet(own, row, unit, start, column);
+  for (int i = 0; i < BLOCK / W; ++i) store(all + i * W, mul(column[i], set1(1.0f)));
+  std::memcpy(work[COLUMNS].at<float>(row, unit, start), all, count * sizeof(float));
+}
+
+void Columns::meet(Scratch& own, int64_t row, int64_t unit, int64_t start, Vec* column) {
+  Keys block;
+  work.find(block, row, unit, start);
   for (int64_t first = counted; first < work.queries; first += TOKENS) {
     Queries asked;
     asked.find(work[POSITIONS], row, first, std::min<int64_t>(first + TOKENS, work.queries));
@@ -244,9 +254,6 @@ void Columns::sum(Scratch& own, int64_t row, int64_t unit, int64_t start) {
     for (int t = 0; t < asked.count; ++t)
       for (int i = 0; i < BLOCK / W; ++i) column[i] = kv::add(column[i], load(own.share[t] + i * W));
   }
-  alignas(64) float all[BLOCK];
-  for (int i = 0; i < BLOCK / W; ++i) store(all + i * W, mul(column[i], set1(1.0f)));
-  std::memcpy(work[COLUMNS].at<float>(row, unit, start), all, block.count * sizeof(float));
 }
 
 void Columns::add(Scratch& own, int64_t row, int64_t head, const Keys& block, const Queries& asked, Vec* column) {

@@ -14,7 +14,7 @@ from kvcompile.kernels.cpp.attend.side import paired_sums, side_text
 from kvcompile.kernels.cpp.attend.slots import lowest, slots_text
 from kvcompile.kernels.cpp.attend.values import MODELS
 from kvcompile.kernels.cpp.render import real, rendered
-from kvcompile.kernels.cpp.spec import CppSpec
+from kvcompile.kernels.cpp.spec import WIDE, CppSpec
 from kvcompile.kernels.cpp.symbolic import printed
 from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.storage.hadamard import block
@@ -63,6 +63,7 @@ def generate(spec: CppSpec) -> str:
         on_read=on_read,
         turns_now=site.rotates_on_append,
         scored=retention.by_score,
+        wide=WIDE in spec.options,
         address=printed(layout.address, {sy.pos: "token"}) if not retention.by_score else "",
         query_place=query_place,
         hadamard_keys=block(spec.head_dim) if layout.keys.hadamard and not on_read else 0,

@@ -5,7 +5,8 @@ Blocks of queries meet blocks of keys: products in registers, a softmax so far f
 kernel's: one kernel is for many layouts.
 
 With the option `columns` it also sums up what retention by scores needs (`kernels/reference/score_sums.py`): when the
-sum below each query's probabilities is known, blocks of keys meet the queries that count once more. Where such a
+sum below each query's probabilities is known, what its weights were is summed up key by key; where there is no room for
+these, blocks of keys meet the queries that count once more. Where such a
 retention keeps the newest tokens in full, keys are there once for each form in which a query may read them.
 """
 
@@ -19,7 +20,7 @@ from kvcompile.kernels.cpp.attend import expression
 from kvcompile.kernels.cpp.attend.bias import bias_text
 from kvcompile.kernels.cpp.attend.values import MODELS
 from kvcompile.kernels.cpp.render import real, rendered
-from kvcompile.kernels.cpp.spec import CppSpec
+from kvcompile.kernels.cpp.spec import WIDE, CppSpec
 from kvcompile.kernels.cpp.symbolic import printed
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import CacheLayout, Contiguous, InKeys, Scored, SinkWindow, Slots, Storage
@@ -29,6 +30,9 @@ TENSORS = ("OUT", "Q", "K", "V", "PLACES", "POSITIONS", "SINKS", "BIAS", "ALLOWE
 COLUMNS = "columns"
 _ROWS = 384  # of queries that meet a block of keys: packing it costs a few hundredths of their products
 _SUMS = 1 << 16  # floats of their sums, at most: these stay in a core's second cache
+_KEPT_ROWS = 192  # of queries whose weights are kept: over 4,000 keys they fit a core's second cache
+_MOST_KEPT = 8 << 20  # bytes of a thread; of more keys, products are made twice
+_MOST_KEPT_SUMS = 64 << 20  # bytes of all blocks of queries together
 
 
 def site_of(site: SiteSpec) -> SiteSpec:
@@ -78,7 +82,8 @@ def generate(spec: CppSpec) -> str:
         "prefill.cpp.jinja",
         spec=spec,
         columns=columns,
-        **(_sums(spec) if columns else {}),
+        wide=WIDE in spec.options,
+        **(_sums(spec) if columns else {"keeps": False}),
         model=MODELS[spec.torch_dtype],
         sm_scale=real(float(np.float32(site.sm_scale))),
         tensors=(
@@ -114,7 +119,7 @@ def _near(site: SiteSpec) -> SinkWindow | None:
     return retention if isinstance(retention, SinkWindow) and retention.in_cache else None
 
 
-def _sums(spec: CppSpec) -> dict[str, str]:
+def _sums(spec: CppSpec) -> dict[str, str | int]:
     """What probabilities are pooled by, and from which of the queries on."""
     retention = spec.layout.retention
     assert isinstance(retention, Scored)
@@ -125,7 +130,10 @@ def _sums(spec: CppSpec) -> dict[str, str]:
         counted = f"std::max<int64_t>(queries - {retention.rows}, 0)"
     shared = spec.num_qo_heads // spec.units
     factor = real(float(np.float32(1 / shared))) if retention.pooling == "mean" else "1.0f"
-    return {"pooling": retention.pooling, "factor": factor, "counted": counted}
+    # The largest share of heads of several KV heads is known where all of them are met together.
+    keeps = retention.pooling != "max" or spec.units == spec.num_kv_heads
+    kept = {"kept_rows": _KEPT_ROWS, "most_kept": _MOST_KEPT, "most_sums": _MOST_KEPT_SUMS}
+    return {"pooling": retention.pooling, "factor": factor, "counted": counted, "keeps": keeps, **kept}
 
 
 def _visible(site: SiteSpec) -> list[tuple[str, str, str]]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvcompile.kernels.cpp.host import ops
 from kvcompile.kernels.cpp.host.leaves import leaves_of
-from kvcompile.kernels.cpp.spec import CppSpec
+from kvcompile.kernels.cpp.isa import widens
+from kvcompile.kernels.cpp.spec import WIDE, CppSpec
 from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import InKeys
@@ -34,7 +35,7 @@ def cached_attention_one(x: AttendInputs, chosen: Tensor | None = None) -> Tenso
     # What is noted of pages is the selection's, which has noted it.
     buffers = x.buffers[: len(x.buffers) - layout.selection.num_notes]
     heads, dims = (x.q.shape[1], x.k.shape[1]), (x.q.shape[3], v_dim)
-    text = _text(site, heads, dims, str(x.q.dtype), chosen is not None)
+    text = _text(site, heads, dims, str(x.q.dtype), chosen is not None, widens(x.q.dtype))
     q, k, v = (_dense(vectors).to(x.q.dtype) for vectors in (x.q, x.k, x.v))
     out: Tensor = ops.cpp_attend(
         q,
@@ -55,16 +56,27 @@ def cached_attention_one(x: AttendInputs, chosen: Tensor | None = None) -> Tenso
 
 
 @lru_cache(maxsize=1024)
-def _text(site: SiteSpec, heads: tuple[int, int], dims: tuple[int, int], dtype: str, chosen: bool) -> str:
+def _text(
+    site: SiteSpec, heads: tuple[int, int], dims: tuple[int, int], dtype: str, chosen: bool, wide: bool
+) -> str:
     """The text of the kernel's spec: it takes longer to write than a short text's attention does."""
-    return spec_of(replace(site, kernels="cpp"), heads, dims, dtype, chosen).to_json()
+    return spec_of(replace(site, kernels="cpp"), heads, dims, dtype, chosen, wide).to_json()
 
 
 def spec_of(
-    site: SiteSpec, heads: Sequence[int], dims: Sequence[int], dtype: str, chosen: bool = False
+    site: SiteSpec,
+    heads: Sequence[int],
+    dims: Sequence[int],
+    dtype: str,
+    chosen: bool = False,
+    wide: bool = False,
 ) -> CppSpec:
-    """The kernel of a site; heads of queries and keys, dims of keys and values."""
-    options = ("chosen",) if chosen else ()
+    """The kernel of a site; heads of queries and keys, dims of keys and values.
+
+    Args:
+        wide: rows of bfloat16 are multiplied as floats.
+    """
+    options = (*(("chosen",) if chosen else ()), *((WIDE,) if wide else ()))
     return CppSpec(
         "decode", site, heads[0], heads[1], dims[0], dims[1], dtype.removeprefix("torch."), options
     )

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvcompile.kernels.cpp.attend.prefill import COLUMNS, site_of
+from kvcompile.kernels.cpp.host import prefill
 from kvcompile.kernels.cpp.host.attention import spec_of
 from kvcompile.kernels.cpp.host.source import linear_spec
-from kvcompile.kernels.cpp.isa import Isa, multiplies_rows
-from kvcompile.kernels.cpp.spec import CppSpec
+from kvcompile.kernels.cpp.isa import Isa, multiplies_rows, widens
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import InKeys
 
@@ -38,15 +37,13 @@ def launches(
     chosen = layout.selection.selects
     # A selection is the reference's, which has turned the queries that it looks with.
     decode = replace(site, kernels="cpp", rotary=None if chosen and site.rotates_on_append else site.rotary)
-    one = spec_of(decode, heads, (dims[0], v_dim), str(dtype), chosen)
+    one = spec_of(decode, heads, (dims[0], v_dim), str(dtype), chosen, widens(dtype, own))
     found = [
         Launch("a token", "decode", one.to_json(), one.options),
         Launch("a token", "linear", linear_spec(dtype)),
     ]
-    name = str(dtype).removeprefix("torch.")
-    options = (COLUMNS,) if site.layout.retention.by_score else ()
-    prefill = CppSpec("prefill", site_of(site), heads[0], heads[1], dims[0], v_dim, name, options)
-    found.append(Launch("a prompt", "prefill", prefill.to_json(), prefill.options))
+    many = prefill.spec_of(site, (*heads, dims[0], v_dim), dtype, site.layout.retention.by_score, own)
+    found.append(Launch("a prompt", "prefill", many.to_json(), many.options))
     if multiplies_rows(dtype, own):
         found.append(Launch("a prompt", "linear", linear_spec(dtype, True, own)))
     return tuple(found)

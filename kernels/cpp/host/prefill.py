@@ -11,7 +11,8 @@ from torch import Tensor
 from kvcompile.kernels.cpp.attend.prefill import COLUMNS, forms_of, places_matter, site_of
 from kvcompile.kernels.cpp.host import ops
 from kvcompile.kernels.cpp.host.leaves import leaves_of
-from kvcompile.kernels.cpp.spec import CppSpec
+from kvcompile.kernels.cpp.isa import Isa, isa, widens
+from kvcompile.kernels.cpp.spec import WIDE, CppSpec
 from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.spec import SiteSpec
 
@@ -80,7 +81,7 @@ def attend_columns(
     ops.ready()
     assert tuple(forms) == forms_of(site.layout), (forms, site.layout)
     q, k, v = (_dense(own.to(q.dtype)) for own in (q, k, v))
-    spec, text = _spec(site, q, k, v, (COLUMNS,))
+    spec, text = _spec(site, q, k, v, True)
     columns = torch.empty(k.shape[0], spec.units, k.shape[2], device=q.device)
     by_places = places_matter(site)
     out: Tensor = ops.cpp_attend_columns(
@@ -100,19 +101,29 @@ def attend_columns(
     return out, columns
 
 
-def _spec(
-    site: SiteSpec, q: Tensor, k: Tensor, v: Tensor, options: tuple[str, ...] = ()
-) -> tuple[CppSpec, str]:
+def spec_of(
+    site: SiteSpec, sizes: tuple[int, int, int, int], dtype: torch.dtype, columns: bool, own: Isa
+) -> CppSpec:
+    """The kernel of a site.
+
+    Args:
+        sizes: query heads, KV heads, channels of a key and of a value.
+        columns: whether what retention by scores needs is summed up.
+    """
+    options = (*((COLUMNS,) if columns else ()), *((WIDE,) if widens(dtype, own) else ()))
+    return CppSpec("prefill", site_of(site), *sizes, str(dtype).removeprefix("torch."), options)
+
+
+def _spec(site: SiteSpec, q: Tensor, k: Tensor, v: Tensor, columns: bool = False) -> tuple[CppSpec, str]:
     """The kernel's spec and its text."""
-    sizes = (q.shape[1], k.shape[1], q.shape[3], v.shape[3])
-    return _with_text(site, sizes, str(q.dtype).removeprefix("torch."), options)
+    return _with_text(site, (q.shape[1], k.shape[1], q.shape[3], v.shape[3]), q.dtype, columns, isa())
 
 
 @lru_cache(maxsize=1024)
 def _with_text(
-    site: SiteSpec, sizes: tuple[int, int, int, int], dtype: str, options: tuple[str, ...]
+    site: SiteSpec, sizes: tuple[int, int, int, int], dtype: torch.dtype, columns: bool, own: Isa
 ) -> tuple[CppSpec, str]:
-    spec = CppSpec("prefill", site_of(site), *sizes, dtype, options)
+    spec = spec_of(site, sizes, dtype, columns, own)
     return spec, spec.to_json()
 
 

@@ -14,7 +14,7 @@ from kvcompile.errors import KernelError
 from kvcompile.kernels.cpp.attend.values import MODELS
 from kvcompile.kernels.cpp.generate import generate
 from kvcompile.kernels.cpp.host.compiler import INCLUDE, SHARED, built, flags_for
-from kvcompile.kernels.cpp.isa import Isa, isa, lacks_products_of, multiplies_rows
+from kvcompile.kernels.cpp.isa import Isa, isa, lacks_products_of, multiplies_rows, widens
 from kvcompile.kernels.cpp.spec import CppSpec
 
 ENTRY = "kvcompile_kernel"
@@ -86,12 +86,13 @@ def linear_spec(dtype: torch.dtype, many: bool = False, own: Isa | None = None) 
 
     Args:
         many: more than one token; of an instruction set whose processor multiplies their dtype, only the few are the
-            kernel's.
+            kernel's, but where floats are faster.
         own: the instruction set; None: this machine's.
     """
     if not many:
         return f"{_LINEAR} {MODELS[dtype]}"
-    return f"{_LINEAR}_{'many' if lacks_products_of(dtype, own or isa()) else 'few'} {MODELS[dtype]}"
+    any_number = lacks_products_of(dtype, own or isa()) or widens(dtype, own or isa())
+    return f"{_LINEAR}_{'many' if any_number else 'few'} {MODELS[dtype]}"
 
 
 def linear_kernels(dtype: torch.dtype) -> tuple[Path, ...]:

@@ -1,6 +1,7 @@
 // Products of bfloat16 queries with bfloat16 keys, and sums of weighed values: two numbers a lane at once, sums in float.
 //
-// Keys and queries are what they are; weights are rounded to bfloat16, as any product in it takes them.
+// Keys and queries are what they are; weights are rounded to bfloat16, as any product in it takes them. With KV_WIDE, for
+// processors that multiply floats faster, both numbers of a pair become floats in registers, and weights are floats.
 // Rows have `const uint8_t* at(i)`; N is a multiple of 2 W.
 #pragma once
 
@@ -9,6 +10,22 @@
 namespace kv {
 
 #if defined(KV_PAIRS) && defined(KV_QUADS)
+
+#if defined(KV_WIDE)
+struct Met {
+  Vec first, second;
+};
+inline Met met(const bf16* p) {
+  const Pairs own = load_pairs(p);
+  return {firsts(own), seconds(own)};
+}
+inline Vec dot(const Met& a, const Met& b, Vec c) { return fma(a.second, b.second, fma(a.first, b.first, c)); }
+using Weight = float;
+#else
+using Met = Pairs;
+inline Met met(const bf16* p) { return load_pairs(p); }
+using Weight = bf16;
+#endif
 
 template <int Q, int N, class Row>
 inline void scores_of_pairs(const bf16* q, const Row& rows, int n, float* scores) {
@@ -27,12 +44,12 @@ inline void scores_of_pairs(const bf16* q, const Row& rows, int n, float* scores
       }
 #pragma GCC unroll 4
       for (int c = 0; c < N; c += 2 * W) {
-        Pairs k[ROWS];
+        Met k[ROWS];
 #pragma GCC unroll 4
-        for (int i = 0; i < ROWS; ++i) k[i] = load_pairs(row[i] + c);
+        for (int i = 0; i < ROWS; ++i) k[i] = met(row[i] + c);
 #pragma GCC unroll 8
         for (int g = 0; g < Q; ++g) {
-          const Pairs own = load_pairs(q + g * N + c);
+          const Met own = met(q + g * N + c);
 #pragma GCC unroll 4
           for (int i = 0; i < ROWS; ++i) total[g][i] = dot(own, k[i], total[g][i]);
         }
@@ -57,7 +74,7 @@ inline void qk_pairs(const bf16* q, const Row& rows, int n, float* scores) {
 }
 
 template <int Q, int N, int CHUNKS, class Row>
-inline void sums_of_pairs(const bf16 (*p)[BLOCK], const Row& rows, int n, int c0, float* out) {
+inline void sums_of_pairs(const Weight (*p)[BLOCK], const Row& rows, int n, int c0, float* out) {
   Vec total[Q][CHUNKS][2];
 #pragma GCC unroll 4
   for (int g = 0; g < Q; ++g)
@@ -67,6 +84,24 @@ inline void sums_of_pairs(const bf16 (*p)[BLOCK], const Row& rows, int n, int c0
       total[g][c][0] = load(sum);
       total[g][c][1] = load(sum + W);
     }
+#if defined(KV_WIDE)
+  for (int i = 0; i < n; ++i) {
+    if (ASKS_FOR_ROWS && c0 == 0) rows.template fetch<N * 2>(i, 1);
+    const bf16* row = reinterpret_cast<const bf16*>(rows.at(i)) + c0;
+    Met v[CHUNKS];
+#pragma GCC unroll 4
+    for (int c = 0; c < CHUNKS; ++c) v[c] = met(row + c * 2 * W);
+#pragma GCC unroll 8
+    for (int g = 0; g < Q; ++g) {
+      const Vec weight = set1(p[g][i]);
+#pragma GCC unroll 4
+      for (int c = 0; c < CHUNKS; ++c) {
+        total[g][c][0] = fma(weight, v[c].first, total[g][c][0]);
+        total[g][c][1] = fma(weight, v[c].second, total[g][c][1]);
+      }
+    }
+  }
+#else
   for (int i = 0; i < n; i += 2) {
     if (ASKS_FOR_ROWS && c0 == 0) rows.template fetch<N * 2>(i, 2);
     const bf16 *first = reinterpret_cast<const bf16*>(rows.at(i)) + c0,
@@ -88,6 +123,7 @@ inline void sums_of_pairs(const bf16 (*p)[BLOCK], const Row& rows, int n, int c0
       }
     }
   }
+#endif
 #pragma GCC unroll 4
   for (int g = 0; g < Q; ++g)
 #pragma GCC unroll 4
@@ -100,10 +136,14 @@ inline void sums_of_pairs(const bf16 (*p)[BLOCK], const Row& rows, int n, int c0
 
 template <int Q, int N, class Row>
 inline void sums_of_all_pairs(const float* p, const Row& rows, int n, float* out) {
+#if defined(KV_WIDE)
+  const auto* weight = reinterpret_cast<const float(*)[BLOCK]>(p);
+#else
   alignas(64) bf16 weight[Q][BLOCK];
 #pragma GCC unroll 4
   for (int g = 0; g < Q; ++g)
     for (int i = 0; i < n; i += W) store(weight[g] + i, load(p + g * BLOCK + i));
+#endif
   int c = 0;
   for (; c + 4 * W <= N; c += 4 * W) sums_of_pairs<Q, N, 2>(weight, rows, n, c, out);
   if constexpr (N % (4 * W) != 0) sums_of_pairs<Q, N, 1>(weight, rows, n, c, out);
@@ -124,7 +164,11 @@ template <int N>
 inline void in_order(float* sum) {
   for (int c = 0; c < N; c += 2 * W) {
     Vec low = load(sum + c), high = load(sum + c + W);
+#if defined(KV_WIDE)
+    zip(low, high);
+#else
     untangle(low, high);
+#endif
     store(sum + c, low);
     store(sum + c + W, high);
   }

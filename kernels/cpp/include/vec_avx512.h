@@ -48,6 +48,10 @@ inline Vec load(const e4m3* p) {
   return _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
 }
 inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+inline void store(f16* p, Vec x) {
+  const __m256i half = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half);
+}
 
 #if defined(KV_PAIRS)
 
@@ -330,6 +334,16 @@ inline void interleave(Pairs& a, Pairs& b) {
   const __m512i x = (__m512i)a, y = (__m512i)b;
   a = (Pairs)_mm512_unpacklo_epi16(x, y);
   b = (Pairs)_mm512_unpackhi_epi16(x, y);
+}
+// The first numbers of pairs as floats, and the second ones; where both are channels' sums, each in its place.
+inline Vec firsts(Pairs x) { return _mm512_castsi512_ps(_mm512_slli_epi32((__m512i)x, 16)); }
+inline Vec seconds(Pairs x) {
+  return _mm512_castsi512_ps(_mm512_and_si512((__m512i)x, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+inline void zip(Vec& a, Vec& b) {
+  const Vec x = a, y = b;
+  a = _mm512_permutex2var_ps(x, _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0), y);
+  b = _mm512_permutex2var_ps(x, _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8), y);
 }
 inline void untangle(Vec& a, Vec& b) {
   const Vec x = a, y = b;

@@ -207,6 +207,12 @@ inline void interleave(Pairs& a, Pairs& b) {
   }
 }
 inline void untangle(Vec&, Vec&) {}
+inline Vec firsts(Pairs x) { KV_LANES(to_float(x.x[2 * i])); }
+inline Vec seconds(Pairs x) { KV_LANES(to_float(x.x[2 * i + 1])); }
+inline void zip(Vec& a, Vec& b) {
+  const Vec x = a, y = b;
+  for (int i = 0; i < 2 * W; ++i) (i < W ? a : b).x[i % W] = (i % 2 ? y : x).x[i / 2];
+}
 #endif
 #endif
 

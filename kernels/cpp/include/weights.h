@@ -9,18 +9,18 @@ struct SoFar {
   Vec total = set1(0.0f);
 };
 
-// exp(x - top) as exactly as a weight of type T is held.
-template <class T>
+// exp(x - top) as exactly as results of a model's type ask for.
+template <class Model>
 inline Vec below(Vec x, float top) {
 #if defined(KV_PAIRS)
   constexpr float log2e = 1.44269504088896f;
-  if constexpr (std::is_same_v<T, bf16>) return exp2_short(mul(sub(x, set1(top)), set1(log2e)));
+  if constexpr (std::is_same_v<Model, bf16>) return exp2_short(mul(sub(x, set1(top)), set1(log2e)));
 #endif
   return exp(sub(x, set1(top)));
 }
 
 // Scores of a block, times `scale`, become weights, and `out` (DIM) what it was below the new top. Hidden scores are -inf.
-template <int DIM, class T, class Weight>
+template <int DIM, class Model, class Weight>
 inline void weigh(const float* scores, float scale, SoFar& so_far, float* out, Weight* weights) {
   Vec x[BLOCK / W], most = set1(-INFINITY);
 #pragma GCC unroll 16
@@ -37,7 +37,7 @@ inline void weigh(const float* scores, float scale, SoFar& so_far, float* out, W
   Vec total = so_far.total;
 #pragma GCC unroll 16
   for (int i = 0; i < BLOCK / W; ++i) {
-    const Vec weight = below<T>(x[i], top);
+    const Vec weight = below<Model>(x[i], top);
     total = add(total, weight);
     store(weights + i * W, weight);
   }

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvcompile.kernels.cpp.host import ops, source
+from kvcompile.kernels.cpp.host import attention, ops, prefill, source
 from kvcompile.kernels.cpp.isa import VARIABLE, Isa, available
 from kvcompile.kernels.cpp.spec import CppSpec
 from kvcompile.kernels.ops import cached_attention as op
@@ -189,25 +189,33 @@ def test_every_instruction_set_of_this_machine(isa: str, name: str, monkeypatch:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("isa", "dtype"),
+    ("isa", "dtype", "wide"),
     cases(
-        [(isa.name, dtype) for isa in available() for dtype in (torch.float32, torch.bfloat16)],
-        # bfloat16 where it has instructions of its own, and where nothing is the processor's
         [
-            *((isa.name, torch.float32) for isa in available()),
-            *((name, torch.bfloat16) for name in ("avx512_bf16", "portable")),
+            (isa.name, dtype, wide)
+            for isa in available()
+            for dtype, wide in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True))
+        ],
+        # bfloat16 where it has instructions of its own, as pairs and as floats, and where nothing is the processor's
+        [
+            *((isa.name, torch.float32, False) for isa in available()),
+            *(("avx512_bf16", torch.bfloat16, wide) for wide in (False, True)),
+            ("portable", torch.bfloat16, False),
         ],
     ),
     ids=str,
 )
 def test_prompts_by_every_instruction_set(
-    isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    isa: str, dtype: torch.dtype, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys of more channels than vectors have, and not a multiple of them."""
+    monkeypatch.setattr(prefill, "widens", lambda dtype, own: wide)
+    prefill._with_text.cache_clear()
     monkeypatch.setenv(VARIABLE, isa)
     ops.forget()
     check(Case(CacheLayout(), (3, 1), (72, 40), dtype, chunks=(70, 20), pads=(0, 9)), "cpp")
     ops.forget()
+    prefill._with_text.cache_clear()
 
 
 DTYPES = [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float32, torch.float16))]
@@ -279,10 +287,30 @@ def test_whole_numbers_and_pairs(
     name: str, isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the instructions of this machine, and by the same in plain C++."""
+    monkeypatch.setattr(attention, "widens", lambda dtype: False)
     if isa == "quads":
         monkeypatch.setattr(source, "isa", lambda: QUADS)
     ops.forget()
     check(replace(WHOLE[name], dtype=dtype), "cpp")
+    ops.forget()
+
+
+@pytest.mark.parametrize(
+    ("name", "isa"),
+    [
+        ("in the model's", "quads"),
+        ("in the model's, pages", "best"),
+        pytest.param("in the model's", "best", marks=pytest.mark.slow),
+        pytest.param("in the model's, pages", "quads", marks=pytest.mark.slow),
+    ],
+)
+def test_pairs_become_floats(name: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where floats are multiplied faster: each channel of a pair is in its place."""
+    monkeypatch.setattr(attention, "widens", lambda dtype: True)
+    if isa == "quads":
+        monkeypatch.setattr(source, "isa", lambda: QUADS)
+    ops.forget()
+    check(replace(WHOLE[name], dtype=torch.bfloat16), "cpp")
     ops.forget()
 
 

@@ -67,6 +67,7 @@ BREAKS: dict[str, tuple[str, str, str]] = {
     "a bias by another place": ("in-cache prompt", "std::min(at, FARTHEST) : at", "at : at"),
     "shares of another sum": ("H2O prompt", "top + std::log(total)", "top + 0.5f * std::log(total)"),
     "a block of keys gets nothing": ("H2O prompt", "mine / units * BLOCK", "mine / units / 2 * BLOCK"),
+    "weights that were kept are below an earlier top": ("H2O prompt", "set1(factor[r])", "set1(1.0f)"),
     "shares are no mean": ("H2O prompt", "mul(column[i], set1(", "kv::add(column[i], set1("),
     "heads of a layer are left out": (
         "SnapKV prompt",

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.fx import symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvcompile.compile import gemv
-from kvcompile.kernels.cpp import isa
-from kvcompile.kernels.cpp.host import ops, source
+from kvcompile.kernels.cpp import isa, products
+from kvcompile.kernels.cpp.generate import generate
+from kvcompile.kernels.cpp.host import ops, prefill, source
 from kvcompile.kernels.cpp.host.linear import MOST, linear, linear_many, linears
 from kvcompile.kernels.cpp.isa import VARIABLE, Isa, available
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.layouts import CacheLayout
 from tests.kernels.cpp.test_attention import PAIRS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -226,8 +232,9 @@ def test_many_tokens_take_it_where_the_processor_lacks_their_products(
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 64), (torch.bfloat16, 16)], ids=str)
-def test_the_blas_has_many_rows(dtype: torch.dtype, most: int) -> None:
+def test_the_blas_has_many_rows(dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the rows that come: compiled code is the same for any number."""
+    monkeypatch.setattr(products, "floats_are_faster", lambda: False)
     if not isa.multiplies_rows(dtype) or isa.lacks_products_of(dtype):
         pytest.skip(f"{isa.isa().name}: the kernel takes any number of rows in {dtype}, or none")
     _, weight, bias = vectors(131, 203, dtype)
@@ -259,6 +266,42 @@ def test_which_processors_lack_products(monkeypatch: pytest.MonkeyPatch) -> None
         assert set(found) == set(lacks), features
     monkeypatch.undo()
     isa.available.cache_clear()
+
+
+@pytest.mark.parametrize("advantage", [1.9, 0.5])
+def test_products_are_of_floats_where_these_are_faster(
+    advantage: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of bfloat16 on a processor that has its products; without them, and in other dtypes, it does not matter."""
+    monkeypatch.setattr(products, "_advantage", lambda: advantage)
+    monkeypatch.setattr(isa, "available", lambda: isa.ISAS)
+    products.floats_are_faster.cache_clear()
+    pairs, wide = isa.ISAS[0], advantage > 1
+    site = SiteSpec(CacheLayout(), 0.125)
+    for dtype in DTYPES:
+        own = wide and dtype == torch.bfloat16
+        assert isa.widens(dtype, pairs) == own
+        assert not any(isa.widens(dtype, other) for other in isa.ISAS[1:])
+        prompt = prefill.spec_of(site, (9, 3, 64, 64), dtype, False, pairs)
+        assert prompt.options == (("wide",) if own else ())
+        assert ("using T = float;" in generate(prompt)) == own
+    assert source.linear_spec(torch.bfloat16, True, pairs) == f"linear_{'many' if wide else 'few'} bf16"
+    monkeypatch.setattr(isa, "available", lambda: isa.ISAS[1:])
+    assert not isa.widens(torch.bfloat16, pairs), "nothing is known of another machine's processor"
+    monkeypatch.undo()
+    products.floats_are_faster.cache_clear()
+
+
+def test_what_is_faster_is_measured_while_a_graph_is_traced() -> None:
+    """With real tensors: those of the tracer multiply in no time."""
+    found: list[Any] = []
+    real = products._advantage
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
+        patch.setattr(products, "_advantage", lambda: found.append(real()) or found[-1])
+        patch.setattr(products.torch, "mm", lambda x, y, mm=torch.mm: found.append(type(x)) or mm(x, y))
+        products.floats_are_faster.__wrapped__()
+    *made, advantage = found
+    assert {*made} == {Tensor} and 0 < advantage < float("inf")
 
 
 def test_no_compiler_takes_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
