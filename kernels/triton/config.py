@@ -183,7 +183,8 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
     if keys.channelwise and keys.group >= _SMALLEST and not case.affine:
         # One group a tile: its scales are folded into the queries. Of 2 bits, so small a tile is the work of two warps.
         block_n = min(block_n, _power_below(keys.group))
-        if case.role == "decode" and block_n <= 32 and case.dim <= 128 and case.bits <= 2:
+        few = step_rows(case) * case.stack <= _SMALLEST
+        if case.role == "decode" and few and block_n <= 32 and case.dim <= 128 and case.bits <= 2:
             config = replace(config, num_warps=min(config.num_warps, 2))
     if _ONE_PAGE <= case.page < block_n and case.page & (case.page - 1) == 0:
         block_n = case.page  # one address for all slots of a tile

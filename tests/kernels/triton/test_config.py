@@ -23,7 +23,7 @@ from kvcompile.kernels.triton.config import (
 )
 from kvcompile.kernels.triton.device import INTERPRETER, Device, device_of
 from kvcompile.kernels.triton.roles import ROLES
-from kvcompile.kernels.triton.spec import KernelSpec
+from kvcompile.kernels.triton.spec import KernelSpec, Role
 from kvcompile.kernels.triton.tile.tile_loader import reader
 from kvcompile.layouts import (
     CacheLayout,
@@ -37,6 +37,7 @@ from kvcompile.layouts import (
     with_hadamard,
 )
 from kvcompile.specs import ScoreSpec
+from tests.support.kernel_specs import recipe_layouts
 
 H200 = Device("NVIDIA H200", 90, 132)
 A100 = Device("NVIDIA A100-SXM4-80GB", 80, 108)
@@ -223,3 +224,16 @@ def test_a_broken_table_is_an_error(text: str) -> None:
 def test_the_interpreter_is_a_device_of_its_own() -> None:
     assert CPU.arch == INTERPRETER
     assert config(Case("decode", 16, 64, 3), PLAIN, CPU).block_n == 16
+
+
+def test_tokens_in_full_beside_few_bits_take_the_registers_of_more_warps() -> None:
+    """Of 16 heads to a KV head, two warps spill in the main loop; of prompts of 256 channels, 64 rows do."""
+    site = SiteSpec(recipe_layouts("kivi2")["causal"], 0.1)
+
+    def of(role: Role, heads: tuple[int, int], dim: int) -> Config:
+        return config(case_of(role, site, *heads, dim, dim, torch.bfloat16), site, H200)
+
+    few, many = (of("decode", heads, 128) for heads in ((32, 8), (16, 1)))
+    assert (few.num_warps, few.num_stages) == (2, 6) and (many.num_warps, many.num_stages) == (4, 3)
+    prompt = of("prefill", (8, 4), 256)
+    assert (prompt.block_m, prompt.block_n, prompt.num_warps) == (16, 32, 8)
