@@ -35,8 +35,8 @@ def compiled() -> Iterator[None]:
 
 
 def described(dtype: torch.dtype) -> str:
-    """The instruction set that kernels are compiled for here, and whether prompts of a model of `dtype` are widened."""
-    return isa().name + (", prompts multiplied in float32, which is faster here" if widens(dtype) else "")
+    """The instruction set that kernels are compiled for here, and whether numbers of a model's `dtype` are widened."""
+    return isa().name + (", multiplied in float32, which is faster here" if widens(dtype) else "")
 
 
 @cache

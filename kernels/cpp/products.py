@@ -1,7 +1,7 @@
 """Which products are fast on this processor: those of bfloat16, or those of float32 after numbers were widened.
 
 A processor with AVX-512 BF16 may multiply bfloat16 at half the speed of floats: a Sapphire Rapids without AMX does (168
-GFLOP/s beside 310 on two cores), AMD's and those with AMX do not. No flag of the processor says so, so it is measured.
+GFLOP/s beside 310 on two cores). No flag of the processor says so, so it is measured.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from kvcompile.decide.kernel_choice import KernelChoice, choose
 from kvcompile.errors import PlanError, RecipeError
 from kvcompile.expression import Instruction, ScoreMod
 from kvcompile.kernels.cpp import available as cpp_available
+from kvcompile.kernels.cpp import products
 from kvcompile.kernels.cpp import supports as cpp_supports
 from kvcompile.kernels.cpp.isa import isa
 from kvcompile.kernels.inputs import AttendInputs
@@ -144,13 +145,17 @@ def test_what_kernels_cannot_do_has_a_reason() -> None:
 # ---- what the recipe says
 
 
-def test_auto_takes_triton_where_it_can(runs: None) -> None:
+def test_auto_takes_triton_where_it_can(runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "floats_are_faster", lambda: False)
     assert chosen("auto", CUDA) == KernelChoice("triton", "the model is on cuda:0")
     assert chosen("auto", CPU) == KernelChoice("cpp", f"the model is on cpu, compiled for {isa().name}")
     assert chosen("auto", torch.device("mps")) == KernelChoice("reference", "the model is on mps")
     dynamic = chosen("auto", CUDA, replace(SITE, score=DYNAMIC))
     assert dynamic.kernels == "reference" and "computed from activations" in dynamic.because
     assert chosen("auto", None).kernels == "reference"
+    monkeypatch.setattr(products, "floats_are_faster", lambda: True)
+    widened = isa().name == "avx512_bf16"  # of the others, none has products of bfloat16
+    assert chosen("auto", CPU).because.endswith("multiplied in float32, which is faster here") == widened
 
 
 def test_auto_says_why_a_gpu_runs_the_reference(runs_nowhere: None) -> None:
