@@ -43,8 +43,8 @@ from kvcompile.passes.capture.inputs import CapturedInputs, example, wrap
 from kvcompile.passes.capture.joined import join, worth_it
 from kvcompile.passes.capture.last_token import LastToken
 from kvcompile.passes.capture.opaque import CannotBeOpaque, Run, Tracing, innermost, observe, settle
-from kvcompile.passes.capture.own_positions import Alone
 from kvcompile.passes.capture.plain import Plain, plain
+from kvcompile.passes.capture.shown import Shown
 from kvcompile.passes.capture.step_proof import Example
 from kvcompile.passes.capture.trace import BATCH, SEQ, WAYS, Traced, Way, trace
 from kvcompile.passes.capture.traced_once import Once
@@ -69,12 +69,7 @@ _DATA_DEPENDENT = (
 _LONGEST = 4096  # tokens of a comparison
 _CHECKED = ((1, TOKENS), (1, SEQ))  # sizes at which it is seen what a forward changes
 _OTHERS = ((2, 17), (4, 6))  # sizes at which a graph that Dynamo made is compared besides
-_COUNTED = (8, 12)  # tokens by which a model's own positions are seen
 _VARIANTS = tuple(CapturedInputs(*given) for given in product((True, False), repeat=2))  # in this order
-_NOT_SHOWN = {
-    "position_ids": "that the model's own positions are 0, 1, 2, .. is not shown: it makes them itself, in the graph",
-    "logits_to_keep": "that logits_to_keep only chooses among the tokens is not shown: all logits are computed",
-}
 
 
 @dataclass(frozen=True)
@@ -131,7 +126,7 @@ def capture(model: nn.Module, foresee: Callable[[Captured], object] = _unforesee
     start, beside = time.perf_counter(), 0.0
     first, parameters = _signature(model)
     reasons: list[str] = []
-    shown = _Shown(model, first, frozenset({"position_ids", "logits_to_keep"} & parameters))
+    shown = Shown(model, first, frozenset({"position_ids", "logits_to_keep"} & parameters), device_of(model))
 
     def new_route() -> _Route:
         return _Route(model, first, "use_cache" in parameters, reasons)
@@ -505,56 +500,6 @@ def _signature(model: nn.Module) -> tuple[str, frozenset[str]]:
     if "decoder_input_ids" in parameters:
         raise ModelError(f"{name} is an encoder-decoder model; kvcompile takes decoder-only models")
     return first, frozenset(parameters)
-
-
-class _Shown:
-    """What a model may be given 0, 1, 2, .. for, as its users do not: it does the same without, in the same way.
-
-    True where the model cannot be called.
-    """
-
-    def __init__(self, model: nn.Module, first: str, takes: frozenset[str]):
-        self.model, self.alone, self.takes = model, Alone(model, first), takes
-        self.known: dict[frozenset[str], bool] = {frozenset(): True}
-        self._news: list[str] = []
-
-    def may_be(self, inputs: CapturedInputs) -> bool:
-        """Whether the model takes these inputs, and none of them is known not to be shown."""
-        names = frozenset(inputs.names[1:])
-        return names <= self.takes and all(
-            self.known.get(asked, True) for asked in (names, *map(frozenset, zip(names)))
-        )
-
-    def left_out(self, inputs: CapturedInputs) -> bool:
-        """Whether leaving out all inputs but the ids together is the same as giving them; if not, each is asked for."""
-        names = frozenset(inputs.names[1:])
-        if self._asked(names):
-            return True
-        for name in sorted(names, reverse=True):
-            if not self._asked(frozenset([name])):
-                self._news.append(_NOT_SHOWN[name])
-        return False
-
-    def news(self) -> list[str]:
-        """What was found not to be shown since this was last asked for, a line each."""
-        found, self._news = self._news, []
-        return found
-
-    def _asked(self, names: frozenset[str]) -> bool:
-        if names not in self.known:
-            lengths = _COUNTED if "position_ids" in names else _COUNTED[:1]
-            self.known[names] = all(self._same(names, tokens) for tokens in lengths)
-        return self.known[names]
-
-    def _same(self, names: frozenset[str], tokens: int) -> bool:
-        inputs = CapturedInputs("position_ids" in names, "logits_to_keep" in names)
-        ids, *given = example(inputs, 1, tokens, tokens, device_of(self.model))
-        try:
-            with eval_mode(self.model), torch.no_grad():
-                return self.alone.same_as(ids, dict(zip(inputs.names[1:], given, strict=True)))
-        except Exception as error:  # whatever is wrong shows better while it is traced
-            log.debug("%s was not compared: %s", ", ".join(sorted(names)), error, exc_info=True)
-            return True
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvcompile.passes.capture.capture import _NOT_SHOWN, Captured, capture
+from kvcompile.passes.capture.capture import Captured, capture
+from kvcompile.passes.capture.shown import NOT_SHOWN
 from tests.support.models import NanoBlock, TinyConfig
 
 SIZES = TinyConfig()
@@ -95,7 +96,7 @@ def test_an_attempt_that_is_not_shown_leaves_nothing_behind() -> None:
     assert [attempt.inputs.names for attempt in seen] == [("input_ids", "position_ids"), ("input_ids",)]
     assert seen[0].opaques and "will run as Python" in "".join(seen[0].reasons)
     assert captured.graph_module is seen[1].graph_module and captured.opaques == ()
-    assert captured.reasons == (_NOT_SHOWN["position_ids"],)
+    assert captured.reasons == (NOT_SHOWN["position_ids"],)
 
 
 def test_a_forward_without_is_run_once_for_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
