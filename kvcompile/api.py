@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -102,9 +103,12 @@ def optimize(
         tell("capture and detect", 0, 1)
         model = base_of(model)
         kept = isinstance(model, nn.Module) and Proof.kept(checked.verify, over.size)
-        with ahead.optimizing(), read_ahead(model) if kept else nullcontext():
-            ahead.begin(model, checked)
-            front = understand(model, partial(_begin_kernels, checked) if over.size == 1 else None)
+        with ahead.optimizing(), read_ahead(model) if kept else nullcontext(_unread) as read:
+
+            def begin() -> None:
+                read(ahead.begin(model, checked))
+
+            front = understand(model, partial(_begin_kernels, checked) if over.size == 1 else None, begin)
             _warn_of_hooks(model)
             tell("capture and detect", 1, 1)
             return build(model, front, checked, tell, started, over, device_mesh)
@@ -205,6 +209,10 @@ def _built(
     if front.staging is not None:
         fast.report["stages"] = front.staging.told()
     return fast
+
+
+def _unread(after: threading.Event) -> None:
+    """Nobody asks for the weights' hash."""
 
 
 def _begin_kernels(checked: Recipe, front: Front) -> None:

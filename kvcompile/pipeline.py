@@ -41,7 +41,7 @@ from kvcompile.recipe.scales import ModelId
 from kvcompile.specs import RecurrentState
 from kvcompile.util.copied import copied
 from kvcompile.util.serial import traces
-from kvcompile.util.threads import threads_that_pay
+from kvcompile.util.threads import renew_threads, threads_that_pay
 from kvcompile.util.tracing import uncollected
 
 log = logging.getLogger(__name__)
@@ -87,32 +87,43 @@ class Analysis:
 
 
 @traces
-def understand(model: nn.Module, foresee: Callable[[Front], object] | None = None) -> Front:
+def understand(
+    model: nn.Module,
+    foresee: Callable[[Front], object] | None = None,
+    tracing: Callable[[], object] | None = None,
+) -> Front:
     """Capture the model, find its attention sites and make the graph canonical; the model is left as it was.
 
     foresee: called before the captured graph is compared with the model, which takes as long as a compiler does
+    tracing: called before the model is traced, which takes one core for seconds
 
     Raises:
         ModelError: no decoder, no attention, or blocks that were not recognised (see its subclasses).
     """
     check_model(model)
     with as_normal(model), uncollected(), threads_that_pay(model):
-        return _understood(model, foresee)
+        return _understood(model, foresee, tracing)
 
 
-def _understood(model: nn.Module, foresee: Callable[[Front], object] | None) -> Front:
+def _understood(
+    model: nn.Module,
+    foresee: Callable[[Front], object] | None,
+    tracing: Callable[[], object] | None = None,
+) -> Front:
     foreseen: dict[GraphModule, Front] = {}
 
     def look(captured: Captured) -> None:
         if foresee is None or captured.opaques:  # whose steps take longer than what is gained
             return
         try:
+            renew_threads()  # what was begun when tracing was may have a core
             foreseen[captured.graph_module] = front = _front(model, captured)
             foresee(front)
+            renew_threads()
         except Exception as error:  # told by whoever meets it in a graph that is right
             log.debug("foreseen: %s", error)
 
-    captured = capture(model, look)
+    captured = capture(model, look, *([] if tracing is None else [tracing]))
     front = foreseen.get(captured.graph_module)
     if front is not None:
         return replace(front, captured=captured)

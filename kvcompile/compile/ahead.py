@@ -47,24 +47,28 @@ _LOCK = threading.Lock()
 _begun: set[str] = set()
 _looking: list[threading.Event] = []  # Inductor's own looks at instruction sets; set once they have ended
 _trials: list[Future[bool]] = []  # of instruction sets that Inductor took: whether they work
+_launching: list[threading.Event] = []  # the launcher; set once it has been made, or cannot be
 _optimizing: list[threading.Event] = []  # models that are understood and verified; set once that has ended
 
 
-def begin(model: nn.Module, recipe: Recipe) -> None:
+def begin(model: nn.Module, recipe: Recipe) -> threading.Event:
     """Begin what `recipe` will need of the compiler for a model on a CPU; each thing once in a process.
 
     What fails here is not told: whoever needs it asks again, and tells.
+
+    Returns what is set once there is a core for something else beside Python.
     """
     tensor = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     if tensor is not None:
-        begin_for(tensor.device, tensor.dtype, recipe)
+        return begin_for(tensor.device, tensor.dtype, recipe)
+    return _set()
 
 
-def begin_for(device: torch.device, dtype: torch.dtype | None, recipe: Recipe) -> None:
+def begin_for(device: torch.device, dtype: torch.dtype | None, recipe: Recipe) -> threading.Event:
     """The same for a model that is still to be loaded; dtype: of its weights, None where it is not known yet."""
     options = recipe.compile
     if device.type != "cpu" or options.mode == "none":
-        return
+        return _set()
     kernels, inductor = options.kernels in ("auto", "cpp"), options.backend == INDUCTOR
     wanted: dict[str, Callable[[], object]] = {}
     if kernels:
@@ -77,7 +81,8 @@ def begin_for(device: torch.device, dtype: torch.dtype | None, recipe: Recipe) -
         from kvcompile.kernels.cpp.host.source import linear_kernels
 
         wanted[f"linear layers in {dtype}"] = lambda: linear_kernels(dtype)
-    _begin(wanted, _NICE)
+    made = _begin(wanted, _NICE)
+    return made if _few_cores() else _set()
 
 
 def _instruction_sets() -> dict[str, Callable[[], object]]:
@@ -98,12 +103,8 @@ def _instruction_sets() -> dict[str, Callable[[], object]]:
         looked = threading.Event()
         _looking.append(looked)
         return {"a look": lambda: _look(looked)}
-    if instruction_sets.confirmed(best):
-        return {}
     trial: Future[bool] = Future()
     _trials.append(trial)
-    with _LOCK:
-        _begun.add(_HEADER)  # which it makes
     return {_TRIAL: lambda: _try(best, trial)}
 
 
@@ -117,7 +118,11 @@ def _look(looked: threading.Event) -> None:
 def _try(best: object, trial: Future[bool]) -> None:
     works = False
     try:
-        works = instruction_sets.confirm(best)
+        works = instruction_sets.confirmed(best)
+        if not works:
+            with _LOCK:
+                _begun.add(_HEADER)  # which it makes
+            works = instruction_sets.confirm(best)
     finally:
         trial.set_result(works)
 
@@ -212,28 +217,45 @@ def compiling(make: Callable[[], _Made]) -> _Made:
         return make()
 
 
-def _begin(wanted: Mapping[str, Callable[[], object]], nice: int) -> None:
-    """Make what nobody has begun, in a thread."""
+def _begin(wanted: Mapping[str, Callable[[], object]], nice: int) -> threading.Event:
+    """Make what nobody has begun, in a thread; gives what is set once the first of it is made."""
     with _LOCK:
         new = {name: make for name, make in wanted.items() if name not in _begun}
         _begun.update(new)
-        if new:
-            core = take_core()
-            threading.Thread(target=_run, args=(new, nice, core), name=_NAME, daemon=True).start()
+        if not new:
+            return _set()
+        core, first = take_core(), threading.Event()
+        threading.Thread(target=_run, args=(new, nice, core, first), name=_NAME, daemon=True).start()
+        return first
 
 
-def _run(wanted: Mapping[str, Callable[[], object]], nice: int, core: threading.Event) -> None:
+def _set() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
+def _few_cores() -> bool:
+    return (os.cpu_count() or 1) < _CORES
+
+
+def _run(
+    wanted: Mapping[str, Callable[[], object]], nice: int, core: threading.Event, first: threading.Event
+) -> None:
     # On Linux a thread has its own, which the processes that it starts inherit.
     if nice and sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
     try:
         for name, make in wanted.items():
-            if nice and name != _LAUNCHER and (os.cpu_count() or 1) < _CORES:
+            if nice and name != _LAUNCHER and _few_cores():
+                first.set()  # who waits for it, the model's own optimization may wait for
                 core = _wait_for_optimize(core)
             try:
                 make()
             except Exception as error:
                 log.debug("%s, ahead of time: %s", name, error)
+            first.set()
     finally:
+        first.set()
         core.set()

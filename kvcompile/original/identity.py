@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from threading import Event
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from kvcompile.original.checks import hooks_of
 from kvcompile.original.digest import of_config, of_tensors
 from kvcompile.util.own_code import TORCH
+from kvcompile.util.threads import take_core
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _HANDLED = frozenset(
@@ -36,21 +38,33 @@ class Untold(Exception):
 
 
 @contextmanager
-def read_ahead(model: nn.Module) -> Iterator[None]:
-    """Read the weights of a model on the CPU beside whatever is done within, for an `identity_of` there.
+def read_ahead(model: nn.Module) -> Iterator[Callable[[Event], None]]:
+    """Gives what begins to read the weights of a model on the CPU, beside whatever is done within, for an
+    `identity_of` there; it begins once the event is set that it is given.
 
     What is written into a parameter meanwhile, as PyTorch counts it, is read again.
     """
-    named = [tensor for tensor in model.parameters() if _is_plain(tensor)]
-    pool = ThreadPoolExecutor(1, thread_name_prefix="kvcompile-read-ahead")
-    _AHEAD[model] = pool.submit(
-        lambda: {
-            id(tensor): (tensor.data_ptr(), tensor._version, of_tensors([("", tensor)])) for tensor in named
-        }
-    )
-    pool.shutdown(wait=False)
+
+    def begin(after: Event) -> None:
+        named = [tensor for tensor in model.parameters() if _is_plain(tensor)]
+
+        def read() -> Read:
+            after.wait()
+            core = take_core()
+            try:
+                return {
+                    id(tensor): (tensor.data_ptr(), tensor._version, of_tensors([("", tensor)]))
+                    for tensor in named
+                }
+            finally:
+                core.set()
+
+        pool = ThreadPoolExecutor(1, thread_name_prefix="kvcompile-read-ahead")
+        _AHEAD[model] = pool.submit(read)
+        pool.shutdown(wait=False)
+
     try:
-        yield
+        yield begin
     finally:
         _AHEAD.pop(model, None)  # it says nothing of weights that somebody changes afterwards
 

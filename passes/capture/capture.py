@@ -108,17 +108,23 @@ class Captured:
         return Outputs(self.out_spec, self.constants, self.logits_index if flat else None)
 
 
-def _unforeseen(captured: Captured) -> None:
+def _nothing(*_: object) -> None:
     """Nothing is made beside."""
 
 
 @graph_pass("capture")
 @torch.random.fork_rng(devices=[])  # tracing runs the model, which may draw numbers
-def capture(model: nn.Module, foresee: Callable[[Captured], object] = _unforeseen) -> Captured:
+def capture(
+    model: nn.Module,
+    foresee: Callable[[Captured], object] = _nothing,
+    tracing: Callable[[], object] = _nothing,
+) -> Captured:
     """Trace `model` into one graph. The model is left exactly as it was.
 
     foresee: called with each graph before it is compared with the model, so that what others make of it, compilers
         above all, is made beside; one that is not right is not the one that is given back
+    tracing: called once, when the model's own forwards have run that come before: Python has one core from then on,
+        and for seconds
 
     Raises ModelError for what is no decoder over token ids, CaptureError when every route fails, DetectionError
     for recurrent state that cannot be carried.
@@ -129,7 +135,7 @@ def capture(model: nn.Module, foresee: Callable[[Captured], object] = _unforesee
     shown = Shown(model, first, frozenset({"position_ids", "logits_to_keep"} & parameters), device_of(model))
 
     def new_route() -> _Route:
-        return _Route(model, first, "use_cache" in parameters, reasons)
+        return _Route(model, first, "use_cache" in parameters, reasons, tracing)
 
     with eval_mode(model), attributes_restored(model):
         route = new_route()
@@ -184,8 +190,15 @@ def capture(model: nn.Module, foresee: Callable[[Captured], object] = _unforesee
 class _Route:
     """Exports of one model; remembers between attempts which of its parts must stay opaque."""
 
-    def __init__(self, model: nn.Module, first: str, takes_use_cache: bool, reasons: list[str]):
-        self.model, self.first, self.reasons = model, first, reasons
+    def __init__(
+        self,
+        model: nn.Module,
+        first: str,
+        takes_use_cache: bool,
+        reasons: list[str],
+        tracing: Callable[[], object],
+    ):
+        self.model, self.first, self.reasons, self.tracing = model, first, reasons, tracing
         self.names = {module: name for name, module in model.named_modules()}
         self.device = device_of(model)
         self.opaque: dict[nn.Module, tuple[str, str]] = {}
@@ -305,11 +318,13 @@ class _Route:
                     f"the forward asks whether it is traced, and may do something else then ({self.asked[0]}); what it "
                     "does without cannot be traced"
                 )
+            self._begun()
             with attributes_restored(self.model):
                 return trace(wrapper, inputs, self.device, way), ()
         run = self._eager(wrapper, inputs)
         states = self._states(inputs, run)
         modules = {module: (self.names[module], "keeps recurrent state") for module in states} | self.opaque
+        self._begun()
         while True:
             with attributes_restored(self.model):  # what runs before must not be what is traced
                 observed = observe(list(modules), run) if modules else {}
@@ -347,6 +362,11 @@ class _Route:
                     raise
                 raise DetectionError(f"recurrent state cannot be carried: {refused}") from refused
         return traced, tuple(record for record, _ in tracing.made)
+
+    def _begun(self) -> None:
+        """What goes on beside Python is begun, once; it has all cores until then."""
+        tracing, self.tracing = self.tracing, _nothing
+        tracing()
 
     def _eager(self, wrapper: nn.Module, inputs: CapturedInputs) -> Run:
         def run(batch: int, tokens: int) -> object:

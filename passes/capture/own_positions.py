@@ -51,7 +51,7 @@ _SMALL = 4096  # bytes
 _LOOKS = ("aten::_local_scalar_dense", "aten::equal")  # by which Python gets to know a value
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: there are some thousand of them
 class _Call:
     """One operator of a forward. key: what it computes, whatever dimensions of size one it has."""
 
@@ -175,17 +175,18 @@ class _Noting(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         known = _known(func)
-        name, like = known.name, known.name in _LIKE
+        name = known.name
+        like = name in _LIKE
         made = [result] if isinstance(result, Tensor) else _tensors_in(result)
-        values = _flat((*args, *kwargs.values()))
+        values = _flat((*args, *kwargs.values()) if kwargs else args)
         used = [x for x in values if isinstance(x, Tensor)]
         writes, reads = self._hold(made), self._hold(used)
         if known.written:
             given = dict(zip(known.arguments, args, strict=False)) | kwargs
             writes |= self._hold(_tensors_in([given[name] for name in known.written if name in given]))
-        shapes = tuple((t.dtype, tuple(n for n in t.shape if n != 1)) for t in made)
+        shapes = tuple([(t.dtype, tuple([n for n in t.shape if n != 1])) for t in made])
         told = () if like or name in _AS_GIVEN else values
-        numbers = tuple(repr(x) for x in told if isinstance(x, (bool, int, float)))
+        numbers = tuple([repr(x) for x in told if isinstance(x, (bool, int, float))])
         self.calls.append(
             _Call(
                 name,
@@ -200,7 +201,11 @@ class _Noting(TorchDispatchMode):
 
     def _hold(self, tensors: Sequence[Tensor]) -> Memory:
         """The memory of tensors, which stays alive from now on."""
-        storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        if len(tensors) == 1:
+            storage = tensors[0].untyped_storage()
+            self.held[storage._cdata] = storage
+            return frozenset((storage._cdata,))
+        storages = {storage._cdata: storage for storage in [tensor.untyped_storage() for tensor in tensors]}
         self.held.update(storages)
         return frozenset(storages)
 

@@ -25,6 +25,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvcompile.errors import CaptureError
+from kvcompile.passes.capture.forward_notes import forward_notes
 from kvcompile.passes.capture.inputs import CapturedInputs, Wrapper, example
 from kvcompile.passes.capture.traced_once import Once
 from kvcompile.util.own_code import TORCH
@@ -73,7 +74,13 @@ def trace(
     given = example(inputs, *sizes, KEEP, device)
     shapes = tuple(dims[name] for name in names)
     # export prints its half-made graph where it fails
-    with uncollected(), redirect_stderr(io.StringIO()), _asked() as own, unanswered() as refused:
+    with (
+        uncollected(),
+        redirect_stderr(io.StringIO()),
+        forward_notes(),
+        _asked() as own,
+        unanswered() as refused,
+    ):
         if way == "export":
             with _symbolic_math(), _one_of_each(once, wrapper) if once is not None else nullcontext():
                 program = torch.export.export(wrapper, given, dynamic_shapes=shapes, strict=False)

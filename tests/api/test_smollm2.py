@@ -74,7 +74,7 @@ def text(loaded: Any) -> Tensor:
 def optimize(loaded: Any, front: Front) -> Iterator[Callable[..., Any]]:
     """kvcompile.optimize of the model, which is captured only once."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(api, "understand", lambda model, foresee: front)
+    patch.setattr(api, "understand", lambda model, *begun: front)
 
     def build(recipe: object, **more: Any) -> Any:
         return kvcompile.optimize(loaded.model, recipe, **{**EAGER, **more})

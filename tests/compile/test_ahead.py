@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from pathlib import Path
@@ -316,6 +317,33 @@ def test_the_kernels_of_a_plan_are_begun_and_no_others(recipe: str, monkeypatch:
     assert sorted(asked) == sorted(begun)
 
 
+@pytest.mark.parametrize("cores", [2, 8])
+def test_where_cores_are_few_the_launcher_comes_first(
+    cores: int, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: cores)
+    go = threading.Event()
+    monkeypatch.setattr(available, "problem", lambda device: go.wait(60))
+    with ahead.optimizing():
+        first = ahead.begin(MODEL, Recipe.load("int8"))
+        assert first.is_set() == (cores == 8)
+        assert ahead.begin(MODEL, Recipe.load("int8")).is_set()  # nothing is left to be begun
+        go.set()
+        assert first.wait(60)
+    _ended()
+
+
+def test_nobody_waits_for_what_waits_for_the_optimization(
+    made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: 2)
+    with ahead.optimizing():
+        assert ahead.begin(MODEL, Recipe.load("int8", compile={"kernels": "reference"})).wait(60)
+        assert made == []
+    _ended()
+    assert made == ["header tried"]
+
+
 def test_kernels_are_begun_before_the_graph_is_compared_and_run_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of what an optimization does goes on beside their compiler, but what needs them."""
     came: list[str] = []
@@ -329,6 +357,9 @@ def test_kernels_are_begun_before_the_graph_is_compared_and_run_last(monkeypatch
 
         monkeypatch.setattr(module, name, run)
 
+    noted(sys.modules[_Attempt.__module__], "check_changes")
+    noted(sys.modules[_Attempt.__module__], "trace")
+    noted(ahead, "begin")
     noted(pipeline, "detect")
     noted(ahead, "begin_kernels")
     noted(_Attempt, "confirm")
@@ -336,8 +367,8 @@ def test_kernels_are_begun_before_the_graph_is_compared_and_run_last(monkeypatch
         noted(verify, name)
     model = Asks(lambda x, positions, keep: x).eval()
     kvcompile.optimize(model, "int8", compile={"mode": "none", "kernels": "cpp"}, max_tokens=512)
-    before = ["detect", "begin_kernels", "confirm", "begin_kernels", "first_asked", "_check_detection"]
-    assert came == [*before, "lossless", "_check_cache"]
+    before = ["check_changes", "begin", "trace", "detect", "begin_kernels", "confirm", "begin_kernels"]
+    assert came == [*before, "first_asked", "_check_detection", "lossless", "_check_cache"]
 
 
 def test_kernels_of_no_layout_of_the_plan_are_not_run_by_its_verification(

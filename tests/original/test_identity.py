@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 
 from kvcompile.original import identity
 from kvcompile.original.identity import Untold, identity_of, read_ahead
+from kvcompile.util import threads
 from tests.support.models import NanoGPT, TinyConfig, TinyLlama, make, tiny_hf
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -139,13 +141,42 @@ def test_a_class_without_a_file_has_none() -> None:
         identity_of(names["Typed"](2, 2))
 
 
+def _now() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
+def test_weights_are_read_once_there_is_a_core_and_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_beside", {})
+    go, reading, free = threading.Event(), threading.Event(), threading.Event()
+    of_tensors = identity.of_tensors
+
+    def slow(named: Any) -> str:
+        reading.set()
+        free.wait(60)
+        return of_tensors(named)
+
+    monkeypatch.setattr(identity, "of_tensors", slow)
+    model = tiny_hf()
+    with read_ahead(model) as read:
+        read(go)
+        assert not reading.wait(0.1) and threads.cores_taken() == 0
+        go.set()
+        assert reading.wait(60) and threads.cores_taken() == 1
+        free.set()
+        identity_of(model)
+        assert threads.cores_taken() == 0
+
+
 @pytest.mark.parametrize("when", ["before", "meanwhile", "to another tensor"])
 def test_what_was_read_ahead_is_what_is_there(when: str) -> None:
     model = tiny_hf()
     plain = identity_of(model)
     if when == "before":
         _plus(next(model.parameters()))
-    with read_ahead(model):
+    with read_ahead(model) as read:
+        read(_now())
         identity._AHEAD[model].result()  # all has been read: what is written from here on comes later
         if when == "meanwhile":
             _plus(next(model.parameters()))
@@ -154,14 +185,16 @@ def test_what_was_read_ahead_is_what_is_there(when: str) -> None:
             part.weight.data = part.weight.detach() + 1
         found = identity_of(model)
     assert found != plain and found == identity_of(model)
-    with read_ahead(model):
+    with read_ahead(model) as read:
+        read(_now())
         assert identity_of(model) == found
 
 
 def test_nothing_is_believed_of_what_was_read_once_that_has_ended() -> None:
     """A write to `.data` is one that PyTorch does not count."""
     model = tiny_hf()
-    with read_ahead(model):
+    with read_ahead(model) as read:
+        read(_now())
         before = identity_of(model)
     next(model.parameters()).data.add_(1)
     assert identity_of(model) != before
@@ -176,7 +209,8 @@ def test_weights_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(identity, "of_tensors", of_tensors)
     model = tiny_hf()
-    with read_ahead(model):
+    with read_ahead(model) as begin:
+        begin(_now())
         identity_of(model)
     parameters = [*model.parameters()]
     assert sum(isinstance(tensor, nn.Parameter) for tensor in read) == len(parameters)

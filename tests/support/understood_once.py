@@ -98,14 +98,19 @@ class Known:
         """Take the place of understanding."""
         pipeline._understood = self.understood
 
-    def understood(self, model: nn.Module, foresee: Callable[[Front], object] | None) -> Front:
+    def understood(
+        self,
+        model: nn.Module,
+        foresee: Callable[[Front], object] | None,
+        tracing: Callable[[], object] | None = None,
+    ) -> Front:
         key = key_of(model) if self.on else None
         if key is None:
-            return self._understood(model, foresee)
+            return self._understood(model, foresee, tracing)
         if key in self.fronts:
             own, front = self.fronts[key]
             return moved(front, own, model)
-        front = self._understood(model, foresee)
+        front = self._understood(model, foresee, tracing)
         if front.captured.opaques:  # they run the model's own modules, which a copy of them would not
             return front
         own = copy.deepcopy(model)

@@ -187,10 +187,9 @@ def launcher() -> Path:
 def torch_flags() -> tuple[str, ...]:
     """The flags of what includes `launch.h`, for this version of PyTorch."""
     return (
-        "-std=c++20",
+        "-std=c++17",
         "-O2",
         "-w",
         f"-DKVCOMPILE_TORCH={torch.__version__}",
-        f"-I{Path(torch.__file__).parent / 'include'}",
         f"-I{INCLUDE}",
     )

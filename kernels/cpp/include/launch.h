@@ -1,42 +1,35 @@
-// Calls a kernel with the tensors of an op, through PyTorch's stable ABI. Who includes it says how a kernel is found, by
+// Calls a kernel with the tensors of an op, through PyTorch's stable ABI (stable_abi.h). Who includes it says how a kernel is found, by
 // `kernel_of`: the launcher (launcher.cpp) of a process, or of a package (packaged.cpp).
 #pragma once
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
-#include <array>
 #include <cstdlib>
 #include <initializer_list>
-#include <optional>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "call.h"
+#include "stable_abi.h"
 #include "workers.h"
-
-// Older PyTorch, 2.11 among them, knows the check by its former name only.
-#ifndef STABLE_TORCH_ERROR_CODE_CHECK
-#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
-#endif
 
 namespace {
 
-using At = torch::stable::Tensor;
 using Kernel = void (*)(const kv::Call*);
 
 // The kernel of a spec; raises where there is none.
 Kernel kernel_of(const std::string& spec);
 
+// No tensor is one without data.
 kv::Tensor seen(const At& x) {
   kv::Tensor out{};
-  out.data = x.data_ptr();
-  out.dims = x.dim();
+  if (!x) return out;
+  const int64_t *sizes = x.sizes(), *strides = x.strides();
+  out.data = x.data();
+  out.dims = x.dims();
   for (int64_t i = 0; i < out.dims && i < kv::MOST_DIMS; ++i) {
-    out.size[i] = x.size(i);
-    out.stride[i] = x.stride(i);
+    out.size[i] = sizes[i];
+    out.stride[i] = strides[i];
   }
   return out;
 }
@@ -49,8 +42,6 @@ kv::Tensor vectors(const At& x, const char* name) {
     throw std::runtime_error(std::string("a C++ kernel needs the channels of ") + name + " side by side");
   return out;
 }
-
-kv::Tensor seen(const std::optional<At>& x) { return x ? seen(*x) : kv::Tensor{}; }
 
 struct Memory {
   void* data = nullptr;
@@ -101,17 +92,6 @@ std::vector<int64_t> dense(const std::vector<int64_t>& size) {
   return stride;
 }
 
-At empty(const std::vector<int64_t>& size, const std::vector<int64_t>& stride, const At& like) {
-  int32_t dtype = 0, device = 0, index = 0;
-  AtenTensorHandle made = nullptr;
-  aoti_torch_get_dtype(like.get(), &dtype);
-  aoti_torch_get_device_type(like.get(), &device);
-  aoti_torch_get_device_index(like.get(), &index);
-  if (aoti_torch_empty_strided(size.size(), size.data(), stride.data(), dtype, device, index, &made))
-    throw std::bad_alloc();
-  return At(made);
-}
-
 // What notes the calls of a thread while they are made (step.h); null: nothing does.
 thread_local void (*noting)(Kernel kernel, const std::vector<kv::Tensor>& tensors) = nullptr;
 
@@ -124,9 +104,9 @@ void run(const std::string& spec, const std::vector<kv::Tensor>& tensors) {
   if (noting) noting(kernel, tensors);
 }
 
-At attend(At q, At k, At v, std::vector<At> buffers, At positions, std::vector<At> rope, std::optional<At> sinks,
-          std::optional<At> bias, std::optional<At> page_table, std::optional<At> chosen, std::vector<At> leaves,
-          int64_t v_dim, std::string spec) {
+At attend(const At& q, const At& k, const At& v, const std::vector<At>& buffers, const At& positions,
+          const std::vector<At>& rope, const At& sinks, const At& bias, const At& page_table, const At& chosen,
+          const std::vector<At>& leaves, int64_t v_dim, const std::string& spec) {
   const std::vector<int64_t> size{q.size(0), q.size(1), q.size(2), v_dim};
   At out = empty(size, dense(size), q);
   std::vector<kv::Tensor> tensors{seen(out),   vectors(q, "q"), vectors(k, "k"),  vectors(v, "v"), seen(positions),
@@ -152,59 +132,70 @@ At attended(const At& q, const At& k, const At& v, std::initializer_list<kv::Ten
   return out;
 }
 
-At attend_many(At q, At k, At v, At tokens, At positions, std::optional<At> sinks, std::optional<At> bias,
-               std::optional<At> allowed, std::optional<At> near, std::vector<At> leaves, std::string spec) {
+At attend_many(const At& q, const At& k, const At& v, const At& tokens, const At& positions, const At& sinks,
+               const At& bias, const At& allowed, const At& near, const std::vector<At>& leaves,
+               const std::string& spec) {
   return attended(q, k, v,
                   {seen(tokens), seen(positions), seen(sinks), seen(bias), seen(allowed),
-                   near ? vectors(*near, "q") : kv::Tensor{}},
+                   near ? vectors(near, "q") : kv::Tensor{}},
                   leaves, spec);
 }
 
 // The same, and what queries give each key goes to `columns`. places: of queries and keys, where a bias takes them to be.
-At attend_columns(At q, At k, At v, At tokens, At positions, std::optional<At> sinks, std::optional<At> bias,
-                  std::optional<At> query_places, std::optional<At> key_places, At columns, std::vector<At> leaves,
-                  std::string spec) {
+At attend_columns(const At& q, const At& k, const At& v, const At& tokens, const At& positions, const At& sinks,
+                  const At& bias, const At& query_places, const At& key_places, const At& columns,
+                  const std::vector<At>& leaves, const std::string& spec) {
   return attended(q, k, v,
                   {seen(tokens), seen(positions), seen(sinks), seen(bias), kv::Tensor{}, vectors(columns, "columns"),
                    seen(query_places), seen(key_places)},
                   leaves, spec);
 }
 
-// x is dense, its last dimension the weights' second; results of several follow each other. biases: none, or of each.
-At linears(At x, std::vector<At> weights, std::vector<At> biases, std::string spec) {
-  if (weights.size() > kv::MOST_LAYERS) throw std::runtime_error("a C++ kernel takes at most 16 linear layers at a time");
-  std::vector<int64_t> size(x.dim());
-  for (size_t i = 0; i + 1 < size.size(); ++i) size[i] = x.size(i);
-  size.back() = 0;
-  for (const At& weight : weights) size.back() += weight.size(0);
+// x is dense, its last dimension the weights' second; results of several follow each other. layers: a weight and a bias,
+// which may be none, of each.
+At linears(const At& x, const std::vector<kv::Tensor>& layers, const std::string& spec) {
+  if (layers.size() > 2 * kv::MOST_LAYERS)
+    throw std::runtime_error("a C++ kernel takes at most 16 linear layers at a time");
+  const int64_t *sizes = x.sizes(), last = x.dims() - 1;
+  std::vector<int64_t> size(sizes, sizes + last);
+  size.push_back(0);
+  for (size_t i = 0; i < layers.size(); i += 2) size.back() += layers[i].size[0];
   At out = empty(size, dense(size), x);
   std::vector<kv::Tensor> tensors{seen(out), vectors(x, "x")};
-  for (size_t i = 0; i < weights.size(); ++i) {
-    tensors.push_back(vectors(weights[i], "a weight"));
-    tensors.push_back(i < biases.size() ? seen(biases[i]) : kv::Tensor{});
-  }
+  tensors.insert(tensors.end(), layers.begin(), layers.end());
   tensors.push_back(kv::Tensor{});
   run(spec, tensors);
   return out;
 }
 
+// biases: none, or of each.
+At linears(const At& x, const std::vector<At>& weights, const std::vector<At>& biases, const std::string& spec) {
+  std::vector<kv::Tensor> layers;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    layers.push_back(vectors(weights[i], "a weight"));
+    layers.push_back(i < biases.size() ? seen(biases[i]) : kv::Tensor{});
+  }
+  return linears(x, layers, spec);
+}
+
 // How many rows a kernel of few is faster at than PyTorch's library, which packs the weights first.
-int64_t most_rows(const At& x) {
-  return x.scalar_type() == torch::headeronly::ScalarType::Float ? kv::FEW_ROWS : kv::FEW_HALVES;
+int64_t most_rows(const At& x) { return x.dtype() == aoti_torch_dtype_float32() ? kv::FEW_ROWS : kv::FEW_HALVES; }
+
+At library_linear(const At& x, const At& weight, const At& bias) {
+  // What is called takes what it is given: holds of its own, and of a tensor that may be none the place of one.
+  const auto own = [](const At& of) { return reinterpret_cast<StableIValue>(held(of.get()).given_away()); };
+  StableIValue stack[] = {own(x), own(weight), 0};
+  if (bias) stack[2] = reinterpret_cast<StableIValue>(new StableIValue(own(bias)));
+  expect(torch_call_dispatcher("aten::linear", "", stack, ABI), "a linear layer");
+  return At(reinterpret_cast<AtenTensorHandle>(stack[0]));
 }
 
-At library_linear(const At& x, const At& weight, const std::optional<At>& bias) {
-  using torch::stable::detail::from;
-  std::array<StableIValue, 3> stack{from(x), from(weight), from(bias)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<At>(stack[0]);
-}
-
-At linear(At x, At weight, std::optional<At> bias, std::string spec) {
+At linear(const At& x, const At& weight, const At& bias, const std::string& spec) {
+  const int64_t* sizes = x.sizes();
   int64_t rows = 1;
-  for (int64_t i = 0; i + 1 < x.dim(); ++i) rows *= x.size(i);
+  for (int64_t i = 0; i + 1 < x.dims(); ++i) rows *= sizes[i];
   if (spec.rfind("linear_few", 0) == 0 && rows > most_rows(x)) return library_linear(x, weight, bias);
-  return linears(x, {weight}, bias ? std::vector<At>{*bias} : std::vector<At>{}, spec);
+  return linears(x, {vectors(weight, "a weight"), seen(bias)}, spec);
 }
 
 }  // namespace

@@ -77,54 +77,93 @@ extern "C" bool kvcompile_step_run(void* program, char* message, int64_t size, i
 
 namespace {
 
-// What a call hands over, a function for each type: TORCH_BOX would have all of them written anew for each op, and a first
-// start waits for the compiler.
-#define KV_ONCE __attribute__((noinline))
-using torch::stable::detail::to;
-KV_ONCE At tensor(StableIValue x) { return to<At>(x); }
-KV_ONCE std::optional<At> maybe(StableIValue x) { return to<std::optional<At>>(x); }
-KV_ONCE std::vector<At> tensors(StableIValue x) { return to<std::vector<At>>(x); }
-KV_ONCE std::string text(StableIValue x) { return to<std::string>(x); }
-KV_ONCE void give(StableIValue* stack, At x) { stack[0] = torch::stable::detail::from(x); }
+// What a call hands over, taken from it: a function for each type.
 
-KV_ONCE void expect(uint64_t count, uint64_t wanted) {
+At tensor(StableIValue x) { return At(reinterpret_cast<AtenTensorHandle>(x)); }
+
+At maybe(StableIValue x) {
+  auto* place = reinterpret_cast<StableIValue*>(x);
+  if (!place) return At();
+  At found = tensor(*place);
+  delete place;
+  return found;
+}
+
+std::vector<At> tensors(StableIValue x) {
+  const auto list = reinterpret_cast<StableListHandle>(x);
+  size_t size = 0;
+  expect(torch_list_size(list, &size), "the size of a list");
+  std::vector<At> found;
+  found.reserve(size);
+  for (size_t i = 0; i < size; ++i) {
+    StableIValue item = 0;
+    expect(torch_list_get_item(list, i, &item), "what is in a list");
+    found.push_back(tensor(item));
+  }
+  expect(torch_delete_list(list), "to free a list");
+  return found;
+}
+
+int64_t number(StableIValue x) { return static_cast<int64_t>(x); }
+
+std::string text(StableIValue x) {
+  const auto given = reinterpret_cast<StringHandle>(x);
+  size_t length = 0;
+  const char* characters = nullptr;
+  expect(torch_string_length(given, &length), "the length of a text");
+  expect(torch_string_c_str(given, &characters), "a text");
+  std::string found(characters, length);
+  expect(torch_delete_string(given), "to free a text");
+  return found;
+}
+
+void give(StableIValue* stack, At x) { stack[0] = reinterpret_cast<StableIValue>(x.given_away()); }
+
+void expect_count(uint64_t count, uint64_t wanted) {
   if (count != wanted) throw std::runtime_error("an op of kvcompile was called with other arguments than it has");
 }
 
 void boxed_attend(StableIValue* x, uint64_t count, uint64_t) {
-  expect(count, 13);
+  expect_count(count, 13);
   give(x, attend(tensor(x[0]), tensor(x[1]), tensor(x[2]), tensors(x[3]), tensor(x[4]), tensors(x[5]), maybe(x[6]),
-                 maybe(x[7]), maybe(x[8]), maybe(x[9]), tensors(x[10]), to<int64_t>(x[11]), text(x[12])));
+                 maybe(x[7]), maybe(x[8]), maybe(x[9]), tensors(x[10]), number(x[11]), text(x[12])));
 }
 
 void boxed_attend_many(StableIValue* x, uint64_t count, uint64_t) {
-  expect(count, 11);
+  expect_count(count, 11);
   give(x, attend_many(tensor(x[0]), tensor(x[1]), tensor(x[2]), tensor(x[3]), tensor(x[4]), maybe(x[5]), maybe(x[6]),
                       maybe(x[7]), maybe(x[8]), tensors(x[9]), text(x[10])));
 }
 
 void boxed_attend_columns(StableIValue* x, uint64_t count, uint64_t) {
-  expect(count, 12);
+  expect_count(count, 12);
   give(x, attend_columns(tensor(x[0]), tensor(x[1]), tensor(x[2]), tensor(x[3]), tensor(x[4]), maybe(x[5]), maybe(x[6]),
                          maybe(x[7]), maybe(x[8]), tensor(x[9]), tensors(x[10]), text(x[11])));
 }
 
 void boxed_linear(StableIValue* x, uint64_t count, uint64_t) {
-  expect(count, 4);
+  expect_count(count, 4);
   give(x, linear(tensor(x[0]), tensor(x[1]), maybe(x[2]), text(x[3])));
 }
 
 void boxed_linears(StableIValue* x, uint64_t count, uint64_t) {
-  expect(count, 4);
+  expect_count(count, 4);
   give(x, linears(tensor(x[0]), tensors(x[1]), tensors(x[2]), text(x[3])));
 }
 
-}  // namespace
+// The library stays as long as the process.
+const bool REGISTERED = [] {
+  TorchLibraryHandle library = nullptr;
+  expect(aoti_torch_library_init_impl("kvcompile", "CPU", __FILE__, __LINE__, &library), "a library of ops");
+  const auto op = [&](const char* name, void (*function)(StableIValue*, uint64_t, uint64_t)) {
+    expect(torch_library_impl(library, name, function, ABI), name);
+  };
+  op("cpp_attend", boxed_attend);
+  op("cpp_attend_many", boxed_attend_many);
+  op("cpp_attend_columns", boxed_attend_columns);
+  op("cpp_linear", boxed_linear);
+  op("cpp_linears", boxed_linears);
+  return true;
+}();
 
-STABLE_TORCH_LIBRARY_IMPL(kvcompile, CPU, m) {
-  m.impl("cpp_attend", boxed_attend);
-  m.impl("cpp_attend_many", boxed_attend_many);
-  m.impl("cpp_attend_columns", boxed_attend_columns);
-  m.impl("cpp_linear", boxed_linear);
-  m.impl("cpp_linears", boxed_linears);
-}
+}  // namespace

@@ -30,15 +30,9 @@ Kernel kernel_of(const std::string& spec) {
 }
 
 // A tensor that stays the caller's.
-At borrowed(AtenTensorHandle given) {
-  AtenTensorHandle own = nullptr;
-  if (aoti_torch_new_tensor_handle(given, &own)) throw std::bad_alloc();
-  return At(own);
-}
+At borrowed(AtenTensorHandle given) { return held(given); }
 
-std::optional<At> borrowed(AtenTensorHandle* given) {
-  return given ? std::optional<At>(borrowed(*given)) : std::nullopt;
-}
+At borrowed(AtenTensorHandle* given) { return given ? held(*given) : At(); }
 
 std::vector<At> borrowed(const AtenTensorHandle* given, int64_t count) {
   std::vector<At> found;
@@ -50,8 +44,8 @@ std::vector<At> borrowed(const AtenTensorHandle* given, int64_t count) {
 template <class Made>
 AOTITorchError given_back(AtenTensorHandle* out, const Made& made) {
   try {
-    const At result = made();
-    return aoti_torch_new_tensor_handle(result.get(), out);
+    *out = made().given_away();
+    return 0;
   } catch (const std::exception& error) {
     std::cerr << "kvcompile: " << error.what() << std::endl;
     return 1;
