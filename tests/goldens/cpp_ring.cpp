@@ -215,7 +215,7 @@ template <class Use>
 inline void with_rows(const State& state, Place at, const Block& block, int64_t length, const Use& use) {
   const int64_t stride = state[VALUES_DATA].stride[2] * sizeof(Data);
   const auto bytes = [&](int i) { return reinterpret_cast<const uint8_t*>(row<Data>(state, VALUES_DATA, at, block.slot[i])); };
-  if (block.straight) return use(Strided{bytes(0), stride});
+  if (block.straight && stride == N) return use(Dense<N>{bytes(0)});
   const uint8_t* found[BLOCK];
   for (int i = 0; i < block.count; ++i) found[i] = bytes(i);
   use(Listed<1>{found, nullptr, stride});
