@@ -72,6 +72,7 @@ def cases(names: list[str], shape: tuple[int, int, int], context: int, dtype: An
 
     from kvcompile.kernels.cpp.host.attention import spec_of
     from kvcompile.kernels.cpp.host.ops import cpp_attend
+    from kvcompile.kernels.cpp.isa import widens
     from kvcompile.kernels.ops import cached_attention as ops
     from kvcompile.kernels.spec import SiteSpec
 
@@ -126,7 +127,7 @@ def cases(names: list[str], shape: tuple[int, int, int], context: int, dtype: An
         copies = [[b.clone() for b in buffers] for _ in range(layers)]
         new = [x[:, :, -1:].contiguous() for x in (k, v)]
         # As compiled code calls it: the op around it is made of Python, which only tracing runs.
-        text = spec_of(site, (heads, kv_heads), (dim, dim), str(dtype)).to_json()
+        text = spec_of(site, (heads, kv_heads), (dim, dim), str(dtype), wide=widens(dtype)).to_json()
 
         # Where slots are full, a token has to go.
         now = last + 1 if layout.retention.by_score else last

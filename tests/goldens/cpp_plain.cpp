@@ -268,14 +268,12 @@ void queries(const State& state, Place at, keys::Query& q) {
 }
 
 // Slots begin .. end - 1 of heads that are read by turns, from `first` on, with their queries.
-void attend(const State& state, Place first, int64_t begin, int64_t end, Partial* out) {
+void attend(const State& state, Place first, int64_t begin, int64_t end, const keys::Query* q, Partial* out) {
   const int64_t length = state.query(first.batch) + 1;
-  keys::Query q[TOGETHER];
   alignas(64) float scores[TOGETHER][GROUP * BLOCK];
   alignas(64) float decoded[BLOCK * padded(DIM > V_DIM ? DIM : V_DIM)];
   Block blocks[TOGETHER];
   for (int h = 0; h < TOGETHER; ++h) {
-    queries(state, {first.batch, first.head + h}, q[h]);
     for (auto& own : out[h].softmax) own = {};
     for (auto& own : out[h].sum) std::memset(own, 0, sizeof own);
   }
@@ -319,18 +317,27 @@ void combine(const State& state, Place at, const Partial* parts, int64_t count, 
   }
 }
 
+// Pieces that a worker takes before those of others: they follow each other, so what was asked for behind one is its next.
+struct Share {
+  alignas(64) std::atomic<int64_t> next;
+  int64_t end;
+};
+
 // What the workers of a call share. A lane is the heads of a sequence that are read together; pieces of slots are
-// numbered lane by lane, and taken by whoever is free.
+// numbered lane by lane. Whoever is done with its own takes those of others.
 struct Work {
   State state;
   int64_t batch, piece;             // sequences, and slots of a piece
   int64_t* first;                   // of each lane, and behind the last: the number of its first piece
   Partial* partials;                // of each piece and head
   Softmax* whole;                   // of each query head
-  std::atomic<int64_t> next, unit;  // the next piece, and unit, that nobody has
+  std::atomic<int64_t> unit, come;  // the next unit that nobody has; workers that have come
+  int64_t workers;
+  Share* shares;                    // of each worker
   std::atomic<int32_t>* ready;      // of each sequence: units whose token is not there yet
   std::atomic<int32_t>* left;       // of each lane: pieces that are not done
   void operator()();
+  void attend_to(int64_t mine, int64_t& lane, keys::Query* q);
 };
 
 void Work::operator()() {
@@ -346,21 +353,31 @@ void Work::operator()() {
     }
     ready[row].fetch_sub(1, std::memory_order_release);
   }
-  const int64_t all = first[batch * LANES];
-  for (;;) {
-    const int64_t mine = next.fetch_add(1);
-    if (mine >= all) break;
-    const int64_t lane = std::upper_bound(first, first + batch * LANES + 1, mine) - first - 1;
-    const Place at{lane / LANES, lane % LANES * TOGETHER};
-    while (ready[at.batch].load(std::memory_order_acquire)) pause();
-    const int64_t begin = (mine - first[lane]) * piece;
-    attend(state, at, begin, std::min(begin + piece, slots_of(state, at.batch)), partials + mine * TOGETHER);
-    if (left[lane].fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
-    for (int h = 0; h < TOGETHER; ++h) {
-      const int64_t head = at.head + h;
-      combine(state, {at.batch, head}, partials + first[lane] * TOGETHER + h, first[lane + 1] - first[lane],
-              whole + (at.batch * KV_HEADS + head) * GROUP);
-    }
+  const int64_t self = come.fetch_add(1);
+  keys::Query q[TOGETHER];
+  int64_t lane = -1;  // whose queries these are
+  for (int64_t turn = 0; turn < workers; ++turn) {
+    Share& share = shares[(self + turn) % workers];
+    for (int64_t mine; (mine = share.next.fetch_add(1)) < share.end;) attend_to(mine, lane, q);
+  }
+}
+
+// One piece; `lane` becomes its lane, and q the queries of that.
+void Work::attend_to(int64_t mine, int64_t& lane, keys::Query* q) {
+  const int64_t before = lane;
+  if (lane < 0 || mine < first[lane] || mine >= first[lane + 1])
+    lane = std::upper_bound(first, first + batch * LANES + 1, mine) - first - 1;
+  const Place at{lane / LANES, lane % LANES * TOGETHER};
+  while (ready[at.batch].load(std::memory_order_acquire)) pause();
+  if (lane != before)
+    for (int h = 0; h < TOGETHER; ++h) queries(state, {at.batch, at.head + h}, q[h]);
+  const int64_t begin = (mine - first[lane]) * piece;
+  attend(state, at, begin, std::min(begin + piece, slots_of(state, at.batch)), q, partials + mine * TOGETHER);
+  if (left[lane].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  for (int h = 0; h < TOGETHER; ++h) {
+    const int64_t head = at.head + h;
+    combine(state, {at.batch, head}, partials + first[lane] * TOGETHER + h, first[lane + 1] - first[lane],
+            whole + (at.batch * KV_HEADS + head) * GROUP);
   }
 }
 
@@ -383,10 +400,15 @@ extern "C" void kvcompile_kernel(const Call* call) {
   int64_t slots = 0, pieces = 0;
   for (int64_t b = 0; b < batch; ++b) slots += slots_of(state, b) * KV_HEADS;
   int64_t piece = std::max(SMALLEST, slots / (call->threads * A_THREAD) / TOGETHER);
+  if (piece > SMALLEST) {  // of a lane so many pieces that those of all lanes share out, where lanes are alike
+    const int64_t mean = slots / TOGETHER / lanes, even = call->threads / std::gcd(lanes, call->threads);
+    const int64_t count = (std::max<int64_t>(mean / piece, 1) + even - 1) / even * even;
+    piece = std::max(SMALLEST, (mean + count - 1) / count);
+  }
   piece = (piece + BLOCK - 1) / BLOCK * BLOCK;
   for (int64_t b = 0; b < batch; ++b) pieces += (slots_of(state, b) + piece - 1) / piece * LANES;
   int64_t bytes = sizeof(Partial) * pieces * TOGETHER + sizeof(Softmax) * heads * GROUP + 8 * lanes;
-  bytes += 4 * (batch + lanes + units) + 1024;
+  bytes += 4 * (batch + lanes + units) + sizeof(Share) * call->threads + 1024;
   char* memory = static_cast<char*>(call->workspace(bytes));
   Work work{state, batch, piece};
   work.partials = taken<Partial>(memory, pieces * TOGETHER);
@@ -403,5 +425,11 @@ extern "C" void kvcompile_kernel(const Call* call) {
   }
   work.first[lanes] = number;
   for (int64_t b = 0; b < batch; ++b) work.ready[b].store(UNITS, std::memory_order_relaxed);
-  shared_out(*call, std::min(call->threads, number + units), work);
+  work.workers = std::min(call->threads, number + units);
+  work.shares = taken<Share>(memory, work.workers);
+  for (int64_t i = 0; i < work.workers; ++i) {
+    work.shares[i].next.store(number * i / work.workers, std::memory_order_relaxed);
+    work.shares[i].end = number * (i + 1) / work.workers;
+  }
+  shared_out(*call, work.workers, work);
 }

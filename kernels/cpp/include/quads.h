@@ -64,10 +64,18 @@ struct Run : Strided {
   }
 };
 
-// Rows of 2 W bytes that follow each other without a gap, as many as a block has.
-struct Dense : Strided {
-  static constexpr int BYTES = 2 * W;
-  explicit Dense(const uint8_t* first) : Strided{first, BYTES} {}
+// Rows of SIZE bytes that follow each other without a gap.
+template <int SIZE>
+struct Dense {
+  const uint8_t* base;
+  const uint8_t* at(int i) const { return base + i * SIZE; }
+  // Where W rows from i on stand BLOCKS_AHEAD blocks behind them.
+  const uint8_t* behind(int i) const { return at(i + BLOCKS_AHEAD * BLOCK); }
+  template <int BYTES>
+  void fetch(int i, int n) const {
+    const uint8_t* next = behind(i);
+    for (int at = 0; at < n * SIZE; at += 64) fetch_line(next + at);
+  }
 };
 
 // Rows wherever they are. ahead: null, or where RUN rows each of a block that is BLOCKS_AHEAD begin, which are apart by `stride`.
@@ -77,6 +85,7 @@ struct Listed {
   const uint8_t* const* ahead;
   int64_t stride;
   const uint8_t* at(int i) const { return rows[i]; }
+  const uint8_t* behind(int i) const { return RUN % W == 0 && ahead ? ahead[i / RUN] + i % RUN * stride : at(i); }
   template <int BYTES>
   void fetch(int i, int n) const {
     constexpr int A_LINE = BYTES < 64 ? 64 / BYTES : 1;
@@ -148,9 +157,11 @@ inline void rows_from(const Row& rows, int start, int n, const uint8_t** out) {
   }
 }
 
-// B times W rows at once, so that what is read of a query serves them all.
+// B times W rows at once, so that what is read of a query serves them all. ahead: where each W of them stand in a block that
+// is asked for, a line at a time, as memory gives them.
 template <int B, int Q, int N, int P, class D>
-inline void scores_of_some_bytes(const D& q, int first, const uint8_t* const* row, const float* factor, float* scores) {
+inline void scores_of_some_bytes(const D& q, int first, const uint8_t* row, const uint8_t* const* ahead,
+                                 const float* factor, float* scores) {
   Ints sums[B * Q * P];
   each<B>([&](auto b) KV_INLINE {  // codes count from -128 on, below
     each<Q * P>([&](auto s) KV_INLINE { sums[b * Q * P + s] = set1_int(-128 * q.sum[first + s / P][s % P]); });
@@ -158,9 +169,14 @@ inline void scores_of_some_bytes(const D& q, int first, const uint8_t* const* ro
 #pragma GCC unroll 1
   for (int c = 0; c < N; c += 2 * W) {
     Quads column[B][W / 2];
-    each<B>([&](auto b) KV_INLINE { columns(row + b * W, c, column[b]); });
+    each<B>([&](auto b) KV_INLINE {
+      columns([&](int r) KV_INLINE { return row + (b * W + r) * N + c; }, column[b]);
+    });
     each<W / 2>([&](auto j) KV_INLINE {
-      each<B>([&](auto b) KV_INLINE { column[b][j] = flipped(column[b][j]); });
+      each<B>([&](auto b) KV_INLINE {
+        if (j * 64 < 2 * W * W) fetch_line(ahead[b] + c * W + j * 64);
+        column[b][j] = flipped(column[b][j]);
+      });
       each<Q * P>([&](auto s) KV_INLINE {
         const Quads own = set1_quad(q.byte[first + s / P][s % P] + c + 4 * j);
         each<B>([&](auto b) KV_INLINE {
@@ -182,11 +198,19 @@ inline void scores_of_some_bytes(const D& q, int first, const uint8_t* const* ro
 template <int Q, int N, int P, class D, class Row>
 inline void scores_of_bytes(const D& q, int first, const Row& rows, int n, const float* factor, float* scores) {
   constexpr int B = 2;  // whatever is left: what is compiled twice for it takes as long again
-  const uint8_t* row[B * W];
+  constexpr bool dense = std::is_same_v<Row, Dense<N>>;
+  alignas(64) uint8_t copied[B * W * N];
   for (int start = 0; start < n; start += B * W) {
-    each<B>([&](auto b) KV_INLINE { rows_from(rows, start + b * W, n, row + b * W); });
-    if (start + B * W <= n) rows.template fetch<N>(start, B * W);
-    scores_of_some_bytes<B, Q, N, P>(q, first, row, factor + start, scores + first * BLOCK + start);
+    const bool whole = start + B * W <= n;
+    const uint8_t *row = copied, *ahead[B] = {copied, copied};
+    if (whole) {
+      each<B>([&](auto b) KV_INLINE { ahead[b] = rows.behind(start + b * W); });
+      if constexpr (!dense) rows.template fetch<N>(start, B * W);
+    }
+    if (dense && whole) row = rows.at(start);
+    else
+      for (int r = 0; r < B * W; ++r) std::memcpy(copied + r * N, rows.at(start + r < n ? start + r : n - 1), N);
+    scores_of_some_bytes<B, Q, N, P>(q, first, row, ahead, factor + start, scores + first * BLOCK + start);
   }
 }
 
@@ -196,7 +220,7 @@ template <int Q, int N, int P, int SPAN, class D, class Row>
 inline void scores_of_nibbles(const D& q, int first, const Row& rows, int n, const float (*factor)[BLOCK],
                               const float (*least)[BLOCK], float* scores) {
   const uint8_t* row[W];
-  constexpr bool dense = std::is_same_v<Row, Dense>;
+  constexpr bool dense = std::is_same_v<Row, Dense<2 * W>>;
   for (int start = 0; start < n; start += W) {
     if constexpr (!dense) rows_from(rows, start, n, row);
     rows.template fetch<N / 2>(start, W);
@@ -206,7 +230,7 @@ inline void scores_of_nibbles(const D& q, int first, const Row& rows, int n, con
     for (int c = 0; c < N / 2; c += 2 * W) {
       Quads column[W / 2];
       if constexpr (dense) columns(rows.at(start), column);
-      else columns(row, c, column);
+      else columns([&](int r) KV_INLINE { return row[r] + c; }, column);
       Ints sums[2][Q * P];
       each<2 * Q * P>([&](auto s) KV_INLINE { sums[s % 2][s / 2] = set1_int(0); });
       const int8_t* own = q.byte[first][0] + c;
@@ -271,11 +295,13 @@ struct Weights {
     alignas(64) float top[padded(COUNT)] = {}, by[padded(COUNT)];
     of_each<COUNT>([](Vec a, Vec b) KV_INLINE { return max_bits(a, b); }, most, top);
     // Rounded up, too, it has P bytes.
-    constexpr float WHOLE = SIGNED ? P == 2 ? 32639.0f : 8355700.0f : P == 2 ? 65535.0f : 16777200.0f;
+    constexpr float MORE = SIGNED ? 1.004f : 1.0f + 1.0f / (1 << 16);
     for (int k = 0; k < COUNT; k += W) {
-      const Vec divisor = max(set1(1e-30f), load(top + k));  // what is no number stays none, and makes all of the sum none
-      store(by + k, div(set1(WHOLE), divisor));
-      store(scale + k, div(divisor, set1(WHOLE)));
+      const Vec most = mul(max(set1(1e-30f), load(top + k)), set1(MORE));  // what is no number stays none,
+      Vec whole, back;
+      powers(most, 8 * P - SIGNED, whole, back);
+      store(by + k, whole);
+      store(scale + k, fma(most, set1(0.0f), back));  // and makes all of the sum none
     }
     for (int k = 0; k < COUNT; ++k) {
       Ints whole[PARTS];
@@ -313,7 +339,7 @@ inline void weighed_bytes(const Weights<P, false, Q>& weights, const Row& rows, 
     };
     int i = 0;
     for (; i + 4 <= n; i += 4) {
-      rows.template fetch<N>(i, 4);
+      if (c == 0) rows.template fetch<N>(i, 4);
       four(i, [&](int t) KV_INLINE { return rows.at(i + t); });
     }
     if (i < n) four(i, [&](int t) KV_INLINE { return rows.at(i + t < n ? i + t : n - 1); });
@@ -358,7 +384,7 @@ inline void weighed_nibbles(const Weights<P, true, Q * SPANS>& weights, const fl
     int i = 0;
     for (; i + 4 <= n; i += 4) {
       rows.template fetch<N / 2>(i, 4);
-      if constexpr (std::is_same_v<Row, Dense>) quads_of_four(rows.at(i), codes);
+      if constexpr (std::is_same_v<Row, Dense<2 * W>>) quads_of_four(rows.at(i), codes);
       else quads_of_four(rows.at(i) + c, rows.at(i + 1) + c, rows.at(i + 2) + c, rows.at(i + 3) + c, codes);
       four(i, codes);
     }

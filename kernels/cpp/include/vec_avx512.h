@@ -236,6 +236,12 @@ inline Ints dot_quad(Quads bytes, const void* p, Ints sum) {
 inline Vec max_bits(Vec a, Vec b) {
   return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
 }
+// Of x from 2^e up to 2^(e + 1): 2^(bits - 1 - e), by which it gets as many bits, and what takes it back.
+inline void powers(Vec x, int bits, Vec& by, Vec& back) {
+  const Ints e = _mm512_and_si512(_mm512_castps_si512(x), set1_int(0x7f800000));
+  by = _mm512_castsi512_ps(_mm512_sub_epi32(set1_int((254 + bits - 1) << 23), e));
+  back = _mm512_castsi512_ps(_mm512_sub_epi32(e, set1_int((bits - 1) << 23)));
+}
 inline Quads flipped(Quads x) { return _mm512_xor_si512(x, _mm512_set1_epi8(static_cast<char>(0x80))); }
 inline Quads low_nibbles(Quads x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 // Where they are: each is 16 times its code.
@@ -257,11 +263,12 @@ inline __attribute__((always_inline)) void turned(const F& row, Quads* out) {
   out[2] = _mm512_unpacklo_epi64(b, d);
   out[3] = _mm512_unpackhi_epi64(b, d);
 }
-// 32 bytes of 16 rows: lane r of out[c] has bytes 4 c .. 4 c + 3 of row r.
-inline void columns(const uint8_t* const* rows, int at, Quads* out) {
+// 32 bytes of 16 rows, which begin at row(0) .. row(15): lane r of out[c] has bytes 4 c .. 4 c + 3 of row r.
+template <class F>
+inline __attribute__((always_inline)) void columns(const F& row, Quads* out) {
   const auto pair = [&](int r) __attribute__((always_inline)) {
-    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[r] + at));
-    return _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[r + 4] + at)), 1);
+    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row(r)));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row(r + 4))), 1);
   };
   Quads low[4], high[4];
   turned([&](int r) __attribute__((always_inline)) { return pair(r); }, low);

@@ -142,6 +142,13 @@ inline void store_planes(uint8_t* out, int stride, const Ints* x) {
     }
   }
 }
+inline void powers(Vec x, int bits, Vec& by, Vec& back) {
+  for (int i = 0; i < W; ++i) {
+    const uint32_t e = bits_of(x.x[i]) & 0x7f800000u;
+    by.x[i] = as_float((uint32_t(254 + bits - 1) << 23) - e);
+    back.x[i] = as_float(e - (uint32_t(bits - 1) << 23));
+  }
+}
 inline Quads flipped(Quads x) {
   for (auto& own : x.x) own ^= 0x80;
   return x;
@@ -164,9 +171,10 @@ inline Quads row_codes_half(const void* p) {
   std::memcpy(out.x, p, sizeof out.x / 2);
   return out;
 }
-inline void columns(const uint8_t* const* rows, int at, Quads* out) {
+template <class F>
+inline void columns(const F& row, Quads* out) {
   for (int c = 0; c < W / 2; ++c)
-    for (int r = 0; r < W; ++r) std::memcpy(out[c].x + 4 * r, rows[r] + at + 4 * c, 4);
+    for (int r = 0; r < W; ++r) std::memcpy(out[c].x + 4 * r, row(r) + 4 * c, 4);
 }
 inline void quads_of_four(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d, Quads* out) {
   const uint8_t* rows[4] = {a, b, c, d};
@@ -174,9 +182,7 @@ inline void quads_of_four(const uint8_t* a, const uint8_t* b, const uint8_t* c, 
     for (int r = 0; r < 4; ++r) out[i / W].x[i % W * 4 + r] = rows[r][i];
 }
 inline void columns(const uint8_t* rows, Quads* out) {
-  const uint8_t* row[W];
-  for (int r = 0; r < W; ++r) row[r] = rows + r * 2 * W;
-  columns(row, 0, out);
+  columns([&](int r) { return rows + r * 2 * W; }, out);
 }
 inline void quads_of_four(const uint8_t* rows, Quads* out) {
   quads_of_four(rows, rows + 2 * W, rows + 4 * W, rows + 6 * W, out);
