@@ -41,6 +41,9 @@ ROLES: dict[str, KernelRole] = {
     "prefill": KernelRole(  # query tiles x KV heads x batch
         f"{_TRITON}.attend", "many queries against the cache, and against themselves", tiled=True
     ),
+    "decoded_rows": KernelRole(  # slot tiles x KV heads x batch
+        f"{_TRITON}.attend.decoded_rows", "slots of tokens before a prompt's to rows of numbers"
+    ),
     "columns": KernelRole(  # key tiles x score heads x batch
         f"{_TRITON}.retention.score_sums", "each key's share of the probabilities of many queries", tiled=True
     ),

@@ -38,11 +38,15 @@ HEADS, KV_HEADS, DIM, SLOTS, PAGES = 8, 2, 64, 1088, 70
 LAYOUTS = {
     "model": CacheLayout(),
     "int8": CacheLayout(int8(), int8()),
+    "int8 of 16 bits": CacheLayout(int8(), int8()),
     "int4 in pages": CacheLayout(uint(4, 32), uint(4, 32), Paged(64), Full()),
     "KIVI": CacheLayout(per_channel(2, 32, 32), with_residual(uint(2, 32), 32), Contiguous(), Full()),
     "streaming": CacheLayout(int8(), int8(), Ring(), SinkWindow(4, 508)),
     "H2O": CacheLayout(model_dtype(), model_dtype(), Slots(), Scored(4, 252, 256)),
 }
+
+
+DTYPES = {"int8 of 16 bits": torch.bfloat16}  # of models; of others float32
 
 
 def region(layout: CacheLayout, buffers: int) -> GraphModule:
@@ -68,17 +72,18 @@ def region(layout: CacheLayout, buffers: int) -> GraphModule:
     return GraphModule(torch.nn.Module(), g, "Region")
 
 
-def printed_of(layout: CacheLayout, shapes: ShapeClass) -> dict[str, Any]:
+def printed_of(name: str, shapes: ShapeClass) -> dict[str, Any]:
     """Graph and code of the region, sizes that were fixed, and names of the cache's inputs."""
+    layout, dtype = LAYOUTS[name], DTYPES.get(name, torch.float32)
     tracer, device = Tracer(shapes), torch.device("cpu")
     paged = isinstance(layout.placement, Paged)
     buffers = [
         tracer.empty((PAGES if spec.paged else tracer.batch, *spec.shape), spec.dtype, device)
-        for spec in layout.buffers(KV_HEADS, DIM, DIM, torch.float32, SLOTS)
+        for spec in layout.buffers(KV_HEADS, DIM, DIM, dtype, SLOTS)
     ]
     inputs = [
-        tracer.empty((tracer.batch, tracer.tokens, HEADS * DIM), torch.float32, device),
-        tracer.empty(((HEADS + 2 * KV_HEADS) * DIM, HEADS * DIM), torch.float32, device),
+        tracer.empty((tracer.batch, tracer.tokens, HEADS * DIM), dtype, device),
+        tracer.empty(((HEADS + 2 * KV_HEADS) * DIM, HEADS * DIM), dtype, device),
         *buffers,
         *(tracer.empty((SLOTS, DIM), torch.float32, device) for _ in range(2)),
         tracer.empty((tracer.batch, tracer.tokens), torch.int64, device),
@@ -93,7 +98,7 @@ def printed_of(layout: CacheLayout, shapes: ShapeClass) -> dict[str, Any]:
 def main(names: list[str]) -> None:
     act_as_sm90()
     classes = (ShapeClass(False, False, False), ShapeClass(False, True, True), ShapeClass(True, True, True))
-    print(json.dumps({name: [printed_of(LAYOUTS[name], shapes) for shapes in classes] for name in names}))
+    print(json.dumps({name: [printed_of(name, shapes) for shapes in classes] for name in names}))
 
 
 if __name__ == "__main__":

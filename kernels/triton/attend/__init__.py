@@ -29,6 +29,8 @@ Options of the two roles
     new           prefill: the new tokens are not in the slots; they come as a source of their own
     older         prefill: of the slots those before the new tokens are read, and `out` is float32; nothing is written
                   where there are none
+    decoded, undecoded   prefill: with option older, nothing is read or written where the argument `decoded` is 0, or is
+                  not 0 (`host/decoded_once.py`)
     continued     prefill: only the new tokens are read; sums begin with what option `older` gave: `older`, `older_lse`
     interpreted   see `dots.py`
     one_bias      the site's bias has one head

@@ -191,6 +191,8 @@ class Attend:
         if self.many:
             found += [TensorParam("sinks", torch.float32)] if spec.site.score.sinks else []
             found.append(TensorParam("out", torch.float32 if "older" in options else spec.torch_dtype))
+            if {"decoded", "undecoded"} & {*options}:
+                found.append(ScalarParam("decoded"))
             if "continued" in options:
                 found += [TensorParam("older", torch.float32), TensorParam("older_lse", torch.float32)]
             found += [packed.STARTS, packed.ROW_TOKENS] if self.packed else [ScalarParam("tokens")]

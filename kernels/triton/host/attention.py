@@ -6,7 +6,7 @@ A step is the same for every layout:  place -> write -> select -> attend -> note
 |---|---|---|
 | one | any | append, (group), decode, combine |
 | many | slots are never reused | append, (group), prefill, (append of rows in full) |
-| many | of these, codes of single tokens | append, prefill twice (`decoded_once.py`) |
+| many | of these, codes of single tokens | append, decoded_rows, prefill twice (`decoded_once.py`) |
 | many | a ring | append to an array of the new tokens, prefill over slots and array, append |
 
 The role that writes new tokens also places them: it turns queries and keys. What a retention by scores launches besides
@@ -70,7 +70,7 @@ def _attend_one(call: Call, x: AttendInputs) -> Tensor:
 def attend_many(call: Call, x: AttendInputs) -> Tensor:
     """Many new tokens a sequence; `call` is that of `x`, or of its tokens in one row (`host/packed.py`)."""
     if decoded_once.is_for(call):
-        return decoded_once.attend(call)
+        return decoded_once.attend(call, x.span)
     layout, retention = x.spec.layout, retained(x.spec.layout.retention)
     first = layout.in_order
     new = _written(call) if first else staged(call)

@@ -1,26 +1,49 @@
-"""Prompts over codes: new tokens are decoded once, those before are read as they stand in the cache.
+"""Prompts over codes: each token is decoded once for all queries, the new ones and, where that pays, those before them.
 
 Each tile of queries makes numbers of all codes that it reads, so that most are made once for each tile behind them. An
 append that encodes new tokens knows what is read of them, and writes that as well, in the model's dtype (option
 decoded of `append/append.py`): the numbers of the reference. Then attention is two launches,
 
-    older        over the slots of the tokens before, as everywhere; of a text that begins with these tokens, nothing
+    older        over the tokens before; of a text that begins with these tokens, nothing
     continued    over the new tokens, plain numbers, beginning with what the first found
 
 which are one softmax: sums over disjoint sets of keys are joined by their log-sum-exp (Milakov and Gimelshein 2018).
+
+The tokens before stand in slots as codes. `decoded_rows` makes rows of numbers of them (`attend/decoded_rows.py`), once
+for all tiles of queries, and the first launch reads these. They are
+
+    rows = slots before the new tokens, at most      if there are LEAST_TILES tiles of queries, and rows of both
+                                                     sides take MOST bytes at most
+           0                                         else: slots are read as they stand
+
+a number, or an expression of symbols where a graph leaves sizes open: then both forms of the first launch are made, and
+the one that the number is not for ends at once. Slots in pages are read as they stand: how many tokens are held there
+is no shape, but a number on the device. So are those of windows, of which few tiles of queries see a key.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcompile.kernels.spec import SiteSpec
-from kvcompile.kernels.triton.host.call import Call, append, as_kept, prefill, turned_back
+from kvcompile.kernels.triton.attend import decoded_rows
+from kvcompile.kernels.triton.host import ops_attend, ops_rows
+from kvcompile.kernels.triton.host.call import Call, New, append, as_kept, prefill, turned_back
 from kvcompile.kernels.triton.host.site_kernels import kernels_of
-from kvcompile.layouts import CacheLayout, Full, InKeys
+from kvcompile.layouts import CacheLayout, Full, InKeys, Paged
+
+# Tiles of queries of a KV head. Of fewer, to write rows and read them takes longer than to decode once for each, where
+# programs fill a GPU: predicted of int4 from two on, of int8 from five to eighteen on (its codes cost more than
+# predicted).
+LEAST_TILES = 8
+# Bytes of the rows of a call, which are freed behind its attention: so many are 8 sequences of 32k tokens with 8 heads
+# of 128 channels, in 16 bits. A batch that fits by its codes shall not fail for numbers of them.
+MOST = 1 << 30
 
 
 def is_for(call: Call) -> bool:
@@ -45,16 +68,78 @@ def _splits(layout: CacheLayout) -> bool:
     return any(side.element.kind != "float" for side in (keys, values))
 
 
-def attend(call: Call) -> Tensor:
-    """Writes the new tokens, and gives [B, Hq, S, Dv]. What was turned is read in the basis that it is in."""
-    site, wanted = call.site, [*call.kernels.transforms(one=False), "k_out", "v_out", "decoded"]
+def attend(call: Call, span: Any) -> Tensor:
+    """Writes the new tokens, and gives [B, Hq, S, Dv]. What was turned is read in the basis that it is in.
+
+    span: slots that hold tokens after the call, at most
+    """
+    wanted = [*call.kernels.transforms(one=False), "k_out", "v_out", "decoded"]
     new = as_kept(call, wanted, append(call, wanted))
-    # Sink logits count once, with the new tokens.
-    before = _as(call, replace(site, score=replace(site.score, sinks=False)))
-    older = prefill(replace(before, sinks=None), new, ("older", "lse"))
-    behind = replace(_as(call, replace(site, layout=CacheLayout())), buffers=[], page_table=None)
-    (out,) = prefill(behind, new._replace(parts=[new.k, new.v]), ("continued",), older=older)
+    behind = _plain(call, call.site, [])
+    (out,) = prefill(
+        behind, new._replace(parts=[new.k, new.v]), ("continued",), older=_older(call, new, rows(call, span))
+    )
     return turned_back(call, out)
+
+
+def rows(call: Call, span: Any) -> Any:
+    """Of the slots before the new tokens, how many are decoded to rows; an integer, or a symbol of one.
+
+    No more than `span` less the new tokens hold tokens before these. Nothing here is a condition, which would be
+    taken for all sizes: a factor is 1 where its condition holds, and else 0.
+    """
+    made, site = call.kernels, call.site
+    if site.mask.window is not None or isinstance(site.layout.placement, Paged):
+        return 0
+    batch, _, tokens, _ = call.q.shape
+    before = torch.sym_max(0, span - tokens)
+    least = max(1, LEAST_TILES * made.config("prefill").block_m // made.group)
+    tiled = torch.sym_min(1, tokens // least)
+    row = made.num_kv_heads * (made.head_dim + made.v_head_dim) * call.q.element_size()
+    fits = torch.sym_min(1, MOST // torch.sym_max(1, batch * before * row))
+    return before * tiled * fits
+
+
+def _older(call: Call, new: New, decoded: Any) -> Sequence[Tensor]:
+    """The result over the tokens before, and its log-sum-exp; decoded: as `rows` says."""
+    # Sink logits count once, with the new tokens.
+    site = replace(call.site, score=replace(call.site.score, sinks=False))
+    before = replace(_as(call, site), sinks=None)
+    if _known(decoded) and not decoded:
+        return prefill(before, new, ("older", "lse"))
+    made = call.kernels
+    spec = replace(made.spec("decoded_rows"), block_n=decoded_rows.block_n(made.head_dim, made.v_head_dim))
+    found = ops_rows.decoded_rows(call.buffers, call.positions, call.q, decoded, spec.to_json())
+    numbers = replace(_plain(call, site, list(found)), sinks=None)
+    if _known(decoded):
+        return prefill(numbers, new, ("older", "lse"))
+    codes, plain = before.kernels, numbers.kernels
+    of_slots = codes.spec("prefill", ("older", "lse", "undecoded", *before.whole))
+    of_rows = plain.spec("prefill", ("older", "lse", "decoded"))
+    own, other = codes.config("prefill"), plain.config("prefill")
+    outs: list[Tensor] = ops_attend.older(
+        new.q,
+        before.buffers,
+        numbers.buffers,
+        call.positions,
+        call.bias,
+        call.leaves,
+        decoded,
+        [own.num_warps, own.num_stages, other.num_warps, other.num_stages],
+        of_slots.to_json(),
+        of_rows.to_json(),
+    )
+    return outs
+
+
+def _known(decoded: Any) -> bool:
+    """Whether no graph leaves it open."""
+    return isinstance(decoded, int)
+
+
+def _plain(call: Call, site: SiteSpec, buffers: list[Tensor]) -> Call:
+    """The call over numbers in the model's dtype."""
+    return replace(_as(call, replace(site, layout=CacheLayout())), buffers=buffers, page_table=None)
 
 
 def _as(call: Call, site: SiteSpec) -> Call:

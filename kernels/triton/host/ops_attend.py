@@ -5,6 +5,7 @@
 | triton_decode | decode | partial results of each split, and logits where a retention goes by scores |
 | triton_combine | combine | the output, and the log-sum-exp where it is asked for |
 | triton_prefill | prefill | the output, and the log-sum-exp where it is asked for |
+| triton_older | prefill, twice | the output over the tokens before a prompt's, and its log-sum-exp |
 | triton_columns | columns | each key's share of the probabilities |
 
 They are `torch.library.triton_op`s: Inductor and AOTInductor see the launches, and plan the memory of what is between
@@ -104,7 +105,7 @@ def decode(
     given = {"q": q, "positions": positions, "bias": bias, "page_table": page_table, **parts, **outs}
     given |= {"slots_token": token, "slots_place": place, "pages_read": pages}
     given |= {"sinks": sinks, "arrivals": arrivals, "prefixes": prefixes, **spans}
-    given |= {**_tables(rope), **_parts(kernel, buffers)}
+    given |= {**_tables(rope), **parts_of(kernel, buffers)}
     given |= _leaves(kernel, leaves)
     sizes = _sizes(kernel, buffers, bias, rope) | _leaf_sizes(kernel, leaves) | {"batches": batch}
     _launch(kernel, grid, given, sizes, num_warps, num_stages)
@@ -195,8 +196,8 @@ def prefill(
     given |= {"older": older, "older_lse": older_lse}
     given |= {
         **_tables(rope),
-        **_parts(kernel, buffers),
-        **_parts(kernel, new, "new_"),
+        **parts_of(kernel, buffers),
+        **parts_of(kernel, new, "new_"),
         **_leaves(kernel, leaves),
     }
     sizes = _sizes(kernel, buffers, bias, rope) | _leaf_sizes(kernel, leaves) | {"tokens": tokens}
@@ -210,6 +211,45 @@ def prefill(
         return [outs["out"].transpose(0, 1)[None]]
     tiles = (tokens * own.group + own.block_m - 1) // own.block_m
     _launch(kernel, (tiles, own.num_kv_heads, batch), given, sizes, num_warps, num_stages)
+    return list(outs.values())
+
+
+@torch.library.triton_op("kvcompile::triton_older", mutates_args={})
+def older(
+    q: Tensor,
+    buffers: list[Tensor],
+    rows: list[Tensor],
+    positions: Tensor,
+    bias: Tensor | None,
+    leaves: list[Tensor],
+    decoded: int,
+    launched: list[int],
+    of_slots: str,
+    of_rows: str,
+) -> list[Tensor]:
+    """As `prefill` with option older, over slots or over rows of numbers, as `decoded` says: the other launch ends at
+    once.
+
+    Args:
+        rows: what `triton_decoded_rows` gave of the buffers; decoded: how many, 0: slots are read.
+        launched: warps and stages of the launch over slots, then those of that over rows.
+        of_slots, of_rows: the specs of both; the others as for `prefill`.
+    """
+    own = kernel_of(of_slots).spec
+    batch, _, tokens, _ = q.shape
+    outs = {"out": q.new_empty((batch, own.num_qo_heads, tokens, weighed(own)), dtype=torch.float32)}
+    outs["lse"] = q.new_empty((batch, own.num_qo_heads, tokens), dtype=torch.float32)
+    for spec, parts, (warps, stages) in (
+        (of_slots, buffers, launched[:2]),
+        (of_rows, rows, launched[2:]),
+    ):
+        kernel = kernel_of(spec)
+        given = {"q": q, "positions": positions, "bias": bias, **outs}
+        given |= {**parts_of(kernel, parts), **_leaves(kernel, leaves)}
+        sizes = _sizes(kernel, parts, bias, []) | _leaf_sizes(kernel, leaves)
+        sizes |= {"tokens": tokens, "decoded": decoded}
+        tiles = (tokens * own.group + kernel.spec.block_m - 1) // kernel.spec.block_m
+        _launch(kernel, (tiles, own.num_kv_heads, batch), given, sizes, warps, stages)
     return list(outs.values())
 
 
@@ -249,7 +289,7 @@ def columns(
         kernel = kernel_of(spec)
         given = {"q": q, "k": k, "lse": lse, "positions": positions, "bias": bias, "columns": sums}
         given |= {"page_table": page_table, "slots_token": token, "slots_place": place}
-        given |= {**_tables(rope), **_parts(kernel, buffers), **_parts(kernel, new, "new_")}
+        given |= {**_tables(rope), **parts_of(kernel, buffers), **parts_of(kernel, new, "new_")}
         given |= _leaves(kernel, leaves)
         sizes = _sizes(kernel, buffers, bias, rope) | _leaf_sizes(kernel, leaves)
         sizes |= {"tokens": tokens, "counted": counted}
@@ -272,7 +312,7 @@ def _launch(
     launch(kernel, grid, tensors, own, num_warps=num_warps, num_stages=num_stages)
 
 
-def _parts(kernel: Kernel, buffers: list[Tensor], prefix: str = "") -> dict[str, Any]:
+def parts_of(kernel: Kernel, buffers: list[Tensor], prefix: str = "") -> dict[str, Any]:
     """Buffers by the names of their parts. Those with rows of their own are the cache's alone."""
     spec, found = kernel.spec, []
     dtype = spec.torch_dtype

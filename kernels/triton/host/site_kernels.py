@@ -80,6 +80,11 @@ class Kernels:
         return made
 
     @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
     def fp8(self) -> Fp8Form:
         return fp8_of(device_of(self.device).arch)
 

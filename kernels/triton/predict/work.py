@@ -4,6 +4,7 @@
 |---|---|---|
 | decode | a share of the tiles of a sequence and KV head, or (option listed) of all of these | its tiles |
 | prefill | a tile of queries, of one KV head | tiles of keys up to its last query |
+| decoded_rows | a tile of slots, of one KV head | one |
 | columns | a tile of keys | tiles of queries |
 | combine | a query head of a sequence | shares, some at once |
 | append that finds a slot | a head's notes, its key and its value; some queries | one, half of one |
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from kvcompile.kernels.triton.append.slots import evicts
@@ -32,7 +33,8 @@ _LISTED = "listed"  # the option of a decode kernel whose programs share a line 
 _BEFORE = 2
 # The same in a turn of a role whose loop has no pipeline: positions, then what stands there, and so on. Programs of
 # `score`, and those of append that find a slot, execute all of their text: machine code says it of them.
-_WAITS = {"combine": 2, "append": 2, "group": 2, "score": None, "page_bounds": 2, "page_copy": 2}
+_WAITS = {"combine": 2, "append": 2, "group": 2, "score": None, "page_bounds": 2}
+_WAITS |= {"page_copy": 2, "decoded_rows": 2}
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,9 @@ def _filled(programs: list[float]) -> float:
 
 
 def _prefill(made: Made, shape: Shape) -> Work:
-    """Of a prompt over codes, a launch has the tokens before the new ones or these alone (`host/decoded_once.py`)."""
+    """Of a prompt over codes, a launch has the tokens before the new ones or these alone (`host/decoded_once.py`), the
+    former as they stand, or as the numbers that rows hold: its own site says which.
+    """
     tiles, heads, _ = made.grid
     spec, group = made.spec, made.spec.group
     older, new = ("older" in spec.options), ("continued" in spec.options)
@@ -144,7 +148,7 @@ def _prefill(made: Made, shape: Shape) -> Work:
         programs += own * heads
     if not any(programs):
         return Work((0.0,) * len(programs), 0.0, 0.0, _BEFORE, 0)
-    slot = float(sum(shape.dims) * shape.dtype.itemsize) if new else memory.slot_bytes(shape)
+    slot = memory.slot_bytes(replace(shape, site=spec.site))
     near = spec.block_n * slot
     share = sum(programs) * spec.block_n / (every * heads)
     total = share * memory.cache_bytes(shape) * slot / memory.slot_bytes(shape)
@@ -152,6 +156,19 @@ def _prefill(made: Made, shape: Shape) -> Work:
     if new and max(shape.lengths) == shape.tokens:  # nothing was found before, nor is it read
         total -= made.bytes["older"] + made.bytes["older_lse"]
     return Work(tuple(programs), total / sum(programs), max(near, total / sum(programs)), _BEFORE, 0)
+
+
+def _decoded_rows(made: Made, shape: Shape) -> Work:
+    """A program has a tile of slots, both sides, if tokens stand there."""
+    tiles, heads, _ = made.grid
+    size = made.spec.block_n
+    programs: list[float] = []
+    for length in shape.lengths:
+        whole = -(-(length - shape.tokens) // size)
+        programs += ([1.0] * whole + [0.0] * (tiles - whole)) * heads
+    row = float(sum(shape.dims) * shape.dtype.itemsize)
+    each = size * (memory.slot_bytes(shape) + row)
+    return Work(tuple(programs), each, each, 0, _WAITS["decoded_rows"])
 
 
 def _columns(made: Made, shape: Shape) -> Work:
@@ -207,6 +224,7 @@ _ROLES: dict[str, Callable[[Made, Shape], Work]] = {
     "append": _append,
     "decode": _decode,
     "prefill": _prefill,
+    "decoded_rows": _decoded_rows,
     "columns": _columns,
     "combine": _combine,
 }

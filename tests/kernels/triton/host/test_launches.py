@@ -39,7 +39,7 @@ def roles(recipe: str, tokens: int, attention: str = "causal") -> list[str]:
     [
         ("baseline", ["append", "decode"], ["append", "prefill"]),
         ("paged", ["append", "decode"], ["append", "prefill"]),
-        ("int8", ["append", "decode"], ["append", "prefill", "prefill"]),
+        ("int8", ["append", "decode"], ["append", "decoded_rows", "prefill", "prefill"]),
         ("kivi4", ["append", "group", "decode", "combine"], ["append", "group", "prefill", "append"]),
         ("streaming", ["append", "decode"], ["append", "prefill", "append"]),
         (
@@ -52,7 +52,7 @@ def roles(recipe: str, tokens: int, attention: str = "causal") -> list[str]:
 )
 def test_the_launches_of_recipes(recipe: str, one: list[str], many: list[str]) -> None:
     """RoPE, encoding and the write of a token are one launch, whatever the storage."""
-    assert roles(recipe, 1) == one and roles(recipe, 64) == many
+    assert roles(recipe, 1) == one and roles(recipe, 128) == many
 
 
 def test_every_tiled_role_is_cut_up_as_its_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_what_is_assembled_is_what_a_launch_specialises_for() -> None:
     seen = set()
     for recipe in ("int8", "paged_int8", "int4", "kivi4", "h2o_int8", "quest"):
         layout = recipe_layouts(recipe)["causal"]
-        for tokens in (1, 64):
+        for tokens in (1, 128):
             with recording() as found, acting_as(H200), FakeTensorMode():
                 call(SHAPES["llama"].site(layout), (32, 8), (128, 128), torch.bfloat16, 4096, 2, tokens)
             for one in found:
@@ -156,7 +156,7 @@ def test_what_is_assembled_is_what_a_launch_specialises_for() -> None:
                     expected = 16 if key == "D" else 1 if key == 1 else None
                     assert told.get(name) == expected, (one.kernel.spec.role, name, key)
                 seen.add(one.kernel.spec.role)
-    assert {"append", "decode", "prefill", "combine", "group", "score", "page_bounds"} <= seen
+    assert {"append", "decode", "prefill", "combine", "group", "score", "page_bounds", "decoded_rows"} <= seen
 
 
 def test_slots_come_as_sixteens_where_they_are() -> None:

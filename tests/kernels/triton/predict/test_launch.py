@@ -13,6 +13,7 @@ from kvcompile.errors import KernelError
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.attend import cascade
 from kvcompile.kernels.triton.config import Config, using
+from kvcompile.kernels.triton.host import decoded_once
 from kvcompile.kernels.triton.predict import memory, work
 from kvcompile.kernels.triton.predict.assumptions import HARSH, KIND
 from kvcompile.kernels.triton.predict.launch import ahead, one_launch, turn_of
@@ -255,12 +256,48 @@ def test_every_machine_of_the_table_has_predictions() -> None:
     assert found["rtx4090"].seconds > found["h200"].seconds and found["rtx4090"].places < found["h200"].places
 
 
+def test_rows_of_older_tokens_are_predicted_to_pay_behind_long_texts_and_for_many_queries() -> None:
+    """Instructions of an element as assembled: int4 5.6 and single buffers, bf16 1.9. What rows take is their bytes."""
+
+    def of(tokens: int, sequences: int) -> Shape:
+        own = shape(INT4, (32768 // sequences,) * sequences, tokens=tokens)
+        return replace(own, site=replace(own.site, share="none"))
+
+    def seconds(own: Shape, least: int) -> float:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decoded_once, "LEAST_TILES", least)
+            made = recorded(own, H200.machine)
+        total = 0.0
+        for one in made:
+            code = one.spec.layout.keys.element.kind != "float"
+            if one.spec.role == "prefill":
+                pipe = SINGLE if code else DOUBLE
+                assumed = fact(200, 71_680, with_instructions(one, 5.6 if code else 1.9), pipe, 5)
+            else:
+                assumed = fact(64, 16_384, 300, None, 1)
+            if one.spec.role != "append":
+                total += one_launch(one, assumed, work.work(one, own), H200).seconds
+        return total
+
+    long = of(2048, 1)
+    rows = next(one for one in recorded(long, H200.machine) if one.spec.role == "decoded_rows")
+    own = work.work(rows, long)
+    held = 32768 - 2048
+    assert sum(own.programs) * rows.spec.block_n == held * 8
+    assert sum(own.programs) * own.bytes == held * 8 * (slot_bytes(long) + 2 * 2 * 128)
+    assert seconds(long, 8) == seconds(long, 0) < seconds(long, 10**9)
+    few = of(2, 32)
+    assert seconds(few, 0) > seconds(few, 8) == seconds(few, 10**9)
+
+
 @pytest.mark.parametrize("tokens", [300, 5000])
 def test_a_prompt_over_codes_reads_each_token_in_one_of_two_launches(tokens: int) -> None:
     """Those before the new ones as codes, these as numbers; of a text that begins, the first has nothing to do."""
     of = shape(CacheLayout(int8(), int8()), (5000,), tokens=tokens)
     of = replace(of, site=replace(of.site, share="none"))
-    older, new = (made for made in recorded(of, H200.machine) if made.spec.role == "prefill")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoded_once, "MOST", 0)
+        older, new = (made for made in recorded(of, H200.machine) if made.spec.role == "prefill")
     plain = next(
         made
         for made in recorded(shape(CacheLayout(), (5000,), tokens=tokens), H200.machine)

@@ -1,0 +1,95 @@
+"""Role decoded_rows: what is read of the slots of tokens before a prompt's, to rows (`host/decoded_once.py`).
+
+    row[slot] = code[slot] * scale[slot] + minimum[slot]      slots 0 .. first - 1, in the model's dtype
+
+These are the numbers of the reference, bit for bit, in the basis that the storage keeps: what was turned stays so.
+Every code is made a number once, whatever number of queries reads it.
+
+Options: interpreted. spec.block_n: slots of a tile.
+Launch: grid(spec, rows, batch). The parts of the cache, dense; positions int64 [B, S], of which the first says how many
+tokens are held; decoded_k [B, Hkv, rows, D] and decoded_v [B, Hkv, rows, Dv], written; `decoded`: rows that there are,
+0: nothing is written.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvcompile.kernels.triton import helpers
+from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, TensorParam
+from kvcompile.kernels.triton.render import rendered
+from kvcompile.kernels.triton.spec import KernelSpec
+from kvcompile.kernels.triton.tile import dequantize
+from kvcompile.kernels.triton.tile.addressing import SlotArray
+from kvcompile.kernels.triton.tile.channel_blocks import between
+from kvcompile.kernels.triton.tile.tile_loader import TileLoader, edges, reader
+from kvcompile.layouts import InKeys, Paged
+
+OPTIONS = {"interpreted"}
+WARPS = 4
+_ELEMENTS = 8192  # of a tile of keys, or of values
+
+
+def generate(spec: KernelSpec) -> KernelSource:
+    """The kernel of a spec of role decoded_rows.
+
+    Raises:
+        ValueError: the layout is one whose slots are read as they stand, or an option is unknown.
+    """
+    layout = spec.layout
+    if unknown := set(spec.options) - OPTIONS:
+        raise ValueError(f"{spec.role} knows no options {sorted(unknown)}")
+    if isinstance(layout.placement, Paged) or isinstance(layout.values, InKeys) or layout.in_full:
+        raise ValueError(f"{spec.role} is for slots that hold all of a token, in its order, not for {layout}")
+    source = SlotArray("", "slots", spec.num_kv_heads, spec.block_n)
+    sides = [(part, f"decoded_{part.letter}") for part in (_reader(spec, "keys"), _reader(spec, "values"))]
+    params: list[Param] = list(source.params)
+    for part, _ in sides:
+        params += part.params(source)
+    params += [TensorParam("positions", torch.int64, 2), ScalarParam("decoded")]
+    params += [TensorParam(out, spec.torch_dtype) for _, out in sides]
+    text = rendered(
+        "decoded_rows.py.jinja",
+        params=params,
+        spec=spec,
+        lines=[
+            *source.located([part.group for part, _ in sides], True),
+            *(line for part, out in sides for line in _written(spec, part, source, out)),
+        ],
+    )
+    return KernelSource("decoded_rows", tuple(params), helpers.module(text))
+
+
+def grid(spec: KernelSpec, rows: int, batch: int) -> tuple[int, int, int]:
+    return (rows + spec.block_n - 1) // spec.block_n, spec.num_kv_heads, batch
+
+
+def block_n(head_dim: int, v_head_dim: int) -> int:
+    """Slots of a tile."""
+    width = 1 << (max(head_dim, v_head_dim) - 1).bit_length()
+    return max(1, min(64, _ELEMENTS // width))
+
+
+def _reader(spec: KernelSpec, side: str) -> TileLoader:
+    """All elements as numbers; groups of channels need no pieces, as every element has its scale."""
+    storage = spec.layout.keys if side == "keys" else spec.layout.values
+    dim = spec.head_dim if side == "keys" else spec.v_head_dim
+    assert not isinstance(storage, InKeys)
+    pieces = between(dim, edges(storage.of_slots, dim, stacked=True))
+    return reader(spec, side, pieces, elementwise=True)
+
+
+def _written(spec: KernelSpec, part: TileLoader, source: SlotArray, out: str) -> list[str]:
+    """Lines that read a tile of one side and write its rows."""
+    lines = part.constants()
+    if part.fixed_scale:
+        at = f"{part.side}_scale_ptr + batch * {spec.num_kv_heads} + head"
+        lines.append(f"{part.side}_scale = tl.load({at})")
+    lines += dequantize.loaded(part, source, True)
+    for index, piece in enumerate(part.pieces):
+        name = f"{part.letter}{index}"
+        real = "" if piece.whole else f" & ({part.channels(index)} < {piece.stop})"
+        value = helpers.stored(name, spec.dtype, "interpreted" in spec.options)
+        at = f"{out}_ptr + (row + n)[:, None] * {part.dim} + {part.channels(index)}"
+        lines.append(f"tl.store({at}, {value}, mask=inside[:, None]{real})")
+    return lines
