@@ -6,6 +6,20 @@ from tests.breaks.broken import broken
 
 CPP = (
     broken(
+        "a text that a call hands over stays",
+        "kernels/cpp/include/launcher.cpp",
+        '  expect(torch_delete_string(given), "to free a text");\n',
+        "",
+        "tests/kernels/cpp/test_launcher.py",
+    ),
+    broken(
+        "a declaration is another than PyTorch's",
+        "kernels/cpp/include/stable_abi.h",
+        "AOTITorchError torch_get_num_threads(uint32_t* count);",
+        "AOTITorchError torch_get_num_threads(uint64_t* count);",
+        "tests/kernels/cpp/test_launcher.py",
+    ),
+    broken(
         "a step skips a block of slots that the window reaches",
         "kernels/cpp/templates/slots.cpp.jinja",
         "low / BLOCK * BLOCK - SINK_SLOTS",

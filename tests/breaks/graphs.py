@@ -22,6 +22,20 @@ GRAPHS = (
         "tests/passes/probe/test_few_rows.py",
     ),
     broken(
+        "few rows are multiplied the slower way",
+        "passes/probe/few_rows.py",
+        "return least[_around] < least[LINEAR]",
+        "return least[_around] > least[LINEAR]",
+        "tests/passes/probe/test_few_rows.py",
+    ),
+    broken(
+        "a node is noted where PyTorch calls and not where the model does",
+        "passes/capture/forward_notes.py",
+        'own = code.co_name == "forward" or',
+        "own =",
+        "tests/passes/capture/test_forward_notes.py",
+    ),
+    broken(
         "products of few rows in the wrong order",
         "passes/probe/few_rows.py",
         "torch.mm(weight, rows.t())[:, :count].t().contiguous()",
