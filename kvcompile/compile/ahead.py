@@ -1,7 +1,8 @@
 """What the C++ compiler makes, begun in the background as soon as it is known to be needed.
 
-Where no cache has it, it takes seconds, in processes beside which Python goes on. While a model is looked at, in this
-order, what is made for a machine and not for a model:
+Where no cache has it, it takes seconds, in processes beside which Python goes on. The model's own forwards have all cores;
+from when it is traced on, which takes Python seconds on one of them, in this order, what is made for a machine and not for
+a model:
 
 | what | who waits for it |
 |---|---|
@@ -47,7 +48,6 @@ _LOCK = threading.Lock()
 _begun: set[str] = set()
 _looking: list[threading.Event] = []  # Inductor's own looks at instruction sets; set once they have ended
 _trials: list[Future[bool]] = []  # of instruction sets that Inductor took: whether they work
-_launching: list[threading.Event] = []  # the launcher; set once it has been made, or cannot be
 _optimizing: list[threading.Event] = []  # models that are understood and verified; set once that has ended
 
 

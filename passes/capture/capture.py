@@ -134,8 +134,14 @@ def capture(
     reasons: list[str] = []
     shown = Shown(model, first, frozenset({"position_ids", "logits_to_keep"} & parameters), device_of(model))
 
+    pending = [tracing]
+
+    def begin() -> None:
+        while pending:
+            pending.pop()()
+
     def new_route() -> _Route:
-        return _Route(model, first, "use_cache" in parameters, reasons, tracing)
+        return _Route(model, first, "use_cache" in parameters, reasons, begin)
 
     with eval_mode(model), attributes_restored(model):
         route = new_route()
@@ -196,9 +202,10 @@ class _Route:
         first: str,
         takes_use_cache: bool,
         reasons: list[str],
-        tracing: Callable[[], object],
+        begin: Callable[[], None],
     ):
-        self.model, self.first, self.reasons, self.tracing = model, first, reasons, tracing
+        self.model, self.first, self.reasons = model, first, reasons
+        self.begin = begin  # what goes on beside Python; until then, it has all cores
         self.names = {module: name for name, module in model.named_modules()}
         self.device = device_of(model)
         self.opaque: dict[nn.Module, tuple[str, str]] = {}
@@ -318,13 +325,13 @@ class _Route:
                     f"the forward asks whether it is traced, and may do something else then ({self.asked[0]}); what it "
                     "does without cannot be traced"
                 )
-            self._begun()
+            self.begin()
             with attributes_restored(self.model):
                 return trace(wrapper, inputs, self.device, way), ()
         run = self._eager(wrapper, inputs)
         states = self._states(inputs, run)
         modules = {module: (self.names[module], "keeps recurrent state") for module in states} | self.opaque
-        self._begun()
+        self.begin()
         while True:
             with attributes_restored(self.model):  # what runs before must not be what is traced
                 observed = observe(list(modules), run) if modules else {}
@@ -362,11 +369,6 @@ class _Route:
                     raise
                 raise DetectionError(f"recurrent state cannot be carried: {refused}") from refused
         return traced, tuple(record for record, _ in tracing.made)
-
-    def _begun(self) -> None:
-        """What goes on beside Python is begun, once; it has all cores until then."""
-        tracing, self.tracing = self.tracing, _nothing
-        tracing()
 
     def _eager(self, wrapper: nn.Module, inputs: CapturedInputs) -> Run:
         def run(batch: int, tokens: int) -> object:

@@ -24,9 +24,7 @@ from torch import Tensor, nn
 LINEAR = torch.ops.aten.linear.default
 _FEW = 6
 _LARGE = 1 << 15  # numbers of a weight that is not in a cache anyway
-_ROUNDS = (
-    3  # of a measurement, by turns; the shortest counts, so that another process on a core changes nothing
-)
+_ROUNDS = 3  # of a measurement, by turns; the shortest counts, whatever else runs on a core
 _turned: dict[tuple[int, int], bool] = {}  # by rows and threads: whether the other way round is faster
 
 

@@ -387,7 +387,7 @@ PRODUCT = (
         "compilers are begun before the model's own forwards",
         "passes/capture/capture.py",
         "        calls = Calls(self, inputs)\n",
-        "        calls = Calls(self, inputs)\n        self._begun()\n",
+        "        calls = Calls(self, inputs)\n        self.begin()\n",
         "compile/ahead",
     ),
     broken(

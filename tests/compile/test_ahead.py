@@ -407,7 +407,9 @@ def test_what_was_foreseen_is_not_made_again(fails: bool, monkeypatch: pytest.Mo
 def test_a_front_that_was_foreseen_of_another_graph_is_not_taken() -> None:
     model = Asks(lambda x, positions, keep: x * 2 if positions else x).eval()
     seen: list[Front] = []
-    front = pipeline.understand(model, seen.append)
+    traced: list[int] = []
+    front = pipeline.understand(model, seen.append, lambda: traced.append(len(seen)))
+    assert traced == [0]  # once, though there are two routes
     assert [each.captured.inputs.position_ids for each in seen] == [True, False]
     assert front.canonical is seen[1].canonical and not front.captured.inputs.position_ids
 
