@@ -1,8 +1,8 @@
 """What the C++ compiler makes, begun in the background as soon as it is known to be needed.
 
-Where no cache has it, it takes seconds, in processes beside which Python goes on. The model's own forwards have all cores;
-from when it is traced on, which takes Python seconds on one of them, in this order, what is made for a machine and not for
-a model:
+Where no cache has it, it takes seconds, in processes beside which Python goes on. The model's own forwards have all
+cores; from when it is traced on, which takes Python seconds on one of them, in this order, what is made for a machine
+and not for a model:
 
 | what | who waits for it |
 |---|---|
