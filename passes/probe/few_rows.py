@@ -17,6 +17,7 @@ other. The same numbers are multiplied and summed, in another order.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,7 @@ def _around(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def _is_faster(rows: Tensor, weight: Tensor) -> bool:
-    least = {_around: float("inf"), LINEAR: float("inf")}
+    least: dict[Any, float] = {_around: float("inf"), LINEAR: float("inf")}
     for _ in range(_ROUNDS):
         for product in least:
             began = time.perf_counter()
