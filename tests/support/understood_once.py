@@ -108,6 +108,8 @@ class Known:
         if key is None:
             return self._understood(model, foresee, tracing)
         if key in self.fronts:
+            if tracing is not None:  # what is begun beside does not depend on what is known
+                tracing()
             own, front = self.fronts[key]
             return moved(front, own, model)
         front = self._understood(model, foresee, tracing)

@@ -23,7 +23,9 @@ is no shape, but a number on the device. So are those of windows, of which few t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +46,17 @@ LEAST_TILES = 8
 # Bytes of the rows of a call, which are freed behind its attention: so many are 8 sequences of 32k tokens with 8 heads
 # of 128 channels, in 16 bits. A batch that fits by its codes shall not fail for numbers of them.
 MOST = 1 << 30
+_in_slots: ContextVar[bool] = ContextVar("tokens before a prompt are read as they stand", default=False)
+
+
+@contextmanager
+def read_in_slots() -> Iterator[None]:
+    """The tokens before a prompt are read as they stand: for who has no form of a launch that makes rows of them."""
+    before = _in_slots.set(True)
+    try:
+        yield
+    finally:
+        _in_slots.reset(before)
 
 
 def is_for(call: Call) -> bool:
@@ -89,7 +102,7 @@ def rows(call: Call, span: Any) -> Any:
     taken for all sizes: a factor is 1 where its condition holds, and else 0.
     """
     made, site = call.kernels, call.site
-    if site.mask.window is not None or isinstance(site.layout.placement, Paged):
+    if _in_slots.get() or site.mask.window is not None or isinstance(site.layout.placement, Paged):
         return 0
     batch, _, tokens, _ = call.q.shape
     before = torch.sym_max(0, span - tokens)

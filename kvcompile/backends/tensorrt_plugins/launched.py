@@ -21,6 +21,7 @@ from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.attend.cascade import alone
 from kvcompile.kernels.triton.attend.work_list import joined_apart
 from kvcompile.kernels.triton.device import Device, acting_as
+from kvcompile.kernels.triton.host.decoded_once import read_in_slots
 from kvcompile.kernels.triton.host.launch import recording
 from kvcompile.kernels.triton.host.launches import call, for_hardware
 from kvcompile.kernels.triton.spec import KernelSpec
@@ -68,8 +69,17 @@ def launched(
     _check(site, leaves)
     tracer = Tracer(ShapeClass(False, one, True))
     # A plugin's inputs are not written, so that programs of one cannot count themselves in what append made. Nor does
-    # one tell the next what sequences have in common: each reads its own pages.
-    with joined_apart(), alone(), recording() as found, acting_as(device), tracer.mode, torch.no_grad():
+    # one tell the next what sequences have in common: each reads its own pages. Nor does one make rows of the tokens
+    # before a prompt: no plugin has that role.
+    with (
+        joined_apart(),
+        alone(),
+        read_in_slots(),
+        recording() as found,
+        acting_as(device),
+        tracer.mode,
+        torch.no_grad(),
+    ):
         call(site, heads, dims, dtype, limit, tracer.batch, tracer.tokens, tracer.size("pages"), leaves)
     names = {size.node.expr: _symbol(name) for name, size in tracer.symbols().items()}
 
