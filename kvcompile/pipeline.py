@@ -20,7 +20,7 @@ from kvcompile.kernels.ops.running_sum import running_sum
 from kvcompile.original.adapters import base_of
 from kvcompile.original.checks import check_model
 from kvcompile.original.inference_tensors import as_normal
-from kvcompile.passes.capture.capture import Captured, capture, device_of
+from kvcompile.passes.capture.capture import Captured, capture, device_of, nothing
 from kvcompile.passes.capture.opaque import describe, states_of
 from kvcompile.passes.capture.python_step import give_steps
 from kvcompile.passes.detect.detect import Detection, detect
@@ -90,7 +90,7 @@ class Analysis:
 def understand(
     model: nn.Module,
     foresee: Callable[[Front], object] | None = None,
-    tracing: Callable[[], object] | None = None,
+    tracing: Callable[[], object] = nothing,
 ) -> Front:
     """Capture the model, find its attention sites and make the graph canonical; the model is left as it was.
 
@@ -108,7 +108,7 @@ def understand(
 def _understood(
     model: nn.Module,
     foresee: Callable[[Front], object] | None,
-    tracing: Callable[[], object] | None = None,
+    tracing: Callable[[], object] = nothing,
 ) -> Front:
     foreseen: dict[GraphModule, Front] = {}
 
@@ -123,7 +123,7 @@ def _understood(
         except Exception as error:  # told by whoever meets it in a graph that is right
             log.debug("foreseen: %s", error)
 
-    captured = capture(model, look, *([] if tracing is None else [tracing]))
+    captured = capture(model, look, tracing)
     front = foreseen.get(captured.graph_module)
     if front is not None:
         return replace(front, captured=captured)

@@ -108,7 +108,7 @@ class Captured:
         return Outputs(self.out_spec, self.constants, self.logits_index if flat else None)
 
 
-def _nothing(*_: object) -> None:
+def nothing(*_: object) -> None:
     """Nothing is made beside."""
 
 
@@ -116,8 +116,8 @@ def _nothing(*_: object) -> None:
 @torch.random.fork_rng(devices=[])  # tracing runs the model, which may draw numbers
 def capture(
     model: nn.Module,
-    foresee: Callable[[Captured], object] = _nothing,
-    tracing: Callable[[], object] = _nothing,
+    foresee: Callable[[Captured], object] = nothing,
+    tracing: Callable[[], object] = nothing,
 ) -> Captured:
     """Trace `model` into one graph. The model is left exactly as it was.
 

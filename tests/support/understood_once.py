@@ -19,6 +19,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from kvcompile import pipeline
+from kvcompile.passes.capture.capture import nothing
 from kvcompile.pipeline import Front
 from tests.support.models import TinyConfig
 
@@ -102,14 +103,13 @@ class Known:
         self,
         model: nn.Module,
         foresee: Callable[[Front], object] | None,
-        tracing: Callable[[], object] | None = None,
+        tracing: Callable[[], object] = nothing,
     ) -> Front:
         key = key_of(model) if self.on else None
         if key is None:
             return self._understood(model, foresee, tracing)
         if key in self.fronts:
-            if tracing is not None:  # what is begun beside does not depend on what is known
-                tracing()
+            tracing()  # what is begun beside does not depend on what is known
             own, front = self.fronts[key]
             return moved(front, own, model)
         front = self._understood(model, foresee, tracing)
