@@ -420,7 +420,7 @@ struct Work {
   std::atomic<int64_t> unit, come;  // the next unit that nobody has; workers that have come
   int64_t workers;
   Share* shares;                    // of each worker
-  std::atomic<int32_t>* ready;      // of each sequence: units whose token is not there yet
+  std::atomic<int32_t>* coming;     // of each unit: whether its token is not there yet
   std::atomic<int32_t>* left;       // of each lane: pieces that are not done
   void operator()();
   void attend_to(int64_t mine, int64_t& lane, keys::Query* q);
@@ -437,7 +437,7 @@ void Work::operator()() {
       for (int g = 0; g < OF_UNIT * GROUP; ++g)
         std::memset(state[OUT].at<Model>(row, head * GROUP + g), 0, OUT_DIM * sizeof(Model));
     }
-    ready[row].fetch_sub(1, std::memory_order_release);
+    coming[mine].store(0, std::memory_order_release);
   }
   const int64_t self = come.fetch_add(1);
   keys::Query q[TOGETHER];
@@ -454,7 +454,8 @@ void Work::attend_to(int64_t mine, int64_t& lane, keys::Query* q) {
   if (lane < 0 || mine < first[lane] || mine >= first[lane + 1])
     lane = std::upper_bound(first, first + batch * LANES + 1, mine) - first - 1;
   const Place at{lane / LANES, lane % LANES * TOGETHER};
-  while (ready[at.batch].load(std::memory_order_acquire)) pause();
+  for (int h = 0; h < TOGETHER; ++h)
+    while (coming[at.batch * UNITS + (at.head + h) / OF_UNIT].load(std::memory_order_acquire)) pause();
   if (lane != before)
     for (int h = 0; h < TOGETHER; ++h) queries(state, {at.batch, at.head + h}, q[h]);
   const int64_t begin = (mine - first[lane]) * piece;
@@ -494,13 +495,13 @@ extern "C" void kvcompile_kernel(const Call* call) {
   piece = (piece + BLOCK - 1) / BLOCK * BLOCK;
   for (int64_t b = 0; b < batch; ++b) pieces += (slots_of(state, b) + piece - 1) / piece * LANES;
   int64_t bytes = sizeof(Partial) * pieces * TOGETHER + sizeof(Softmax) * heads * GROUP + 8 * lanes;
-  bytes += 4 * (batch + lanes + units) + sizeof(Share) * call->threads + 1024;
+  bytes += 4 * (lanes + 2 * units) + sizeof(Share) * call->threads + 1024;
   char* memory = static_cast<char*>(call->workspace(bytes));
   Work work{state, batch, piece};
   work.partials = taken<Partial>(memory, pieces * TOGETHER);
   work.first = taken<int64_t>(memory, lanes + 1);
   work.whole = taken<Softmax>(memory, heads * GROUP);
-  work.ready = taken<std::atomic<int32_t>>(memory, batch);
+  work.coming = taken<std::atomic<int32_t>>(memory, units);
   work.left = taken<std::atomic<int32_t>>(memory, lanes);
   int64_t number = 0;
   for (int64_t lane = 0; lane < lanes; ++lane) {
@@ -510,7 +511,7 @@ extern "C" void kvcompile_kernel(const Call* call) {
     number += own;
   }
   work.first[lanes] = number;
-  for (int64_t b = 0; b < batch; ++b) work.ready[b].store(UNITS, std::memory_order_relaxed);
+  for (int64_t unit = 0; unit < units; ++unit) work.coming[unit].store(1, std::memory_order_relaxed);
   work.workers = std::min(call->threads, number + units);
   work.shares = taken<Share>(memory, work.workers);
   for (int64_t i = 0; i < work.workers; ++i) {

@@ -18,6 +18,7 @@ constexpr int V_DIM = 64;  // channels that are weighed
 constexpr int OUT_DIM = 64;
 constexpr float SM_SCALE = 0x1.0000000000000p-3f;
 constexpr int64_t SLOTS = 128;
+constexpr int64_t BLOCKS = (SLOTS + BLOCK - 1) / BLOCK;
 enum { OUT, Q, K, V, POSITIONS, SINKS, BIAS, PAGE_TABLE, COS, SIN, CHOSEN, KEYS_DATA, VALUES_DATA, TOKEN, SCORE };
 
 constexpr int UNITS = 3;  // of a sequence: heads whose new token goes to one slot together are one
@@ -30,7 +31,8 @@ constexpr int PLANES = 2;
 
 struct State {
   const Call& call;
-  float* logits;    // [B, KV_HEADS, GROUP, SLOTS], of what is seen
+  float* weights;   // [B, KV_HEADS, GROUP, BLOCKS * BLOCK], of what is seen, below the top that was known then
+  float* tops;      // [B, KV_HEADS, GROUP, BLOCKS]: that
   int32_t* places;  // [B, UNITS, SLOTS], of what is there
   const Tensor& operator[](int number) const { return call.tensors[number]; }
   // The position of a sequence's new token; negative: it is padding.
@@ -100,21 +102,6 @@ inline int64_t slots_of(const State& state, int64_t batch) {
   return std::min(length, SLOTS);
 }
 
-// The least of f(0) .. f(N - 1), a few at a time.
-template <class T, int64_t N, class F>
-inline T least(T none, const F& f) {
-  constexpr int64_t LANES = 16, WHOLE = N / LANES * LANES;
-  T low[LANES];
-  std::fill(low, low + LANES, none);
-  for (int64_t i = 0; i < WHOLE; i += LANES)
-    for (int j = 0; j < LANES; ++j) {
-      const T x = f(i + j);
-      low[j] = x < low[j] ? x : low[j];
-    }
-  for (int64_t i = WHOLE; i < N; ++i) low[0] = std::min(low[0], f(i));
-  return *std::min_element(low, low + LANES);
-}
-
 // The slot of the new token: the next free one, or that of the lowest score, of equals the oldest. It is noted.
 int64_t evict(const State& state, int64_t batch, int64_t unit) {
   const int64_t position = state.query(batch);
@@ -122,14 +109,32 @@ int64_t evict(const State& state, int64_t batch, int64_t unit) {
   float* score = state[SCORE].at<float>(batch, unit);
   int64_t slot = position;
   if (position >= SLOTS) {
-    // Without a branch, so that a few are looked at together.
+    // Without a branch, and the lowest of each lane, so that a few are looked at together.
     const int32_t newest = static_cast<int32_t>(position - 24);
     const auto leaves = [&](int64_t i) { return (token[i] >= 4) & (token[i] <= newest); };
     const auto value = [&](int64_t i) { return score[i]; };
-    const float lowest = least<float, SLOTS>(INFINITY, [&](int64_t i) { return leaves(i) ? value(i) : INFINITY; });
-    constexpr int32_t NONE = INT32_MAX;
-    const int32_t oldest = least<int32_t, SLOTS>(NONE, [&](int64_t i) { return leaves(i) & (value(i) == lowest) ? token[i] : NONE; });
-    slot = std::find(token, token + SLOTS, oldest) - token;
+    constexpr int AT_ONCE = 16;
+    alignas(64) float low[AT_ONCE];
+    alignas(64) int32_t oldest[AT_ONCE], where[AT_ONCE];
+    std::fill(low, low + AT_ONCE, INFINITY);
+    std::fill(oldest, oldest + AT_ONCE, INT32_MAX);
+    std::fill(where, where + AT_ONCE, static_cast<int32_t>(SLOTS));
+    const auto look = [&](int i, int j) KV_INLINE {
+      const float x = value(i);
+      const int32_t held = token[i];
+      const bool lower = leaves(i) & ((x < low[j]) | ((x == low[j]) & (held < oldest[j])));
+      low[j] = lower ? x : low[j];
+      oldest[j] = lower ? held : oldest[j];
+      where[j] = lower ? i : where[j];
+    };
+    int i = 0;
+    for (; i + AT_ONCE <= SLOTS; i += AT_ONCE)
+      for (int j = 0; j < AT_ONCE; ++j) look(i + j, j);
+    for (; i < SLOTS; ++i) look(i, 0);
+    int first = 0;
+    for (int j = 1; j < AT_ONCE; ++j)
+      if (low[j] < low[first] || (low[j] == low[first] && oldest[j] < oldest[first])) first = j;
+    slot = where[first];
     if (slot == SLOTS) slot = std::find_if(token, token + SLOTS, [&](const int32_t& held) { return leaves(&held - token); }) - token;  // no scores are numbers
   }
   token[slot] = static_cast<int32_t>(position);
@@ -140,23 +145,37 @@ int64_t evict(const State& state, int64_t batch, int64_t unit) {
 // The scores of a unit's slots after its heads' queries, of which `whole` has the softmax.
 void note(const State& state, int64_t batch, int64_t unit, const Softmax* whole) {
   float* score = state[SCORE].at<float>(batch, unit);
-  const float* logits = state.logits + (batch * KV_HEADS + unit * OF_UNIT) * GROUP * SLOTS;
   const int64_t count = slots_of(state, batch);
   constexpr int64_t HEADS = OF_UNIT * GROUP;
-  float share[HEADS];  // once for all slots: processors divide slowly
-  for (int64_t h = 0; h < HEADS; ++h) share[h] = 1.0f / (whole[h].total * HEADS);
-  for (int64_t i = 0; i < count; i += W) {
-    const int n = static_cast<int>(std::min<int64_t>(W, count - i));
-    Vec pooled = set1(0.0f);
+  const int64_t head = (batch * KV_HEADS + unit * OF_UNIT) * GROUP;
+  const float* weights = state.weights + head * BLOCKS * BLOCK;
+  const float* tops = state.tops + head * BLOCKS;
+  float share[HEADS], by[HEADS], top[HEADS];  // shares once for all slots: processors divide slowly
+  for (int64_t h = 0; h < HEADS; ++h) {
+    share[h] = 1.0f / (whole[h].total * HEADS);
+    top[h] = NAN;
+  }
+  for (int64_t block = 0; block * BLOCK < count; ++block) {
     for (int64_t h = 0; h < HEADS; ++h) {
-      const float* own = logits + h * SLOTS + i;
-      const Vec x = n == W ? load(own) : load_some(own, n);
-      const Vec p = mul(exp(sub(x, set1(whole[h].top))), set1(share[h]));
-      pooled = add(pooled, p);
+      const float own = tops[h * BLOCKS + block];
+      if (own == top[h]) continue;  // most often: a top that was found stays
+      top[h] = own;
+      by[h] = own == -INFINITY ? 0.0f : std::exp(own - whole[h].top) * share[h];
     }
-    alignas(64) float gained[W];
-    store(gained, pooled);
-    for (int j = 0; j < n; ++j) score[i + j] += gained[j];
+    for (int64_t i = block * BLOCK; i < std::min(count, (block + 1) * BLOCK); i += W) {
+      Vec pooled = set1(0.0f);
+      for (int64_t h = 0; h < HEADS; ++h) {
+        const Vec p = mul(load(weights + h * BLOCKS * BLOCK + i), set1(by[h]));
+        pooled = add(pooled, p);
+      }
+      if (i + W <= count) {
+        store(score + i, add(load(score + i), pooled));
+        continue;
+      }
+      alignas(64) float gained[W];
+      store(gained, pooled);
+      for (int64_t j = i; j < count; ++j) score[j] += gained[j - i];
+    }
   }
 }
 
@@ -362,14 +381,17 @@ void attend(const State& state, Place first, int64_t begin, int64_t end, const k
     for (int h = 0; h < TOGETHER; ++h) {
       for (int g = 0; g < GROUP; ++g)
         finish(state, {first.batch, first.head + h}, blocks[h], length, g, scores[h] + g * BLOCK);
-      float* logits = state.logits + (first.batch * KV_HEADS + first.head + h) * GROUP * SLOTS;
-      // Slots follow each other: a block has those of a stretch of them.
-      for (int g = 0; g < GROUP; ++g)
-        for (int i = 0; i < blocks[h].count; ++i) logits[g * SLOTS + start + i] = scores[h][g * BLOCK + i];
       for (int g = 0; g < GROUP; ++g) {
         float* own = scores[h] + g * BLOCK;
         std::fill(own + blocks[h].count, own + BLOCK, -INFINITY);
         weigh<V_DIM, Model>(own, 1.0f, out[h].softmax[g], out[h].sum[g], own);
+      }
+      // Slots follow each other: a block has those of a stretch of them.
+      const int64_t head = (first.batch * KV_HEADS + first.head + h) * GROUP, block = start / BLOCK;
+      for (int g = 0; g < GROUP; ++g) {
+        float* kept = state.weights + ((head + g) * BLOCKS + block) * BLOCK;
+        for (int i = 0; i < BLOCK; i += W) store(kept + i, load(scores[h] + g * BLOCK + i));
+        state.tops[(head + g) * BLOCKS + block] = out[h].softmax[g].top;
       }
     }
     values::sums(state, first, blocks, length, scores, out, decoded);
@@ -420,7 +442,7 @@ struct Work {
   std::atomic<int64_t> unit, come;  // the next unit that nobody has; workers that have come
   int64_t workers;
   Share* shares;                    // of each worker
-  std::atomic<int32_t>* ready;      // of each sequence: units whose token is not there yet
+  std::atomic<int32_t>* coming;     // of each unit: whether its token is not there yet
   std::atomic<int32_t>* left;       // of each lane: pieces that are not done
   std::atomic<int32_t>* heads_left;  // of each unit
   void operator()();
@@ -439,7 +461,7 @@ void Work::operator()() {
       for (int g = 0; g < OF_UNIT * GROUP; ++g)
         std::memset(state[OUT].at<Model>(row, head * GROUP + g), 0, OUT_DIM * sizeof(Model));
     }
-    ready[row].fetch_sub(1, std::memory_order_release);
+    coming[mine].store(0, std::memory_order_release);
   }
   const int64_t self = come.fetch_add(1);
   keys::Query q[TOGETHER];
@@ -456,7 +478,8 @@ void Work::attend_to(int64_t mine, int64_t& lane, keys::Query* q) {
   if (lane < 0 || mine < first[lane] || mine >= first[lane + 1])
     lane = std::upper_bound(first, first + batch * LANES + 1, mine) - first - 1;
   const Place at{lane / LANES, lane % LANES * TOGETHER};
-  while (ready[at.batch].load(std::memory_order_acquire)) pause();
+  for (int h = 0; h < TOGETHER; ++h)
+    while (coming[at.batch * UNITS + (at.head + h) / OF_UNIT].load(std::memory_order_acquire)) pause();
   if (lane != before)
     for (int h = 0; h < TOGETHER; ++h) queries(state, {at.batch, at.head + h}, q[h]);
   const int64_t begin = (mine - first[lane]) * piece;
@@ -499,16 +522,18 @@ extern "C" void kvcompile_kernel(const Call* call) {
   piece = (piece + BLOCK - 1) / BLOCK * BLOCK;
   for (int64_t b = 0; b < batch; ++b) pieces += (slots_of(state, b) + piece - 1) / piece * LANES;
   int64_t bytes = sizeof(Partial) * pieces * TOGETHER + sizeof(Softmax) * heads * GROUP + 8 * lanes;
-  bytes += 4 * (batch + lanes + units) + sizeof(Share) * call->threads + 1024;
-  bytes += 4 * heads * GROUP * SLOTS + 4 * units * SLOTS;
+  bytes += 4 * (lanes + 2 * units) + sizeof(Share) * call->threads + 1024;
+  bytes += 4 * heads * GROUP * BLOCKS * (BLOCK + 1);
+  bytes += 4 * units * SLOTS;
   char* memory = static_cast<char*>(call->workspace(bytes));
-  state.logits = taken<float>(memory, heads * GROUP * SLOTS);
+  state.weights = taken<float>(memory, heads * GROUP * BLOCKS * BLOCK);
+  state.tops = taken<float>(memory, heads * GROUP * BLOCKS);
   state.places = taken<int32_t>(memory, units * SLOTS);
   Work work{state, batch, piece};
   work.partials = taken<Partial>(memory, pieces * TOGETHER);
   work.first = taken<int64_t>(memory, lanes + 1);
   work.whole = taken<Softmax>(memory, heads * GROUP);
-  work.ready = taken<std::atomic<int32_t>>(memory, batch);
+  work.coming = taken<std::atomic<int32_t>>(memory, units);
   work.left = taken<std::atomic<int32_t>>(memory, lanes);
   work.heads_left = taken<std::atomic<int32_t>>(memory, units);
   for (int64_t unit = 0; unit < units; ++unit) work.heads_left[unit].store(OF_UNIT, std::memory_order_relaxed);
@@ -520,7 +545,7 @@ extern "C" void kvcompile_kernel(const Call* call) {
     number += own;
   }
   work.first[lanes] = number;
-  for (int64_t b = 0; b < batch; ++b) work.ready[b].store(UNITS, std::memory_order_relaxed);
+  for (int64_t unit = 0; unit < units; ++unit) work.coming[unit].store(1, std::memory_order_relaxed);
   work.workers = std::min(call->threads, number + units);
   work.shares = taken<Share>(memory, work.workers);
   for (int64_t i = 0; i < work.workers; ++i) {

@@ -63,6 +63,7 @@ def generate(spec: CppSpec) -> str:
         on_read=on_read,
         turns_now=site.rotates_on_append,
         scored=retention.by_score,
+        noted=retention.by_score and retention.score != "vote",
         wide=WIDE in spec.options,
         address=printed(layout.address, {sy.pos: "token"}) if not retention.by_score else "",
         query_place=query_place,

@@ -22,6 +22,7 @@ def slots_text(spec: CppSpec, places: bool, finishes: bool, query_place: str) ->
         layout=layout,
         retention=retention,
         scored=retention.by_score,
+        noted=retention.by_score and retention.score != "vote",
         chosen="chosen" in spec.options,
         all=sees_all,
         token_at=""

@@ -1,0 +1,98 @@
+"""Which token leaves its slot for a new one, against the rule said over a list, and what a step notes of the others."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcompile.kernels.cpp.host.attention import spec_of
+from kvcompile.kernels.cpp.host.ops import cpp_attend, ready
+from kvcompile.kernels.spec import SiteSpec
+from kvcompile.layouts import CacheLayout, Scored, Slots
+
+# Slots are looked at 16 at a time, and scored 64 at a time: some of each, and some over.
+SINKS, SCORED, RECENT = 3, 130, 9
+SLOTS = SINKS + SCORED + RECENT
+HEADS, KV_HEADS, DIM = 6, 2, 16
+RETENTIONS = {
+    "sum": Scored(SINKS, SCORED, RECENT),
+    "mean_age": Scored(SINKS, SCORED, RECENT, score="mean_age", pooling="max"),
+    "of a layer": Scored(SINKS, SCORED, RECENT, granularity="layer"),
+}
+
+
+def leaving(score: list[float], token: list[int], position: int, mean_age: bool) -> int:
+    """The slot whose token leaves: of the lowest score, of equals the oldest; sinks and the newest stay."""
+    best = None
+    for slot, held in enumerate(token):
+        if SINKS <= held <= position - RECENT and not math.isnan(score[slot]):
+            value = torch.tensor(score[slot]) / (position - held if mean_age else 1)
+            if best is None or (value, held) < best[:2]:
+                best = (value, held, slot)
+    assert best is not None
+    return int(best[2])
+
+
+@pytest.mark.parametrize("name", RETENTIONS)
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([1, 2, 5, 1000]),
+    st.integers(SLOTS, SLOTS + 300),
+    st.booleans(),
+)
+def test_the_lowest_score_leaves_of_equals_the_oldest(
+    name: str, seed: int, values: int, position: int, none: bool
+) -> None:
+    """values: how many scores differ; none: some are no numbers"""
+    ready()
+    random = torch.Generator().manual_seed(seed)
+    retention = RETENTIONS[name]
+    layout = CacheLayout(placement=Slots(), retention=retention)
+    units = 1 if retention.granularity == "layer" else KV_HEADS
+    # The sinks, the newest, and any of the tokens between them, in any slots.
+    between = SINKS + torch.arange(position - RECENT + 1 - SINKS)
+    newest = torch.arange(position - RECENT + 1, position)
+
+    def shuffled(tokens: torch.Tensor) -> torch.Tensor:
+        return tokens[torch.randperm(len(tokens), generator=random)]
+
+    token = torch.stack(
+        [
+            shuffled(torch.cat([torch.arange(SINKS), shuffled(between)[: SCORED + 1], newest]))
+            for _ in range(units)
+        ]
+    ).int()
+    score = torch.randint(0, values, token.shape, generator=random).float() / 8
+    if none:
+        score[:, torch.randperm(SLOTS, generator=random)[: SLOTS // 4]] = float("nan")
+    specs = layout.buffers(KV_HEADS, DIM, DIM, torch.float32, SLOTS)
+    buffers = [torch.zeros(1, *spec.shape, dtype=spec.dtype) for spec in specs]
+    for buffer in buffers[:2]:
+        buffer.copy_(torch.randn(buffer.shape, generator=random))
+    buffers[2][0], buffers[3][0] = token, score
+    q, k, v = (torch.randn(1, n, 1, DIM, generator=random) for n in (HEADS, KV_HEADS, KV_HEADS))
+    text = spec_of(SiteSpec(layout, 0.25, kernels="cpp"), (HEADS, KV_HEADS), (DIM, DIM), "torch.float32")
+    cpp_attend(
+        q, k, v, buffers, torch.tensor([[position]]), [], None, None, None, None, [], DIM, text.to_json()
+    )
+
+    weights = (0.25 * q[0, :, 0].view(KV_HEADS, -1, DIM) @ buffers[0][0].mT).softmax(
+        -1
+    )  # [KV_HEADS, group, SLOTS]
+    weights = weights.view(units, -1, SLOTS)
+    gained = weights.amax(1) if retention.pooling == "max" else weights.mean(1)
+    for unit in range(units):
+        slot = leaving(score[unit].tolist(), token[unit].tolist(), position, name == "mean_age")
+        wanted = token[unit].clone()
+        wanted[slot] = position
+        assert buffers[2][0, unit].tolist() == wanted.tolist()
+        before = score[unit].clone()
+        before[slot] = 0.0
+        assert torch.allclose(
+            buffers[3][0, unit], before + gained[unit], rtol=1e-4, atol=1e-6, equal_nan=True
+        )
