@@ -135,7 +135,8 @@ int64_t evict(const State& state, int64_t batch, int64_t unit) {
     for (int j = 1; j < AT_ONCE; ++j)
       if (low[j] < low[first] || (low[j] == low[first] && oldest[j] < oldest[first])) first = j;
     slot = where[first];
-    if (slot == SLOTS) slot = std::find_if(token, token + SLOTS, [&](const int32_t& held) { return leaves(&held - token); }) - token;  // no scores are numbers
+    // No scores are numbers: any that may leave does. Where none may, as a token came again and again, what is last does.
+    if (slot == SLOTS) slot = std::find_if(token, token + SLOTS - 1, [&](const int32_t& held) { return leaves(&held - token); }) - token;
   }
   token[slot] = static_cast<int32_t>(position);
   score[slot] = 0.0f;

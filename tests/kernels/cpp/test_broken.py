@@ -44,7 +44,7 @@ BREAKS: dict[str, tuple[str, str, str]] = {
         "return token > newest_from(length)",
     ),
     "the result stays turned": ("residuals", "    hadamard<8>(sum, V_DIM);\n", ""),
-    "no score is left": ("H2O", "gained[j];", "0.0f;"),
+    "no score is left": ("H2O", "gained[j - i];", "0.0f;"),
     "the age is not counted": ("H2O in cache", "std::max<int64_t>(position - token[i], 1)", "int64_t{1}"),
     "only the first head counts": ("TOVA", "h < HEADS; ++h) {", "h < 1; ++h) {"),
     "pages that were not chosen": ("Quest", "chosen[i] >= length || ", ""),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from kvcompile.kernels.cpp.host.attention import spec_of
 from kvcompile.kernels.cpp.host.ops import cpp_attend, ready
@@ -37,6 +38,23 @@ def leaving(score: list[float], token: list[int], position: int, mean_age: bool)
     return int(best[2])
 
 
+def step(
+    layout: CacheLayout, token: Tensor, score: Tensor, position: int, random: torch.Generator, times: int = 1
+) -> Tensor:
+    """Changes what is noted of the tokens, [units, SLOTS]; what heads gave each slot, [KV_HEADS, group, SLOTS]."""
+    ready()
+    q, k, v = (torch.randn(1, n, 1, DIM, generator=random) for n in (HEADS, KV_HEADS, KV_HEADS))
+    specs = layout.buffers(KV_HEADS, DIM, DIM, torch.float32, SLOTS)
+    keys, values = (torch.randn(1, *spec.shape, generator=random) for spec in specs[:2])
+    site = SiteSpec(layout, 0.25, kernels="cpp")
+    text = spec_of(site, (HEADS, KV_HEADS), (DIM, DIM), "torch.float32").to_json()
+    buffers = [keys, values, token[None], score[None]]
+    at = torch.tensor([[position]])
+    for _ in range(times):
+        cpp_attend(q, k, v, buffers, at, [], None, None, None, None, [], DIM, text)
+    return (0.25 * q[0, :, 0].view(KV_HEADS, -1, DIM) @ keys[0].mT).softmax(-1)
+
+
 @pytest.mark.parametrize("name", RETENTIONS)
 @settings(deadline=None, max_examples=40)
 @given(
@@ -49,7 +67,6 @@ def test_the_lowest_score_leaves_of_equals_the_oldest(
     name: str, seed: int, values: int, position: int, none: bool
 ) -> None:
     """values: how many scores differ; none: some are no numbers"""
-    ready()
     random = torch.Generator().manual_seed(seed)
     retention = RETENTIONS[name]
     layout = CacheLayout(placement=Slots(), retention=retention)
@@ -58,7 +75,7 @@ def test_the_lowest_score_leaves_of_equals_the_oldest(
     between = SINKS + torch.arange(position - RECENT + 1 - SINKS)
     newest = torch.arange(position - RECENT + 1, position)
 
-    def shuffled(tokens: torch.Tensor) -> torch.Tensor:
+    def shuffled(tokens: Tensor) -> Tensor:
         return tokens[torch.randperm(len(tokens), generator=random)]
 
     token = torch.stack(
@@ -70,29 +87,25 @@ def test_the_lowest_score_leaves_of_equals_the_oldest(
     score = torch.randint(0, values, token.shape, generator=random).float() / 8
     if none:
         score[:, torch.randperm(SLOTS, generator=random)[: SLOTS // 4]] = float("nan")
-    specs = layout.buffers(KV_HEADS, DIM, DIM, torch.float32, SLOTS)
-    buffers = [torch.zeros(1, *spec.shape, dtype=spec.dtype) for spec in specs]
-    for buffer in buffers[:2]:
-        buffer.copy_(torch.randn(buffer.shape, generator=random))
-    buffers[2][0], buffers[3][0] = token, score
-    q, k, v = (torch.randn(1, n, 1, DIM, generator=random) for n in (HEADS, KV_HEADS, KV_HEADS))
-    text = spec_of(SiteSpec(layout, 0.25, kernels="cpp"), (HEADS, KV_HEADS), (DIM, DIM), "torch.float32")
-    cpp_attend(
-        q, k, v, buffers, torch.tensor([[position]]), [], None, None, None, None, [], DIM, text.to_json()
-    )
+    held, scored = token.clone(), score.clone()
+    weights = step(layout, held, scored, position, random).view(units, -1, SLOTS)
 
-    weights = (0.25 * q[0, :, 0].view(KV_HEADS, -1, DIM) @ buffers[0][0].mT).softmax(
-        -1
-    )  # [KV_HEADS, group, SLOTS]
-    weights = weights.view(units, -1, SLOTS)
     gained = weights.amax(1) if retention.pooling == "max" else weights.mean(1)
     for unit in range(units):
         slot = leaving(score[unit].tolist(), token[unit].tolist(), position, name == "mean_age")
-        wanted = token[unit].clone()
-        wanted[slot] = position
-        assert buffers[2][0, unit].tolist() == wanted.tolist()
-        before = score[unit].clone()
-        before[slot] = 0.0
-        assert torch.allclose(
-            buffers[3][0, unit], before + gained[unit], rtol=1e-4, atol=1e-6, equal_nan=True
-        )
+        token[unit, slot], score[unit, slot] = position, 0.0
+        assert held[unit].tolist() == token[unit].tolist()
+        wanted = score[unit] + gained[unit]
+        assert torch.allclose(scored[unit], wanted, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def test_a_token_that_comes_again_and_again_takes_a_slot_of_the_cache() -> None:
+    """A step may be made again. Where all have left that may, nothing behind the slots is written, and sinks stay."""
+    layout = CacheLayout(placement=Slots(), retention=RETENTIONS["of a layer"])
+    tokens = torch.arange(2 * SLOTS).int()
+    token, score = tokens.clone(), torch.zeros(2 * SLOTS)
+    random = torch.Generator().manual_seed(0)
+    step(layout, token[None, :SLOTS], score[None, :SLOTS], SLOTS, random, times=SCORED + 20)
+    assert token[SLOTS:].tolist() == tokens[SLOTS:].tolist() and not score[SLOTS:].any()
+    assert token[:SINKS].tolist() == [0, 1, 2]
+    assert set(token[SINKS : SLOTS - RECENT + 1].tolist()) == {SLOTS}
