@@ -20,6 +20,8 @@ _INDEX = re.compile(r"ttg\.memdesc_index (%[\w$.]+)")
 _WAIT = re.compile(r"ttg\.async_wait\b.*?\bnum = (\d+)")
 _LOAD = re.compile(r"= tt\.load .* : tensor<")
 _USE = re.compile(r"%[\w$.]+")
+# An element of an array of barriers, as products into tensor memory have: no tile stands there.
+_BARRIER = re.compile(r"\bttng\.init_barrier (%[\w$.]+)")
 _NAMED = re.compile(r"^\s*(%[\w$.]+)(?::\d+)? = ")
 _VIEW = re.compile(r"= ttg\.memdesc_\w+ (%[\w$.]+)")
 # A product that goes on while the program does, and what waits for all of them.
@@ -51,7 +53,11 @@ def pipeline(ttgir: str) -> Pipeline | None:
         return None
     body = min(inner, key=len)
     arrays = {found[1]: int(found[2]) for line in lines if (found := _ALLOC.search(line))}
-    used = {found[1] for line in body for found in _INDEX.finditer(line)} & arrays.keys()
+    views = _views(lines, arrays)
+    used = {found[1] for line in body for found in _INDEX.finditer(line)}
+    used |= {name for line in body if (name := _filled(line, views))}  # of one buffer, found before the loop
+    used -= {views[name] for line in lines for name in _BARRIER.findall(line) if name in views}
+    used &= arrays.keys()
     copies = any(map(_COPY.search, body))
     waits = [int(found[1]) for line in body if (found := _WAIT.search(line))]
     return Pipeline(

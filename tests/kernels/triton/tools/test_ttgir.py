@@ -39,6 +39,30 @@ def test_a_pipeline_is_read() -> None:
     assert pipeline(TEXT) == Pipeline(buffers=2, wait=4, sync_loads=1)
 
 
+def test_barriers_are_no_buffers() -> None:
+    """Products into tensor memory (sm_100) have arrays of them, which may be fewer than tiles."""
+    array = """
+    %bar = ttg.local_alloc : () -> !ttg.memdesc<1x1xi64, #shared1, #smem, mutable> loc(#loc1)
+    %bar_0 = ttg.memdesc_index %bar[%c0] : !ttg.memdesc<1x1xi64, #shared1> -> !ttg.memdesc<1xi64, #shared1>
+"""
+    ready = "    ttng.init_barrier %bar_0, 1 : !ttg.memdesc<1xi64, #shared1, #smem, mutable> loc(#loc1)\n"
+    index = "%bar_1 = ttg.memdesc_index %bar[%i] : !ttg.memdesc<1x1xi64, #shared1> -> !ttg.memdesc<1xi64, #shared1>\n"
+    body = TEXT.replace("      %scale = ", "      " + index + "      %scale = ", 1)
+    assert pipeline(array + ready + body) == pipeline(TEXT)
+    assert pipeline(array + body) == Pipeline(buffers=1, wait=4, sync_loads=1)
+
+
+def test_one_buffer_that_is_found_before_the_loop() -> None:
+    before = """
+    %page = ttg.local_alloc : () -> !ttg.memdesc<1x64x32xi16, #shared2, #smem, mutable> loc(#loc1)
+    %page_0 = ttg.memdesc_index %page[%c0] : !ttg.memdesc<1x64x32xi16, #shared2> -> !ttg.memdesc<64x32xi16, #shared2>
+"""
+    copy = "      %next = ttg.async_copy_global_to_local %ptr, "
+    body = TEXT.replace(copy + "%k_0", copy + "%page_0")
+    assert body != TEXT and pipeline(before + TEXT) == pipeline(TEXT)
+    assert pipeline(before + body) == Pipeline(buffers=1, wait=4, sync_loads=1)
+
+
 def test_what_copies_nothing_has_no_buffers() -> None:
     alone = TEXT.replace("ttg.async_copy_global_to_local", "ttg.local_load").replace(", %k_1", "")
     assert pipeline(alone) == Pipeline(buffers=0, wait=4, sync_loads=1)
