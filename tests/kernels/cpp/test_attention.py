@@ -261,6 +261,12 @@ WHOLE = {
     "in the model's": Case(CacheLayout(), (6, 2), (64, 96), chunks=OVER_A_BLOCK),
     "in the model's, pages": Case(CacheLayout(placement=Paged(16)), (5, 1), (32, 64), chunks=OVER_A_BLOCK),
     "H2O": Case(CacheLayout(int8(), int8(), Slots(), H2O), (4, 2), (32, 32), chunks=ONES),
+    "H2O of blocks": Case(
+        CacheLayout(int8(), int8(), Slots(), replace(H2O, heavy=120)),
+        (4, 2),
+        (32, 32),
+        chunks=(60, *[1] * 90),
+    ),
 }
 
 
