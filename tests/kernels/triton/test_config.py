@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -77,6 +78,12 @@ def test_one_warp_group_has_a_tile_of_a_prompt() -> None:
     own = config(case, site, H200)
     assert (own.block_m, own.block_n, own.num_warps, own.num_stages) == (64, 64, 4, 3)
     assert config(case, site, A100).block_m == 64
+    # A third buffer is for what has the shared memory of two such programs.
+    stages = {
+        arch: config(case, site, Device("a GPU", arch, 100)).num_stages for arch in (80, 100, 103, 110, 120)
+    }
+    assert stages == {80: 2, 100: 3, 103: 3, 110: 2, 120: 2}
+    assert config(replace(case, page=64), site, Device("NVIDIA B200", 100, 148)).num_stages == 2
     mod = ScoreMod((Instruction("leaf", "bool", (), 0),), ("pair",), mask=0)
     own = config(case, SiteSpec(CacheLayout(), 0.1, score=ScoreSpec(mod=mod)), H200)
     assert (own.block_m, own.num_warps) == (64, 8)

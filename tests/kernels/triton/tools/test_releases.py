@@ -92,6 +92,7 @@ CASES = (
     ("decode", "kivi4:causal", "llama", 90),
     ("decode", "h2o_int8:causal", "mqa", 90),
     ("prefill", "baseline:causal", "llama", 90),
+    ("prefill", "baseline:causal", "llama", 100),
     ("prefill", "int4:causal", "llama", 100),
 )
 # Prompts whose products have so many tiles that descriptors were lost (`tools/descriptors.py`).
