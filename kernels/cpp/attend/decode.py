@@ -11,7 +11,7 @@ import numpy as np
 
 from kvcompile.kernels.cpp.attend.expression import leaves_of
 from kvcompile.kernels.cpp.attend.side import paired_sums, side_text
-from kvcompile.kernels.cpp.attend.slots import lowest, slots_text
+from kvcompile.kernels.cpp.attend.slots import lowest, notes_weights, slots_text
 from kvcompile.kernels.cpp.attend.values import MODELS
 from kvcompile.kernels.cpp.render import real, rendered
 from kvcompile.kernels.cpp.spec import WIDE, CppSpec
@@ -63,7 +63,7 @@ def generate(spec: CppSpec) -> str:
         on_read=on_read,
         turns_now=site.rotates_on_append,
         scored=retention.by_score,
-        noted=retention.by_score and retention.score != "vote",
+        noted=notes_weights(spec),
         wide=WIDE in spec.options,
         address=printed(layout.address, {sy.pos: "token"}) if not retention.by_score else "",
         query_place=query_place,

@@ -7,6 +7,7 @@ from kvcompile.kernels.cpp.attend.bias import bias_text
 from kvcompile.kernels.cpp.render import real, rendered
 from kvcompile.kernels.cpp.spec import CppSpec
 from kvcompile.kernels.cpp.symbolic import printed
+from kvcompile.layouts import Scored
 from kvcompile.layouts import symbols as sy
 
 
@@ -22,7 +23,7 @@ def slots_text(spec: CppSpec, places: bool, finishes: bool, query_place: str) ->
         layout=layout,
         retention=retention,
         scored=retention.by_score,
-        noted=retention.by_score and retention.score != "vote",
+        noted=notes_weights(spec),
         chosen="chosen" in spec.options,
         all=sees_all,
         token_at=""
@@ -42,6 +43,12 @@ def slots_text(spec: CppSpec, places: bool, finishes: bool, query_place: str) ->
         leaves=() if score.mod is None else sorted(expression.read(score.mod)),
         query_place=query_place,
     )
+
+
+def notes_weights(spec: CppSpec) -> bool:
+    """Whether a step adds what its queries gave each slot to the slot's score; of votes only prompts do."""
+    retention = spec.layout.retention
+    return isinstance(retention, Scored) and retention.score != "vote"
 
 
 def lowest(spec: CppSpec, query: str) -> str | None:
