@@ -146,7 +146,7 @@ def case_of(
         stacks(role, site, head_dim, v_head_dim, num_qo_heads // num_kv_heads, dtype),
         isinstance(placement, Paged) + site.layout.selection.selects if role == "decode" else 0,
         _affine(role, site, head_dim, dtype),
-        not site.layout.in_keys and site.layout.keys.of_slots.element.kind == "codebook",
+        site.layout.keys.of_slots.element.kind == "codebook",
         not site.layout.in_order,
     )
 

@@ -11,6 +11,7 @@ runs by itself.
 | to_nearest_even | whole numbers, as torch.round |
 | floor_divided, floor_remainder, trunc_divided | integers that may be negative: Triton's own differ interpreted |
 | product | a product that no sum takes up unrounded |
+| made_once | a block that two products read, and that is made for both at once |
 | butterflies | the Hadamard rotation of a tile, without its factor; `hadamard` prints the call |
 | packed | small integers into bytes, as kernels/reference/packing.py has them |
 """

@@ -6,6 +6,48 @@ from tests.breaks.broken import broken
 
 TRITON = (
     broken(
+        "a ring that holds more tokens than a window shows has no mask",
+        "kernels/triton/attend/keys.py",
+        "retention.size <= mask.window",
+        "retention.size <= mask.window + 1",
+        "tests/kernels/triton/attend/test_attend.py",
+    ),
+    broken(
+        "pieces of latent rows have the scales of the first groups of channels",
+        "kernels/triton/tile/dequantize.py",
+        "{piece.start // size} + tl.arange(0, {covered})[None, :]",
+        "tl.arange(0, {covered})[None, :]",
+        "tests/kernels/triton/host/test_attention.py",
+    ),
+    broken(
+        "a tile of latent rows has one scale for several groups of tokens",
+        "kernels/triton/tile/dequantize.py",
+        "part.once and part.group % part.block_n == 0",
+        "part.once and part.group > 1",
+        "tests/kernels/triton/host/test_attention.py",
+    ),
+    broken(
+        "latent rows take scales of groups that their pieces have in part",
+        "kernels/triton/tile/tile_loader.py",
+        "return bool(pieces) and all(",
+        "return bool(pieces) or all(",
+        "tests/kernels/triton/host/test_attention.py",
+    ),
+    broken(
+        "a ring without a mask shows what is in another chunk",
+        "kernels/triton/attend/keys.py",
+        'mask.kind == "sliding" and isinstance(retention, Window)',
+        "isinstance(retention, Window)",
+        "tests/kernels/triton/attend/test_attend.py",
+    ),
+    broken(
+        "a window hides no sinks that a ring holds",
+        "kernels/triton/attend/keys.py",
+        "isinstance(retention, Window) and retention.size <= mask.window",
+        "retention.window is not None and retention.window <= mask.window",
+        "tests/kernels/triton/attend/test_attend.py",
+    ),
+    broken(
         "what lines that go have read is read",
         "kernels/triton/dead_lines.py",
         "{name for name, statement in reads if statement not in gone}",

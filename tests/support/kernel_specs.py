@@ -14,7 +14,7 @@ from kvcompile.kernels.triton.config import Config, case_of, config
 from kvcompile.kernels.triton.device import Device, fp8_of
 from kvcompile.kernels.triton.host.launches import Launch, launches
 from kvcompile.kernels.triton.spec import KernelSpec, Role
-from kvcompile.layouts import CacheLayout, InKeys, Scored
+from kvcompile.layouts import CacheLayout, InKeys, Scored, Window
 from kvcompile.recipe import load_recipe, shipped_recipes
 from kvcompile.recipe.retention import LayerContext
 from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
@@ -38,8 +38,13 @@ class Shape:
     def site(self, layout: CacheLayout) -> SiteSpec:
         if self.latent:
             layout = replace(layout, values=InKeys(self.dims[1]))
-        # Layers with a window of their own have no retention by scores: recipes give them rings.
-        mask = MaskSpec("causal") if isinstance(layout.retention, Scored) else self.mask
+        # Layers with a window of their own have no retention by scores, and no selection: recipes give them rings, of
+        # that window.
+        mask, retention = self.mask, layout.retention
+        if isinstance(retention, Scored) or layout.selection.selects:
+            mask = MaskSpec("causal")
+        elif mask.kind == "sliding" and isinstance(retention, Window):
+            mask = MaskSpec("sliding", retention.size)
         rotary = None if self.latent else RotaryForm("half", 0, self.dims[0])
         return SiteSpec(layout, self.dims[0] ** -0.5, mask, self.score, rotary if self.rotates else None)
 

@@ -16,7 +16,7 @@ from kvcompile.kernels.triton.tile import cache_positions, scores
 from kvcompile.kernels.triton.tile.addressing import SlotArray
 from kvcompile.kernels.triton.tile.channel_blocks import in_pairs
 from kvcompile.kernels.triton.tile.residual import InFull
-from kvcompile.kernels.triton.tile.tile_loader import TileLoader, reader
+from kvcompile.kernels.triton.tile.tile_loader import TileLoader, latent_by_group, reader
 from kvcompile.kernels.triton.tile.values import Values
 from kvcompile.layouts import Paged, Scored, TopPages
 from kvcompile.specs import RotaryForm
@@ -68,8 +68,11 @@ class Attend:
         if not spec.layout.in_keys:
             return reader(spec, "keys")
         kept = spec.layout.keys.of_slots
-        # What a scale per channel is folded into would be the queries, not the probabilities.
-        return reader(spec, "keys", elementwise=kept.channelwise, cuts=[weighed(spec)])
+        # What a scale per channel is folded into would be the queries, not the probabilities; and of each group of
+        # channels, a product and weights of its own would take all registers.
+        grouped = kept.scale.per == "group" and kept.groups(spec.head_dim) > 1
+        own = kept.channelwise or (grouped and not self.many and not latent_by_group(spec))
+        return reader(spec, "keys", elementwise=own, cuts=[weighed(spec)])
 
     @property
     def values(self) -> Values:

@@ -8,11 +8,12 @@ k[i]   [BLOCK_N, W]   piece i of their channels, in the type of their products; 
 from __future__ import annotations
 
 from kvcompile.kernels.triton.attend.context import Attend
+from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tile import block_bounds, cache_positions, dequantize
 from kvcompile.kernels.triton.tile.addressing import SlotArray
 from kvcompile.kernels.triton.tile.channel_blocks import paired
 from kvcompile.kernels.triton.tile.symbolic import printed
-from kvcompile.layouts import Scored, TopPages
+from kvcompile.layouts import Scored, TopPages, Window
 from kvcompile.layouts import symbols as sy
 from kvcompile.specs import RotaryForm
 
@@ -52,10 +53,19 @@ def _conditions(attend: Attend, source: SlotArray) -> list[str]:
     spec = attend.spec
     query = "position[:, None]" if attend.many else "position"
     key = "key[None, :]" if attend.many else "key"
-    if not attend.in_order and not source.prefix and not attend.many and spec.site.mask.window is None:
+    if not attend.in_order and not source.prefix and not attend.many and _sees_all_held(spec):
         return []  # a ring holds what its retention shows, once the new token is in it
     by_score = isinstance(spec.layout.retention, Scored) and not source.prefix
     return block_bounds.conditions(spec, query, key, causal=attend.many and not by_score)
+
+
+def _sees_all_held(spec: KernelSpec) -> bool:
+    """Whether the site's mask hides no token that its retention keeps: of a window no longer than its own."""
+    mask, retention = spec.site.mask, spec.layout.retention
+    if mask.window is None:
+        return True
+    # A ring's slots have the positions behind `position - size`, by their numbers alone (`token_at`).
+    return mask.kind == "sliding" and isinstance(retention, Window) and retention.size <= mask.window
 
 
 def chosen(attend: Attend, source: SlotArray, masked: bool) -> list[str]:

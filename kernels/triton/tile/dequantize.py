@@ -25,20 +25,24 @@ def loaded(part: TileLoader, source: SlotArray, masked: bool) -> list[str]:
     """Lines that define a block `k0`, `k1`, ... [BLOCK_N, W] (or `v0`, ...) of each piece, in `dot`."""
     lines: list[str] = []
     there: dict[str, str] = {}  # bytes that a piece has loaded already -> the block that holds them
-    for index, piece in enumerate(part.pieces):
-        if part.words:
-            lines += _of_words(part, source, index, masked, there)
-            continue
-        if _spreads(part, piece):
-            lines += _halves(part, source, piece, index, masked, there)
-            continue
-        lines += _codes(part, source, piece, index, masked, there)
-        if part.by_element:
-            lines += _dequantized(part, source, index, masked)
-        else:
-            name = f"{part.letter}{index}"
-            lines.append(f"{name} = {_to_dot(part, name, index)}")
+    for index in range(len(part.pieces)):
+        lines += _piece(part, source, index, masked, there)
+        if part.once:
+            lines.append(f"{part.letter}{index} = made_once({part.letter}{index})")
     return lines
+
+
+def _piece(part: TileLoader, source: SlotArray, index: int, masked: bool, there: dict[str, str]) -> list[str]:
+    """Lines that define piece `index`."""
+    piece, name = part.pieces[index], f"{part.letter}{index}"
+    if part.words:
+        return _of_words(part, source, index, masked, there)
+    if _spreads(part, piece):
+        return _halves(part, source, piece, index, masked, there)
+    lines = _codes(part, source, piece, index, masked, there)
+    if part.by_element:
+        return lines + _dequantized(part, source, index, masked)
+    return [*lines, f"{name} = {_to_dot(part, name, index)}"]
 
 
 def _bits(part: TileLoader) -> int:
@@ -209,16 +213,34 @@ def _dequantized(part: TileLoader, source: SlotArray, index: int, masked: bool) 
     minimum = f" + {part.letter}_minimum" if kept.scale.minimum else ""
     match kept.scale.per:
         case "channel":
+            alike = part.once and part.group % part.block_n == 0 and not source.gathers
+            if alike:
+                # One row for all of the tile, which is not written where none of its tokens is read of slots.
+                own = ["(tl.max(inside[:, None].to(tl.int32), 0)[None, :] > 0)"] if masked else []
+                own += [] if part.pieces[index].whole else [part.real(index)]
+                guard = f", mask={' & '.join(own)}, other=0.0" if own else ""
             for number in kept.scale.numbers:
-                at = source.shared(f"{part.side}_{number}", part.group, part.dim, c, alike=False)
+                at = source.shared(f"{part.side}_{number}", part.group, part.dim, c, alike=alike)
                 lines.append(f"{part.letter}_{number} = {scale_number(kept.scale, f'tl.load({at}{guard})')}")
             wide = f"({wide} * {part.letter}_scale{minimum})"
         case "group":
-            count = kept.groups(part.dim)
-            group = f"{c} // {part.dim // count}"
+            count, piece = kept.groups(part.dim), part.pieces[index]
+            size = part.dim // count
+            covered = piece.width // size
+            # A number for each group of the piece, if it has whole groups; else for each channel.
+            grouped = part.once and piece.whole and piece.start % size == piece.width % size == 0
+            places = (
+                f"{piece.start // size} + tl.arange(0, {covered})[None, :]" if grouped else f"{c} // {size}"
+            )
+            if grouped:
+                guard = ", mask=inside[:, None], other=0.0" if masked else ""
             for number in kept.scale.numbers:
-                at = source.rows(f"{part.side}_{number}", count, group)
-                lines.append(f"{part.letter}_{number} = {scale_number(kept.scale, f'tl.load({at}{guard})')}")
+                name_of = f"{part.letter}_{number}"
+                at = source.rows(f"{part.side}_{number}", count, places)
+                lines.append(f"{name_of} = {scale_number(kept.scale, f'tl.load({at}{guard})')}")
+                if grouped:
+                    whole = f"tl.broadcast_to({name_of}[:, :, None], [{part.block_n}, {covered}, {size}])"
+                    lines.append(f"{name_of} = tl.reshape({whole}, [{part.block_n}, {piece.width}])")
             wide = f"({wide} * {part.letter}_scale{minimum})"
         case "vector":
             at = source.numbers(f"{part.side}_scale")

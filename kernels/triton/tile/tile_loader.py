@@ -66,6 +66,9 @@ class TileLoader:
     joint:    whether numbers of two halves of the channels are one load: of a prompt, whose queries take registers,
               both would spill
     lowest:   whether what the queries' sums are owed for signed codes that count from the lowest may enter scores
+    once:     whether numbers are made of codes once, and come through shared memory to both products that read them:
+              values that are in the keys. Else Triton makes them in the layout of each product, of scores by every warp
+              that has the same slots, and of 576 channels they would spill
     """
 
     side: str
@@ -83,6 +86,7 @@ class TileLoader:
     by_group: bool = False
     joint: bool = False
     lowest: bool = False
+    once: bool = False
 
     @property
     def from_lowest(self) -> bool:
@@ -252,7 +256,7 @@ class TileLoader:
                 at = source.shared(
                     f"{self.side}_{part}", self.group, self.dim, self.channels(index), alike=True
                 )
-                guard = f", mask={self._real(index)}, other=0.0" if not piece.whole else ""
+                guard = f", mask={self.real(index)}, other=0.0" if not piece.whole else ""
                 number = scale_number(self.storage.scale, f"tl.load({at}{guard})")
                 lines.append(f"{self.letter}_{part}{index} = {number}")
         return lines
@@ -285,7 +289,7 @@ class TileLoader:
                 channels = f"({first}tl.arange(0, {2 * piece.block if planes else piece.block})[None, :])"
                 own += [] if piece.whole else [f"({channels} < {piece.start // 2 + piece.width})"]
             elif not piece.whole:
-                own.append(self._real(index))
+                own.append(self.real(index))
             guard = f", mask={' & '.join([*guards, *own])}, other=0" if guards or own else ""
             block = f"tl.load({pointer} + {self.letter}_groups * {width} + {channels}{guard})"
             if planes and index == 0:
@@ -379,13 +383,13 @@ class TileLoader:
         plane = start // size * self.storage.element.bits
         return start % size // 2, plane + 8 * (start % size % 2)
 
-    def _real(self, index: int) -> str:
+    def real(self, index: int) -> str:
         """Which channels of a padded piece are channels."""
         return f"({self.channels(index)} < {self.pieces[index].stop})"
 
     def guard(self, index: int, masked: bool, other: str = "0.0") -> str:
         parts = ["inside[:, None]"] if masked else []
-        parts += [] if self.pieces[index].whole else [self._real(index)]
+        parts += [] if self.pieces[index].whole else [self.real(index)]
         return f", mask={' & '.join(parts)}, other={other}" if parts else ""
 
     @property
@@ -416,7 +420,9 @@ def reader(
         dot = dot_dtype.of_codes(kept, spec)
     stack = stacks(spec.role, spec.site, spec.head_dim, spec.v_head_dim, spec.group, spec.torch_dtype)
     by_group = _by_group(spec, kept, dim, dot, elementwise)
-    marks = [*edges(kept, dim, stack > 1 or by_group), *cuts]
+    # Values that are in the keys, of a step.
+    shared = spec.layout.in_keys and spec.role == "decode" and not pieces
+    marks = [*edges(kept, dim, stack > 1 or by_group or (elementwise and shared)), *cuts]
     assembly = "interpreted" not in spec.options and dot == "float16"
     made = TileLoader(
         side,
@@ -434,10 +440,29 @@ def reader(
         joint=spec.role == "decode",
         lowest=side == "keys" and spec.role == "decode" and not spec.layout.in_keys,
     )
+    made = replace(made, once=_once(made, spec, bool(pieces)))
+    if shared and elementwise and made.once:
+        planes = range(0, dim, made.row_bytes)
+        marks += [plane + step for plane in planes for step in range(_WIDEST, made.row_bytes, _WIDEST)]
     words = () if pieces or not _in_words(made, spec) else in_words(dim, marks)
-    if words and side == "values" and spec.role == "decode":
-        words = _wide(words, spec.block_m * stack)
-    return replace(made, pieces=pieces or words or between(dim, marks), words=bool(words))
+    if not pieces:
+        pieces = words or between(dim, marks)
+        if shared or (words and side == "values" and spec.role == "decode"):
+            pieces = _wide(pieces, spec.block_m * stack)
+    return replace(made, pieces=pieces, words=bool(words))
+
+
+def _once(part: TileLoader, spec: KernelSpec, turned: bool) -> bool:
+    """Whether the codes of keys that are values as well become numbers once (`TileLoader.once`).
+
+    Codes of 8 bits alone are so soon in the form of each product that this takes more. Of many queries, whose sums take
+    the registers, numbers that are made one by one would spill so.
+    """
+    if not spec.layout.in_keys or turned or part.storage.element.kind == "float":
+        return False
+    if spec.role != "decode":
+        return spec.layout.in_full and not part.elementwise
+    return part.elementwise or part.by_group or spec.layout.in_full
 
 
 def _wide(pieces: tuple[ChannelBlock, ...], rows: int) -> tuple[ChannelBlock, ...]:
@@ -457,14 +482,37 @@ def _by_group(spec: KernelSpec, kept: Storage, dim: int, dot: DotType, elementwi
 
     Of a step, where its heads fill the rows of a product (`stacking.filled`).
     """
-    if elementwise or spec.layout.in_keys or dot != "float16":
+    if elementwise or dot != "float16":
         return False
+    if spec.layout.in_keys:
+        return latent_by_group(spec)
     step = spec.role == "decode"
     if step and not filled(
         spec.role, spec.site, spec.head_dim, spec.v_head_dim, spec.group, spec.torch_dtype
     ):
         return False
     return takes_scales(kept, dim, spec.torch_dtype)
+
+
+def latent_by_group(spec: KernelSpec) -> bool:
+    """Whether codes that are keys and values at once take the scales of their groups in float16: those of a step, if
+    pieces have whole groups."""
+    kept, dim = spec.layout.keys.of_slots, spec.head_dim
+    element, count = kept.element, kept.groups(dim)
+    plain = element.kind == "uint" and element.bits in (4, 8) and kept.scale.dtype == "float16"
+    if (
+        spec.role != "decode"
+        or kept.scale.per != "group"
+        or count == 1
+        or not plain
+        or spec.dtype == "float32"
+    ):
+        return False
+    size = dim // count
+    pieces = in_words(dim, [*edges(kept, dim, True), spec.v_head_dim])
+    return bool(pieces) and all(
+        (piece.start - piece.start % 2) % size == 0 and 2 * piece.width % size == 0 for piece in pieces
+    )
 
 
 def several_groups(spec: KernelSpec, block_n: int) -> bool:
@@ -486,6 +534,8 @@ def several_groups(spec: KernelSpec, block_n: int) -> bool:
     )
 
 
+# Channels of a piece that is dequantized element by element and made once, at most: in float32 it takes registers.
+_WIDEST = 128
 # Bytes of a row of 2 bits, below which the words of one plane are too few columns for four warps.
 _NARROW = 64
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvcompile.kernels.ops import cached_attention as ops
 from kvcompile.kernels.reference.retention import by_score
 from kvcompile.kernels.triton.config import Config
+from kvcompile.kernels.triton.generate import generate
 from kvcompile.kernels.triton.host import ops_attend
 from kvcompile.kernels.triton.host.call import Call, New, prefill, transformed
 from kvcompile.kernels.triton.host.retention import by_score as on_triton
@@ -24,10 +25,13 @@ from kvcompile.layouts import (
     Contiguous,
     InKeys,
     Paged,
+    Placement,
+    Retention,
     Ring,
     Scored,
     SinkWindow,
     Slots,
+    Storage,
     Window,
     float_dtype,
     fp8,
@@ -42,6 +46,7 @@ from kvcompile.layouts import (
 )
 from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 from tests.support.budget import within
+from tests.support.kernel_specs import spec
 from tests.support.runner import Ran, run, shuffled
 from tests.support.triton_attention import H2O, Case, check, oracle, ran, real
 from tests.support.triton_write import kernels_folder  # noqa: F401  (a fixture)
@@ -490,3 +495,30 @@ def run_shared(case: Case, queries: dict[str, Tensor], k: Tensor, v: Tensor) -> 
             )
         lengths, start = positions[:, -1] + 1, start + count
     return {share: torch.cat(parts, 2) for share, parts in outs.items()}
+
+
+PAIR = with_residual(int8(), 3)
+ROLLED = (
+    # A window of 19, of which tiles of 16 have one that is full, and may be plain.
+    (Ring(), Window(19), MaskSpec("sliding", 19), model_dtype(), True),
+    (Ring(), Window(19), MaskSpec("sliding", 25), model_dtype(), True),
+    (Paged(8), Window(19), MaskSpec("sliding", 19), int8(), True),
+    (Ring(), Window(19), MaskSpec("sliding", 18), model_dtype(), False),
+    (Paged(8), Window(32), MaskSpec("sliding", 31), int8(), False),
+    (Ring(), Window(19), MaskSpec("chunked", 32), model_dtype(), False),
+    (Ring(), SinkWindow(2, 17), MaskSpec("sliding", 19), model_dtype(), False),
+    (Ring(), Window(19), MaskSpec("sliding", 19), PAIR, False),  # some tokens are in full elsewhere
+)
+
+
+@pytest.mark.parametrize(("placement", "retention", "mask", "storage", "plain"), ROLLED)
+def test_a_window_of_the_model_hides_nothing_that_a_ring_of_no_more_tokens_holds(
+    placement: Placement, retention: Retention, mask: MaskSpec, storage: Storage, plain: bool
+) -> None:
+    """Then a step's full tiles need no mask. What a shorter window or a chunk hides is held, and is not seen; of sinks,
+    which every slot behind them leaves alone, a window hides what is older."""
+    layout = CacheLayout(storage, storage, placement, retention)
+    # A ring that has wrapped in some sequences, and one that is not full yet; behind a prompt that wraps in the middle.
+    check(Case(layout, mask=mask, chunks=(25, 1, 14, 1), pads=(0, 3, 24)))
+    text = generate(spec("decode", layout, mask=mask)[0]).text
+    assert ("plain_from" in text) == plain

@@ -8,7 +8,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
-from kvcompile.layouts import CacheLayout, InKeys, fp8, int8, per_channel, uint, with_hadamard, with_residual
+from kvcompile.layouts import (
+    CacheLayout,
+    InKeys,
+    fp8,
+    int8,
+    mxfp4,
+    nf4,
+    per_channel,
+    uint,
+    with_hadamard,
+    with_residual,
+)
 from kvcompile.specs import RotaryForm
 from tests.support.triton_attention import Case, cases, check
 from tests.support.triton_write import kernels_folder  # noqa: F401  (a fixture)
@@ -66,13 +77,38 @@ LATENT = {
         rotary=RotaryForm("half", 512, 64),
     ),
     "turned": Case(CacheLayout(with_hadamard(uint(4, 32)), InKeys(512)), (4, 1), (576, 512), torch.float16),
+    "groups, pieces of padding": Case(
+        CacheLayout(uint(4, 32), InKeys(512)), (4, 1), (576, 512), torch.bfloat16
+    ),
+    "groups of 2 bits": Case(CacheLayout(uint(2, 32), InKeys(512)), (4, 1), (576, 512), torch.bfloat16),
+    "groups that pieces have in part": Case(
+        CacheLayout(uint(4, 64), InKeys(512)), (4, 1), (576, 512), torch.bfloat16
+    ),
+    "a codebook": Case(CacheLayout(nf4(32), InKeys(512)), (4, 1), (576, 512), torch.bfloat16),
+    "powers of two": Case(
+        CacheLayout(with_hadamard(mxfp4()), InKeys(512)), (4, 1), (576, 512), torch.bfloat16
+    ),
+    "scaled by channel": Case(
+        CacheLayout(per_channel(4, 8, 8), InKeys(512)), (4, 1), (576, 512), torch.bfloat16
+    ),
+    "scaled by channel, of two tiles, the newest in full": Case(
+        CacheLayout(with_residual(per_channel(2, 32, 32), 32), InKeys(512)),
+        (4, 1),
+        (576, 512),
+        torch.bfloat16,
+    ),
+    "the first in full": Case(
+        CacheLayout(with_residual(fp8(), 0, 2), InKeys(512)), (4, 1), (576, 512), torch.bfloat16
+    ),
 }
 
 
 @pytest.mark.parametrize("name", LATENT)
 def test_the_latent_of_mla(name: str) -> None:
     """Keys of 576 channels, the first 512 of which are the values."""
-    check(replace(LATENT[name], chunks=(9, 1), pads=(0,)))
+    # Groups of tokens that are settled, and tokens that are not yet.
+    longer = LATENT[name].layout.keys.residual > 2
+    check(replace(LATENT[name], chunks=(65, 1, 5, 1) if longer else (9, 1), pads=(0,)))
 
 
 # More query heads to a KV head than leave rows for groups of channels: codes take the scales of these, in a step too.
