@@ -71,7 +71,7 @@ class Attend:
         # What a scale per channel is folded into would be the queries, not the probabilities; and of each group of
         # channels, a product and weights of its own would take all registers.
         grouped = kept.scale.per == "group" and kept.groups(spec.head_dim) > 1
-        own = kept.channelwise or (grouped and not self.many and not latent_by_group(spec))
+        own = kept.channelwise or (grouped and spec.role != "columns" and not latent_by_group(spec))
         return reader(spec, "keys", elementwise=own, cuts=[weighed(spec)])
 
     @property

@@ -420,8 +420,8 @@ def reader(
         dot = dot_dtype.of_codes(kept, spec)
     stack = stacks(spec.role, spec.site, spec.head_dim, spec.v_head_dim, spec.group, spec.torch_dtype)
     by_group = _by_group(spec, kept, dim, dot, elementwise)
-    # Values that are in the keys, of a step.
-    shared = spec.layout.in_keys and spec.role == "decode" and not pieces
+    # Keys that are values as well.
+    shared = spec.layout.in_keys and spec.role != "columns" and not pieces
     marks = [*edges(kept, dim, stack > 1 or by_group or (elementwise and shared)), *cuts]
     assembly = "interpreted" not in spec.options and dot == "float16"
     made = TileLoader(
@@ -455,13 +455,10 @@ def reader(
 def _once(part: TileLoader, spec: KernelSpec, turned: bool) -> bool:
     """Whether the codes of keys that are values as well become numbers once (`TileLoader.once`).
 
-    Codes of 8 bits alone are so soon in the form of each product that this takes more. Of many queries, whose sums take
-    the registers, numbers that are made one by one would spill so.
+    Codes of 8 bits alone are so soon in the form of each product that this takes more.
     """
-    if not spec.layout.in_keys or turned or part.storage.element.kind == "float":
+    if not spec.layout.in_keys or spec.role == "columns" or turned or part.storage.element.kind == "float":
         return False
-    if spec.role != "decode":
-        return spec.layout.in_full and not part.elementwise
     return part.elementwise or part.by_group or spec.layout.in_full
 
 
@@ -495,8 +492,8 @@ def _by_group(spec: KernelSpec, kept: Storage, dim: int, dot: DotType, elementwi
 
 
 def latent_by_group(spec: KernelSpec) -> bool:
-    """Whether codes that are keys and values at once take the scales of their groups in float16: those of a step, if
-    pieces have whole groups."""
+    """Whether codes that are keys and values at once take the scales of their groups in float16: if pieces have
+    whole groups."""
     kept, dim = spec.layout.keys.of_slots, spec.head_dim
     element, count = kept.element, kept.groups(dim)
     plain = element.kind == "uint" and element.bits in (4, 8) and kept.scale.dtype == "float16"

@@ -115,6 +115,7 @@ QUICK = (
     ("prefill", "baseline:causal", "llama", 90),
     ("prefill", "baseline:causal", "llama", 100),
     ("prefill", "int4:causal", "llama", 100),
+    ("prefill", "int4:causal", "mla", 90),
     ("prefill", "sinks_h2o_fp8:causal", "llama", 86),
 )
 
