@@ -492,8 +492,8 @@ def _by_group(spec: KernelSpec, kept: Storage, dim: int, dot: DotType, elementwi
 
 
 def latent_by_group(spec: KernelSpec) -> bool:
-    """Whether codes that are keys and values at once take the scales of their groups in float16: if pieces have
-    whole groups."""
+    """Whether codes that are keys and values at once take the scales of their groups in float16: those of a step, if
+    pieces have whole groups."""
     kept, dim = spec.layout.keys.of_slots, spec.head_dim
     element, count = kept.element, kept.groups(dim)
     plain = element.kind == "uint" and element.bits in (4, 8) and kept.scale.dtype == "float16"
