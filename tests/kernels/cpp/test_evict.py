@@ -42,7 +42,7 @@ def leaving(score: list[float], token: list[int], position: int, mean_age: bool)
 def step(
     layout: CacheLayout, token: Tensor, score: Tensor, position: int, random: torch.Generator, times: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Changes what is noted, [units, SLOTS]; queries [KV_HEADS, group, DIM] and keys [KV_HEADS, SLOTS, DIM] that did."""
+    """Changes what is noted, [units, SLOTS]; the queries [KV_HEADS, group, DIM] and keys [KV_HEADS, SLOTS, DIM]."""
     ready()
     q, k, v = (torch.randn(1, n, 1, DIM, generator=random) for n in (HEADS, KV_HEADS, KV_HEADS))
     specs = layout.buffers(KV_HEADS, DIM, DIM, torch.float32, SLOTS)
