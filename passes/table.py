@@ -77,8 +77,8 @@ PASSES = (
     ),
     Pass("insert_cache", "makes each attention node one with a cache", "passes/rewrite/insert_cache.py"),
     Pass(
-        "cpu_gemv",
-        "writes one-token linear layers on CPUs as a product and a sum, while they are compiled",
+        "gemv",
+        "gives linear layers of one token a form that reads weights once, while they are compiled",
         "kvcompile/compile/gemv.py",
         optional=True,
     ),

@@ -50,9 +50,7 @@ def rendered(template: str, **values: object) -> str:
 
 def header(spec: KernelSpec, versions: bool = True) -> str:
     """Comment lines before a kernel: what it is for, its spec, and what made it; the same for equal specs."""
-    return rendered(
-        "header.jinja", spec=spec, does=ROLES[spec.role].does, versions=_made_by() if versions else ""
-    )
+    return rendered("header.jinja", spec=spec, role=ROLES[spec.role], versions=_made_by() if versions else "")
 
 
 @cache

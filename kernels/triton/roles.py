@@ -17,11 +17,13 @@ class KernelRole:
     module: has `generate(spec: KernelSpec) -> KernelSource`; it is imported when it is first asked for
     does:   a line, which also stands in the header of its kernels' files
     tiled:  whether the sizes of its tiles are looked up (`config.py`), so that `tuned.json` has an entry for it
+    of_site: whether it is of an attention site; else a spec's site, heads and dims say nothing
     """
 
     module: str
     does: str
     tiled: bool = False
+    of_site: bool = True
 
 
 # Behind each: what its programs are counted by.
@@ -54,6 +56,9 @@ ROLES: dict[str, KernelRole] = {
         f"{_TRITON}.selection.page_bounds", "the most that a page's keys can score with a step's queries"
     ),
     "page_copy": KernelRole(  # copies x tiles of a page
-        f"{_TRITON}.append.page_copy", "pages of a pool onto others"
+        f"{_TRITON}.append.page_copy", "pages of a pool onto others", of_site=False
+    ),
+    "linear": KernelRole(  # tiles of rows, of all layers
+        f"{_TRITON}.linear.linear", "one token by the weights of linear layers", of_site=False
     ),
 }

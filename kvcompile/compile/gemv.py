@@ -1,16 +1,18 @@
-"""Linear layers on a CPU: of few tokens, a kernel that reads the weights once, in their own dtype.
+"""Linear layers of few tokens: a kernel that reads the weights once, in their own dtype.
 
-A matrix-vector product only reads its matrix, and the BLAS behind `aten::mm` is slow at it. Two forms are faster:
+A matrix-vector product only reads its matrix, and the BLAS behind `aten::mm` is slow at it. On CPUs two forms are faster,
+on GPUs one:
 
 | form | what it is | where |
 |---|---|---|
-| kernel | `kernels/cpp/include/linear.cpp`, sums in fp32 | three dtypes, a C++ compiler, a graph that stays here |
-| loop | a product and a sum, which Inductor turns into a threaded, fused loop | else |
+| kernel | `kernels/cpp/include/linear.cpp`, sums in fp32 | CPUs: three dtypes, a C++ compiler, a graph that stays here |
+| loop | a product and a sum, which Inductor turns into a threaded, fused loop | CPUs, else |
+| kernel | role linear (`kernels/triton/linear/linear.py`), sums in fp32 | GPUs: three dtypes, rows of whole vectors |
 
 Packages have the kernels linked in (`targets/aoti/kernels.py`), and the loop where there is none.
 
-For more than one row, which is decided while tracing, the BLAS stays, with four exceptions where the kernel could run,
-and one of `kernels/cpp/include/linear_many.cpp` or `linear_few.cpp` takes its place:
+For more than one row, which is decided while tracing, the BLAS stays. On CPUs there are four exceptions where the
+kernel could run, and one of `kernels/cpp/include/linear_many.cpp` or `linear_few.cpp` takes its place:
 
 | rows | why |
 |---|---|
@@ -19,41 +21,54 @@ and one of `kernels/cpp/include/linear_many.cpp` or `linear_few.cpp` takes its p
 | up to 64, in float32, which is seen when they come | weights are read once: 8 rows of SmolLM2 30 ms, BLAS 92 |
 | up to 16, in bfloat16 where the kernel has its products | 8 rows of SmolLM2 18 ms, BLAS 37 |
 
-Layers of one vector (queries, keys and values; gate and up) are one call of the kernel: threads begin, and wait for
-each other at the end, once for all of them. With a neighbour on a core, that wait is most of a step.
+Layers of one vector (queries, keys and values; gate and up) are one call of the kernel. On a CPU threads begin, and
+wait for each other at the end, once for all of them: with a neighbour on a core, that wait is most of a step. On a GPU
+a launch begins and ends once, and small layers do not fill it alone; a gate, its activation and what it opens are one
+launch there as well (`compile/gates.py`).
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
-import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
+from kvcompile.compile.gates import join_gates
+from kvcompile.compile.linear_nodes import argument, groups, replace
 from kvcompile.passes.table import disabled, graph_pass
 
 _LIB = torch.library.Library("kvcompile", "FRAGMENT")
 _LIB.define("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
 _LIB.define("linear_loop(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
 _LIB.define("linear_group(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
-_TOGETHER = 16  # MOST_LAYERS of `kernels/cpp/include/call.h`
+_LIB.define(
+    "linear_gated(Tensor x, Tensor[] weights, Tensor?[] biases, str activation, bool second) -> Tensor"
+)
 _KERNELS = (torch.float32, torch.float16, torch.bfloat16)
+# Keys are those of `kernels/triton/linear/linear.py`.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K], weight [N, K] -> [..., N]; sums in fp32."""
     one = _one_token(x)
-    if (one or _several(x.dtype)) and (kernel := _kernel(x, weight, bias)) is not None:
+    if one and (kernels := _triton(x, [weight], [bias])) is not None:
+        return kernels.linears(x, [weight], [] if bias is None else [bias])[0]  # type: ignore[no-any-return]
+    if (one or _several(x)) and (kernel := _kernel(x, weight, bias)) is not None:
         run = kernel.linear if one else kernel.linear_many
-        made: Tensor = run(x.contiguous(), weight, bias)
-        return made
+        return run(x.contiguous(), weight, bias)  # type: ignore[no-any-return]
     return _loop(x, weight, bias)
 
 
@@ -61,25 +76,55 @@ def _group(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> lis
     """Several layers of the same x, in one call of the kernel where it is one token's."""
     layers = list(zip(weights, biases, strict=True))
     given = [bias for bias in biases if bias is not None]
+    made: list[Tensor]
+    if _one_token(x) and (own := _triton(x, weights, biases)) is not None:
+        made = own.linears(x, weights, given)
+        return made
     kernels = [_kernel(x, weight, bias) for weight, bias in layers]
     if not _one_token(x) or None in kernels or len(given) not in (0, len(weights)):
         return [_linear(x, weight, bias) for weight, bias in layers]
-    made: list[Tensor] = kernels[0].linears(x.contiguous(), weights, given)
+    made = kernels[0].linears(x.contiguous(), weights, given)
     return made
+
+
+def _gated(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], activation: str, second: bool
+) -> Tensor:
+    """act(x G^T + b) * (x U^T + b'), of weights of equally many rows.
+
+    weights, biases: of the gate and of what it opens; or one that holds both, the gate first or second
+    """
+    if len(weights) == 1:
+        weights, biases = _both(weights[0], second), _both(biases[0], second)
+    if _one_token(x) and (own := _triton(x, weights, biases)) is not None:
+        made: Tensor = own.gated(x, weights, [bias for bias in biases if bias is not None], activation)
+        return made
+    gate, up = _group(x, weights, biases)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def _both(of: Tensor | None, second: bool) -> list[Any]:
+    """The halves of a weight or bias, the gate's first."""
+    if of is None:
+        return [None, None]
+    first, last = of.chunk(2)
+    return [last, first] if second else [first, last]
 
 
 def _one_token(x: Tensor) -> bool:
     return x.dtype.is_floating_point and all(isinstance(size, int) and size == 1 for size in x.shape[:-1])
 
 
-def _several(dtype: torch.dtype) -> bool:
-    return importlib.import_module("kvcompile.kernels.cpp.isa").multiplies_rows(dtype)  # type: ignore[no-any-return]
+def _several(x: Tensor) -> bool:
+    if x.device.type != "cpu":
+        return False
+    return importlib.import_module("kvcompile.kernels.cpp.isa").multiplies_rows(x.dtype)  # type: ignore[no-any-return]
 
 
 def _loop(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same without a kernel."""
     rows = x.shape[:-1]
-    if not _one_token(x):
+    if x.device.type != "cpu" or not _one_token(x):
         return F.linear(x, weight, bias)
     out = (x.reshape(1, -1).float() * weight.float()).sum(-1)
     if bias is not None:
@@ -98,27 +143,51 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     return importlib.import_module("kvcompile.kernels.cpp.host.linear")
 
 
+def on_gpu(device: torch.device) -> bool:
+    """Whether kernels for GPUs are what linear layers on `device` may run."""
+    return device.type == "cuda"
+
+
+def _triton(x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None]) -> Any:
+    """What launches the kernel of a GPU, or None where it has none for these."""
+    if not on_gpu(x.device):
+        return None
+    available = importlib.import_module("kvcompile.kernels.triton.available")
+    if available.problem(x.device) is not None:
+        return None
+    kernels = importlib.import_module("kvcompile.kernels.triton.host.linear")
+    given = [bias for bias in biases if bias is not None]
+    return kernels if kernels.takes(x, weights, given) else None
+
+
 _LIB.impl("linear", _linear, "CompositeImplicitAutograd")
 _LIB.impl("linear_loop", _loop, "CompositeImplicitAutograd")
 _LIB.impl("linear_group", _group, "CompositeImplicitAutograd")
+_LIB.impl("linear_gated", _gated, "CompositeImplicitAutograd")
 
 
-NAME = "cpu_gemv"
+NAME = "gemv"
 
 
-def with_gemv(module: GraphModule) -> GraphModule:
-    """A copy of a region whose linear layers choose their form when they are traced.
+def with_gemv(module: GraphModule, gates: bool = False) -> GraphModule:
+    """A copy of a region whose linear layers choose their form when they are traced; gates: as of `give_gemv`.
 
-    KVCOMPILE_DISABLE=cpu_gemv leaves it out, to bisect.
+    KVCOMPILE_DISABLE=gemv leaves it out, to bisect.
     """
-    return module if disabled(NAME) else give_gemv(copy.deepcopy(module))
+    return module if disabled(NAME) else give_gemv(copy.deepcopy(module), gates=gates)
 
 
-@graph_pass("cpu_gemv")
-def give_gemv(module: GraphModule, kernels: bool = True) -> GraphModule:
-    """The same in place; kernels: whether the form may be a kernel, which is compiled where the graph runs."""
+@graph_pass("gemv")
+def give_gemv(module: GraphModule, kernels: bool = True, gates: bool = False) -> GraphModule:
+    """The same in place.
+
+    kernels: whether the form may be a kernel, which is compiled where the graph runs
+    gates:   whether a gate and what it opens may be one call
+    """
     if disabled(NAME):
         return module
+    if gates:
+        join_gates(module)
     for nodes in groups(module):
         if not kernels:
             for node in nodes:
@@ -126,52 +195,9 @@ def give_gemv(module: GraphModule, kernels: bool = True) -> GraphModule:
         elif len(nodes) == 1:
             nodes[0].target = torch.ops.kvcompile.linear.default
         else:
-            weights, biases = ([_argument(node, at) for node in nodes] for at in (1, 2))
+            weights, biases = ([argument(node, at) for node in nodes] for at in (1, 2))
             replace(
                 module, nodes, torch.ops.kvcompile.linear_group.default, (nodes[0].args[0], weights, biases)
             )
     module.recompile()
     return module
-
-
-def groups(module: GraphModule) -> list[list[Node]]:
-    """The linear layers of a graph, those of one vector together; at most so many as the kernel takes."""
-    found: dict[Node, list[list[Node]]] = {}
-    for node in module.graph.nodes:
-        if node.target is not torch.ops.aten.linear.default:
-            continue
-        # Weights that are computed may come late; what takes them stays where it is.
-        computed = any(
-            of is not None and of.op == "call_function" for of in (_argument(node, 1), _argument(node, 2))
-        )
-        of_x = found.setdefault(node.args[0], [[]])
-        if computed:
-            of_x.insert(0, [node])
-        elif len(of_x[-1]) < _TOGETHER:
-            of_x[-1].append(node)
-        else:
-            of_x.append([node])
-    return [nodes for of_x in found.values() for nodes in of_x if nodes]
-
-
-def replace(module: GraphModule, nodes: Sequence[Node], target: OpOverload, args: tuple[Any, ...]) -> Node:
-    """Put one call, which gives a list, in the place of `nodes`; its weights, which are no calls, come before it."""
-    graph, first = module.graph, nodes[0]
-    for own in [of for node in nodes for of in (_argument(node, 1), _argument(node, 2)) if of is not None]:
-        if own.op == "get_attr":
-            first.prepend(own)
-    with graph.inserting_before(first):
-        made = graph.call_function(target, args)
-        parts = [graph.call_function(operator.getitem, (made, number)) for number in range(len(nodes))]
-    for node, part in zip(nodes, parts, strict=True):
-        part.meta = dict(node.meta)
-        node.replace_all_uses_with(part)
-        graph.erase_node(node)
-    return made
-
-
-def _argument(node: Node, number: int) -> Node | None:
-    """An argument of a linear layer: 1 its weight, 2 its bias."""
-    given = (*node.args, *([node.kwargs["bias"]] if "bias" in node.kwargs else []), None)
-    own = given[number]
-    return own if isinstance(own, Node) else None

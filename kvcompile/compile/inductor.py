@@ -21,8 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from kvcompile.compile import ahead
-from kvcompile.compile.gemv import with_gemv
+from kvcompile.compile import ahead, gemv
 from kvcompile.errors import CompileError
 from kvcompile.util.code_digest import code_digest
 from kvcompile.util.faking import faking
@@ -118,8 +117,11 @@ def compile_region(module: GraphModule, inputs: Sequence[Any], tracer: Tracer, m
     Raises:
         CompileError: Inductor failed, or it fixed a size that must stay free.
     """
-    on_cpu = all(value.device.type == "cpu" for value in inputs if isinstance(value, Tensor))
-    module = with_gemv(module) if on_cpu else module
+    devices = {value.device for value in inputs if isinstance(value, Tensor)}
+    on_cpu = all(device.type == "cpu" for device in devices)
+    on_gpu = any(map(gemv.on_gpu, devices))
+    if on_cpu or on_gpu:
+        module = gemv.with_gemv(module, gates=on_gpu)
     _import_inductor()
 
     def compiled() -> Compiled:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from kvcompile.compile import gemv
+from kvcompile.compile import linear_nodes
 from kvcompile.kernels.cpp.attend.values import MODELS
 from kvcompile.kernels.cpp.host import ops, packaged, source
 from kvcompile.kernels.cpp.host.compiler import INCLUDE
@@ -39,7 +39,7 @@ def isa_of(level: str) -> Isa:
 
 def give_linear(module: GraphModule, own: Isa) -> None:
     """Have linear layers of one token call their kernel, and those of many where products of their dtype lack."""
-    for nodes in gemv.groups(module):
+    for nodes in linear_nodes.groups(module):
         specs = {_spec_of(node, own) for node in nodes}
         biases = [node.args[2] for node in nodes if len(node.args) > 2 and node.args[2] is not None]
         spec = specs.pop() if len(specs) == 1 else None
@@ -65,7 +65,7 @@ def _together(module: GraphModule, nodes: list[Node], biases: list[Any], spec: s
     """Layers of one vector in one call, and its parts."""
     x, weights = nodes[0].args[0], [node.args[1] for node in nodes]
     sizes = [node.meta["val"].shape[-1] for node in nodes]
-    made = gemv.replace(module, nodes, torch.ops.aten.split_with_sizes.default, ())
+    made = linear_nodes.replace(module, nodes, torch.ops.aten.split_with_sizes.default, ())
     with module.graph.inserting_before(made):
         dense = module.graph.call_function(torch.ops.aten.contiguous.default, (x,))
         whole = module.graph.call_function(ops.cpp_linears, (dense, weights, biases, spec))

@@ -1,0 +1,1 @@
+"""The role linear: what the weights of a decode step are read by."""
