@@ -1,7 +1,7 @@
 """Linear layers of one token by a generated kernel: which take it, and how it is cut up.
 
-A thread reads 16 bytes with one load, a warp 32 times that of a row. Tiles are as wide as four warps, if a row is; of rows
-a program has as many as its registers hold at once, and fewer where there would be too few programs for the device.
+A thread reads 16 bytes with one load, a warp 32 times that of a row. Tiles are as wide as four warps, if a row is. Of
+rows a program has as many as its registers hold at once, and fewer where there would be too few programs for the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PROGRAMS = 4  # of a multiprocessor, at least
 
 
 def takes(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> bool:
-    """Whether the kernel reads these with whole vectors: one dtype, dense rows that begin at multiples of 16 channels."""
+    """Whether the kernel reads these with whole vectors: of one dtype, dense rows that are multiples of 16 apart."""
     fits = all(
         weight.dtype == x.dtype
         and weight.dim() == 2

@@ -16,7 +16,7 @@ multiprocessor's own cache: weights are marked as those that go first.
 | silu, gelu, gelu_tanh, relu | gated: two layers of equally many rows; the activation of the first |
 | interpreted | for Triton's interpreter: bfloat16 is rounded by its bits |
 
-spec.block_m: rows of a program; spec.block_n: columns that its threads read with one load each. Sites have no part in it.
+spec.block_m: rows of a program; spec.block_n: columns that its threads read with one load each. Of the rest, the dtype.
 Launch: grid(spec, rows of each layer). x [k], weight [n, k], bias [n], all of the model's dtype; out: the results of
 layer i begin at places(rows)[i].
 """
