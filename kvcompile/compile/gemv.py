@@ -94,12 +94,17 @@ def _gated(
 
     weights, biases: of the gate and of what it opens; or one that holds both, the gate first or second
     """
-    if len(weights) == 1:
-        weights, biases = _both(weights[0], second), _both(biases[0], second)
-    if _one_token(x) and (own := _triton(x, weights, biases)) is not None:
-        made: Tensor = own.gated(x, weights, [bias for bias in biases if bias is not None], activation)
+    whole = len(weights) == 1
+    layers = (_both(weights[0], second), _both(biases[0], second)) if whole else (weights, biases)
+    if _one_token(x) and (own := _triton(x, *layers)) is not None:
+        given = [bias for bias in layers[1] if bias is not None]
+        made: Tensor = own.gated(x, layers[0], given, activation)
         return made
-    gate, up = _group(x, weights, biases)
+    if whole:  # one product, as the graph had it
+        gate, up = _linear(x, weights[0], biases[0]).chunk(2, -1)
+        gate, up = (up, gate) if second else (gate, up)
+    else:
+        gate, up = _group(x, weights, biases)
     return ACTIVATIONS[activation](gate) * up
 
 
@@ -116,7 +121,7 @@ def _one_token(x: Tensor) -> bool:
 
 
 def _several(x: Tensor) -> bool:
-    if x.device.type != "cpu":
+    if on_gpu(x.device):
         return False
     return importlib.import_module("kvcompile.kernels.cpp.isa").multiplies_rows(x.dtype)  # type: ignore[no-any-return]
 
@@ -124,7 +129,7 @@ def _several(x: Tensor) -> bool:
 def _loop(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same without a kernel."""
     rows = x.shape[:-1]
-    if x.device.type != "cpu" or not _one_token(x):
+    if on_gpu(x.device) or not _one_token(x):
         return F.linear(x, weight, bias)
     out = (x.reshape(1, -1).float() * weight.float()).sum(-1)
     if bias is not None:

@@ -1,7 +1,7 @@
 """Linear layers of one token by a generated kernel: which take it, and how it is cut up.
 
 A thread reads 16 bytes with one load, a warp 32 times that of a row. Tiles are as wide as four warps, if a row is. Of
-rows a program has as many as its registers hold at once, and fewer where there would be too few programs for the device.
+rows a program has as many as its registers hold at once, and fewer where programs would be too few for the device.
 """
 
 from __future__ import annotations

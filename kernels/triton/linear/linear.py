@@ -32,7 +32,7 @@ from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, Te
 from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.spec import KernelSpec
 
-# Loads of 16 bytes of a thread without a loop: their results are 4 registers each. Of more, a turn of the loop has fewer.
+# Loads of 16 bytes, of 4 registers each, of a thread without a loop; of more, a turn of the loop has fewer.
 LOADS, IN_TURN = 32, 16
 APART = 64  # results of a layer begin at a multiple: other kernels take vectors to begin at 16 bytes
 _OPTION = re.compile(r"(channels|layers)\[(\d+)\]")
@@ -41,7 +41,7 @@ ACTIVATIONS = {
     "silu": "{0} / (1.0 + tl.exp(-{0}))",
     "gelu": "0.5 * {0} * (1.0 + tl.erf({0} * 0.7071067811865476))",
     "gelu_tanh": "{0} / (1.0 + tl.exp(-1.5957691216057308 * ({0} + 0.044715 * {0} * {0} * {0})))",
-    "relu": "tl.maximum({0}, 0.0)",
+    "relu": "tl.where({0} < 0.0, 0.0, {0})",
 }
 
 

@@ -1,0 +1,56 @@
+"""The role linear ahead of time: nothing spills, weights come in whole vectors, with time for what is done to them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcompile.kernels.triton.host.linear import form
+from kvcompile.kernels.triton.linear import linear as role
+from kvcompile.kernels.triton.tools.assemble import Request, assemble
+from tests.support.kernel_specs import DEVICES
+
+# Columns, rows of each result, layers, activation: Llama-3.1-8B, and what is uneven or long.
+LAYERS = {
+    "queries, keys and values": (4096, (4096, 1024, 1024), 3, None),
+    "output": (4096, (4096,), 1, None),
+    "gate and up": (4096, (14336,), 2, "silu"),
+    "down": (14336, (4096,), 1, None),
+    "head": (4096, (128256,), 1, None),
+    "a small model's": (576, (576, 192, 192), 3, None),
+    "in turns": (53248, (16384,), 1, None),
+    "a gate of tanh": (2560, (10240,), 2, "gelu_tanh"),
+    "a gate of erf": (2304, (9216,), 2, "gelu"),
+}
+QUICK = {(90, "queries, keys and values"), (90, "gate and up"), (90, "down"), (120, "in turns")}
+CASES = [
+    pytest.param(arch, name, marks=() if (arch, name) in QUICK else pytest.mark.slow)
+    for arch in DEVICES
+    for name in LAYERS
+]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
+)
+@pytest.mark.parametrize(("arch", "name"), CASES)
+def test_weights_are_read_as_fast_as_they_come(arch: int, name: str, dtype: torch.dtype) -> None:
+    """An H200 has time for 15.6 instructions of a thread for each element of 16 bits, and for 31 of 32."""
+    columns, rows, layers, activation = LAYERS[name]
+    spec, warps = form(columns, rows, layers, dtype, DEVICES[arch], activation=activation)
+    (made,) = assemble([Request(spec, arch, warps, 2)])
+    assert not made.spills and not made.stack
+    assert set(made.loads) == {128}, made.loads
+    # Two warps and more meet once, when a row is summed up; of several sums, once for each.
+    assert made.shared <= 1024 and made.barriers == 0
+    text = role.generate(spec).text
+    turns = text.count("for start in")
+    held = spec.block_m * (2 if activation else 1) * columns / (32 * warps)  # elements of a thread
+    code = sum(made.opcodes.values()) if not turns else made.instructions
+    assert code is not None
+    if not turns:
+        assert code <= 6 * held + 250, (code, held)
+    else:
+        assert code <= 6 * role.IN_TURN * 16 // dtype.itemsize, code
+    # All that a program reads is on its way before it is used, or as much as registers hold.
+    assert made.registers <= 168

@@ -1,0 +1,190 @@
+"""The role linear in Triton's interpreter: against float64, with tiles of a large GPU too, in its own memory alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvcompile.compile.gemv import ACTIVATIONS
+from kvcompile.kernels.triton.device import Device, acting_as
+from kvcompile.kernels.triton.host.linear import form, gated, linears, takes
+from kvcompile.kernels.triton.linear import linear as role
+from tests.support.budget import within
+from tests.support.in_bounds import in_bounds
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+H200 = Device("NVIDIA H200", 90, 132)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _full_of_nonsense() -> Iterator[None]:
+    """Memory that PyTorch hands out is full of NaN: what a kernel forgets to write shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int, apart: int = 0) -> Tensor:
+    """Random numbers; apart: numbers between rows that are NaN."""
+    whole = torch.full((*shape[:-1], shape[-1] + apart), torch.nan)
+    whole[..., : shape[-1]] = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return whole.to(dtype)[..., : shape[-1]]
+
+
+@given(
+    columns=st.integers(1, 45).map(lambda number: 16 * number),
+    rows=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    dtype=st.sampled_from(DTYPES),
+    biased=st.booleans(),
+    apart=st.sampled_from((0, 16, 160)),
+    large=st.booleans(),
+)
+def test_layers_of_one_token(
+    columns: int, rows: list[int], dtype: torch.dtype, biased: bool, apart: int, large: bool
+) -> None:
+    x = drawn((1, 1, columns), dtype, 0)
+    weights = [drawn((count, columns), dtype, 1 + at, apart) for at, count in enumerate(rows)]
+    biases = [drawn((count,), dtype, 9 + at) for at, count in enumerate(rows)] if biased else []
+    assert takes(x, weights, biases)
+    with in_bounds(), acting_as(H200) if large else nullcontext():
+        found = linears(x, weights, biases)
+    for own, weight, bias in zip(found, weights, biases or [None] * len(rows), strict=True):
+        assert own.shape == (1, 1, weight.shape[0]) and own.dtype == dtype
+        assert own.storage_offset() % role.APART == 0
+        truth = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        within(own, F.linear(x, weight, bias), truth, dtype, few=True)
+
+
+@given(
+    columns=st.integers(1, 20).map(lambda number: 16 * number),
+    rows=st.integers(1, 24),
+    dtype=st.sampled_from(DTYPES),
+    activation=st.sampled_from(sorted(ACTIVATIONS)),
+    biased=st.booleans(),
+    large=st.booleans(),
+)
+def test_a_gate_and_what_it_opens(
+    columns: int, rows: int, dtype: torch.dtype, activation: str, biased: bool, large: bool
+) -> None:
+    x = drawn((1, 1, columns), dtype, 0)
+    weights = [drawn((rows, columns), dtype, seed) * columns**-0.5 for seed in (1, 2)]
+    biases = [drawn((rows,), dtype, seed) for seed in (3, 4)] if biased else []
+
+    def plain(dtype: torch.dtype) -> Tensor:
+        of = [None, None] if not biased else [bias.to(dtype) for bias in biases]
+        gate, up = (F.linear(x.to(dtype), w.to(dtype), b) for w, b in zip(weights, of, strict=True))
+        return ACTIVATIONS[activation](gate) * up
+
+    with in_bounds(), acting_as(H200) if large else nullcontext():
+        found = gated(x, weights, biases, activation)
+    assert found.shape == (1, 1, rows)
+    within(found, plain(dtype), plain(torch.float64), dtype, activation, few=rows < 20)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_more_columns_than_registers_hold_are_read_in_turns(dtype: torch.dtype) -> None:
+    """Whole turns, whole tiles behind them, and a part of one."""
+    x, weight = drawn((1, 1, 1744), dtype, 0), drawn((5, 1744), dtype, 1)
+    own, _ = form(1744, [5], 1, dtype, Device("Triton's interpreter", 0, 1))
+    assert "for start in range(0, 1536, 512)" in role.generate(own).text and 1744 % own.block_n
+    with in_bounds():
+        (found,) = linears(x, [weight])
+    within(found, F.linear(x, weight), F.linear(x.double(), weight.double()), dtype, few=True)
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_what_is_no_number_stays_none(activation: str) -> None:
+    """Of a gate, and of what it opens. No infinities: of one, PyTorch's own gelu makes no number."""
+    x = torch.zeros(1, 1, 16)
+    x[..., 0] = 1.0
+    values = (torch.nan, -3e4, 3e4, -0.5, 2.0, 0.0, -0.0)
+    gate, up = torch.zeros(len(values), 16), torch.zeros(len(values), 16)
+    gate[:, 0] = torch.tensor(values)
+    up[:, 0] = 1.0
+    wanted = ACTIVATIONS[activation](torch.tensor(values))
+    found = gated(x, [gate, up], [], activation)[0, 0]
+    torch.testing.assert_close(found, wanted, equal_nan=True, rtol=1e-5, atol=1e-30)
+    assert gated(x, [up, gate], [], activation)[0, 0, 0].isnan()
+
+
+GIVEN: dict[str, tuple[bool, Callable[[], tuple[Tensor, list[Tensor], list[Tensor]]]]] = {
+    "as they are": (True, lambda: (torch.ones(1, 1, 32), [torch.ones(3, 32)], [])),
+    "rows apart": (True, lambda: (torch.ones(1, 1, 32), [torch.ones(3, 48)[:, :32]], [])),
+    "another dtype": (False, lambda: (torch.ones(1, 1, 32), [torch.ones(3, 32).half()], [])),
+    "float64": (False, lambda: (torch.ones(1, 1, 32).double(), [torch.ones(3, 32).double()], [])),
+    "columns side by side": (False, lambda: (torch.ones(1, 1, 32), [torch.ones(32, 48).T[:3]], [])),
+    "rows at any place": (False, lambda: (torch.ones(1, 1, 32), [torch.ones(3, 40)[:, :32]], [])),
+    "no rows": (False, lambda: (torch.ones(1, 1, 32), [torch.ones(0, 32)], [])),
+    "a bias of one of two": (
+        False,
+        lambda: (torch.ones(1, 1, 32), [torch.ones(3, 32)] * 2, [torch.ones(3)]),
+    ),
+    "a bias of another dtype": (
+        False,
+        lambda: (torch.ones(1, 1, 32), [torch.ones(3, 32)], [torch.ones(3).double()]),
+    ),
+    "a bias with gaps": (
+        False,
+        lambda: (torch.ones(1, 1, 32), [torch.ones(3, 32)], [torch.ones(6)[::2]]),
+    ),
+    "too many": (False, lambda: (torch.ones(1, 1, 32), [torch.ones(3, 32)] * 17, [])),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_it_takes(name: str) -> None:
+    wanted, made = GIVEN[name]
+    assert bool(takes(*made())) == wanted
+
+
+@given(
+    columns=st.integers(1, 4000).map(lambda number: 16 * number),
+    rows=st.lists(st.integers(1, 300_000), min_size=1, max_size=4),
+    dtype=st.sampled_from(DTYPES),
+    gate=st.booleans(),
+)
+def test_a_program_is_cut_for_the_device(
+    columns: int, rows: list[int], dtype: torch.dtype, gate: bool
+) -> None:
+    """No thread holds more loads than registers, none is idle in a row, and a large device has programs enough."""
+    sides = 2 if gate else 1
+    rows = rows[:1] if gate else rows
+    own, warps = form(columns, rows, sides * len(rows), dtype, H200, activation="silu" if gate else None)
+    a_warp = 32 * 16 // dtype.itemsize
+    assert own.block_n == warps * a_warp and (warps == 1 or own.block_n <= columns)
+    loads = own.block_m * sides * -(-columns // own.block_n)
+    assert own.block_m == 1 or loads <= role.LOADS
+    assert own.block_m == 1 or role.grid(own, rows)[0] >= 4 * H200.multiprocessors
+    first = role.places(rows)
+    assert all(
+        a + count <= b and b % role.APART == 0 for a, b, count in zip(first, first[1:], rows, strict=False)
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("channels[16]",),
+        ("channels[16]", "layers[1]", "swish"),
+        ("channels[16]", "layers[2]", "relu", "silu"),
+    ],
+)
+def test_options_that_it_does_not_know_are_refused(options: tuple[str, ...]) -> None:
+    from dataclasses import replace
+
+    own, _ = form(16, [3], 1, torch.float32, H200)
+    with pytest.raises(ValueError, match=r"linear takes options channels\[k\], layers\[l\]"):
+        role.generate(replace(own, options=options))
+
+
+def test_activations_are_those_of_the_graph() -> None:
+    assert role.ACTIVATIONS.keys() == ACTIVATIONS.keys()
