@@ -24,6 +24,7 @@ from tests.breaks.cpp import CPP
 from tests.breaks.graphs import GRAPHS
 from tests.breaks.http import HTTP
 from tests.breaks.kernels import KERNELS
+from tests.breaks.linear import LINEAR
 from tests.breaks.packed import PACKED
 from tests.breaks.parallel import PARALLEL
 from tests.breaks.product import PRODUCT
@@ -33,7 +34,20 @@ from tests.breaks.texts import TEXTS
 from tests.breaks.triton import TRITON
 
 ROOT = Path(__file__).resolve().parents[2]
-ALL = (*KERNELS, *CPP, *GRAPHS, *PRODUCT, *HTTP, *SERVING, *PACKED, *PARALLEL, *REPLICAS, *TEXTS, *TRITON)
+ALL = (
+    *KERNELS,
+    *LINEAR,
+    *CPP,
+    *GRAPHS,
+    *PRODUCT,
+    *HTTP,
+    *SERVING,
+    *PACKED,
+    *PARALLEL,
+    *REPLICAS,
+    *TEXTS,
+    *TRITON,
+)
 # An editable install finds these beside `kvcompile`; a copy has them inside, where Python looks first.
 INSIDE = ("passes", "kernels", "recipes")
 NO_TESTS = (4, 5)  # exit codes of pytest: a wrong path, nothing collected

@@ -147,8 +147,8 @@ CPP = (
     ),
     broken(
         "linear layers of one vector are calls of their own",
-        "kvcompile/compile/gemv.py",
-        "elif len(of_x[-1]) < _TOGETHER:",
+        "kvcompile/compile/linear_nodes.py",
+        "elif len(of_x[-1]) < TOGETHER:",
         "elif not of_x[-1]:",
         "tests/kernels/cpp/test_linear.py",
     ),

@@ -57,6 +57,17 @@ def within(
     assert found.largest <= allowed.largest and (few or found.rms <= allowed.rms), said
 
 
+def rounding(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What each result of a linear layer may be off by, however few they are.
+
+    It is rounded once, and sums in float32 in turn, of which each is (Higham and Mary 2019).
+    """
+    added = (0, 0) if bias is None else (bias.double(), bias.abs().double())
+    wanted = x.double() @ weight.double().T + added[0]
+    size = x.abs().double() @ weight.abs().double().T + added[1]
+    return torch.finfo(x.dtype).eps * wanted.abs() + x.shape[-1] ** 0.5 * 2**-23 * size
+
+
 def rms(x: Tensor) -> float:
     """Root of the mean square."""
     return float(x.double().square().mean().sqrt())

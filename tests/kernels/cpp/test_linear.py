@@ -21,6 +21,7 @@ from kvcompile.kernels.cpp.isa import VARIABLE, Isa, available
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import CacheLayout
 from tests.kernels.cpp.test_attention import PAIRS
+from tests.support.budget import rounding
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -64,14 +65,6 @@ def test_several_layers_of_a_token_are_each_alone(dtype: torch.dtype, biased: bo
     for own, weight, bias in zip(got, weights, biases, strict=True):
         assert torch.equal(own, linear(x, weight, bias if biased else None))
     assert len(linears(x, weights[:1] * MOST, [])) == MOST
-
-
-def rounding(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What a result may be off by: it is rounded once, and sums in turn, of which each is (Higham and Mary 2019)."""
-    added = (0, 0) if bias is None else (bias.double(), bias.abs().double())
-    wanted = x.double() @ weight.double().T + added[0]
-    size = x.abs().double() @ weight.abs().double().T + added[1]
-    return torch.finfo(x.dtype).eps * wanted.abs() + x.shape[-1] ** 0.5 * 2**-23 * size
 
 
 @pytest.mark.few(4)  # every instruction set, and every dtype

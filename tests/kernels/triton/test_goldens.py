@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvcompile.kernels.triton.append import append
 from kvcompile.kernels.triton.generate import generate
+from kvcompile.kernels.triton.host.launches import for_hardware
+from kvcompile.kernels.triton.host.linear import form
 from kvcompile.kernels.triton.render import header
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.layouts import CacheLayout
@@ -48,12 +51,23 @@ def launched(
     return first
 
 
+def linear(
+    columns: int, rows: tuple[int, ...], layers: int, biased: bool = False, activation: str | None = None
+) -> tuple[KernelSpec, None]:
+    """The kernel of linear layers of one token, as an H200 has it."""
+    own, _ = form(columns, rows, layers, torch.bfloat16, H200, biased, activation)
+    return for_hardware(own), None
+
+
 def several(own: KernelSpec) -> tuple[KernelSpec, None]:
     """An append of one token of many sequences, whose programs take several heads."""
     return replace(own, block_n=append.heads(own.head_dim, own.v_head_dim)), None
 
 
 GOLDENS: dict[str, tuple[KernelSpec, Any] | Callable[[], tuple[KernelSpec, None]]] = {
+    "linear_qkv_bias": linear(3584, (3584, 512, 512), 3, biased=True),
+    "linear_gate_silu": linear(4096, (14336,), 2, activation="silu"),
+    "linear_in_turns": linear(53248, (16384,), 1),
     "decode_bf16": spec("decode", cache()),
     "decode_int8_pages_of_64": launched("decode", cache(keys=INT8, values=INT8, **PAGES_OF_64)),
     "decode_fp8_softcap_pages_of_16": spec(

@@ -16,7 +16,7 @@ from kvcompile.compile.gemv import ACTIVATIONS
 from kvcompile.kernels.triton.device import Device, acting_as
 from kvcompile.kernels.triton.host.linear import form, gated, linears, takes
 from kvcompile.kernels.triton.linear import linear as role
-from tests.support.budget import within
+from tests.support.budget import rounding, within
 from tests.support.in_bounds import in_bounds
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,12 +61,12 @@ def test_layers_of_one_token(
         assert own.shape == (1, 1, weight.shape[0]) and own.dtype == dtype
         assert own.storage_offset() % role.APART == 0
         truth = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-        within(own, F.linear(x, weight, bias), truth, dtype, few=True)
+        assert bool(((own.double() - truth).abs() <= rounding(x, weight, bias)).all())
 
 
 @given(
     columns=st.integers(1, 20).map(lambda number: 16 * number),
-    rows=st.integers(1, 24),
+    rows=st.integers(24, 40),
     dtype=st.sampled_from(DTYPES),
     activation=st.sampled_from(sorted(ACTIVATIONS)),
     biased=st.booleans(),
@@ -87,7 +87,7 @@ def test_a_gate_and_what_it_opens(
     with in_bounds(), acting_as(H200) if large else nullcontext():
         found = gated(x, weights, biases, activation)
     assert found.shape == (1, 1, rows)
-    within(found, plain(dtype), plain(torch.float64), dtype, activation, few=rows < 20)
+    within(found, plain(dtype), plain(torch.float64), dtype, activation, few=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -98,7 +98,9 @@ def test_more_columns_than_registers_hold_are_read_in_turns(dtype: torch.dtype) 
     assert "for start in range(0, 1536, 512)" in role.generate(own).text and 1744 % own.block_n
     with in_bounds():
         (found,) = linears(x, [weight])
-    within(found, F.linear(x, weight), F.linear(x.double(), weight.double()), dtype, few=True)
+    assert bool(
+        ((found.double() - F.linear(x.double(), weight.double())).abs() <= rounding(x, weight, None)).all()
+    )
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
