@@ -1,9 +1,9 @@
 """Gates of MLPs: two linear layers of one vector, of which the first, through its activation, opens the second.
 
-    mul(act(linear(x, G)), linear(x, U))          and, of one weight that holds both, with chunk or split between
+    mul(act(linear(x, G)), linear(x, U))          and, of one weight that holds both, with chunk between
 
-A kernel that has a row of both gives the product at once (`kernels/triton/linear/linear.py`), so that neither half goes to
-memory and no launch comes behind. Whether it does is decided when the graph is traced; else it is spelled out again.
+A kernel that has a row of both gives the product at once (`kernels/triton/linear/linear.py`), so that neither half goes
+to memory and no launch comes behind. Whether it does is decided when the graph is traced; else it is spelled out again.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Linear layers of few tokens: a kernel that reads the weights once, in their own dtype.
 
-A matrix-vector product only reads its matrix, and the BLAS behind `aten::mm` is slow at it. On CPUs two forms are faster,
-on GPUs one:
+A matrix-vector product only reads its matrix, and the BLAS behind `aten::mm` is slow at it. On CPUs two forms are
+faster, on GPUs one:
 
 | form | what it is | where |
 |---|---|---|
-| kernel | `kernels/cpp/include/linear.cpp`, sums in fp32 | CPUs: three dtypes, a C++ compiler, a graph that stays here |
+| kernel | `kernels/cpp/include/linear.cpp`, sums in fp32 | CPUs: a C++ compiler, a graph that stays here |
 | loop | a product and a sum, which Inductor turns into a threaded, fused loop | CPUs, else |
-| kernel | role linear (`kernels/triton/linear/linear.py`), sums in fp32 | GPUs: three dtypes, rows of whole vectors |
+| kernel | role linear (`kernels/triton/linear/linear.py`), sums in fp32 | GPUs: Triton, rows of whole vectors |
 
 Packages have the kernels linked in (`targets/aoti/kernels.py`), and the loop where there is none.
 

@@ -118,7 +118,7 @@ def compiled(function: Functional, entry: Entry, mode: str, level: str, folder: 
             named = kernels.name_kernels(module)
         if entry.one and entry.alone:
             module = give_gemv(module, kernels=False)
-    elif any(decision.kernels == "triton" for decision in function.plan.decisions):
+    elif entry.one and entry.alone and any(own.kernels == "triton" for own in function.plan.decisions):
         module = give_gemv(module, gates=True)
     given = example(function, entry.one, entry.alone)
 
