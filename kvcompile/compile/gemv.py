@@ -140,7 +140,8 @@ def _loop(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     """What launches the kernel, or None where it has none for these."""
     same = x.dtype == weight.dtype and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
-    if x.device.type != "cpu" or x.dtype not in _KERNELS or not same or weight.stride(-1) != 1:
+    elsewhere = on_gpu(x.device) or x.device.type != "cpu"
+    if elsewhere or x.dtype not in _KERNELS or not same or weight.stride(-1) != 1:
         return None
     available = importlib.import_module("kvcompile.kernels.cpp.available")
     if available.problem(x.device) is not None:

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from kvcompile.compile import ahead
-from kvcompile.compile.gemv import give_gemv
+from kvcompile.compile import ahead, gemv
 from kvcompile.errors import ExportError
 from kvcompile.kernels.cpp.host.source import KernelText
 from kvcompile.targets.aoti import kernels
@@ -112,14 +111,16 @@ def compiled(function: Functional, entry: Entry, mode: str, level: str, folder: 
     assert isinstance(module, GraphModule)
     _lay_out(module)
     named, isa = {}, kernels.isa_of(level)
-    if function.device.type == "cpu":
+    alone = entry.one and entry.alone
+    if gemv.on_gpu(function.device):
+        if alone and any(decision.kernels == "triton" for decision in function.plan.decisions):
+            module = gemv.give_gemv(module, gates=True)
+    elif function.device.type == "cpu":
         if any(decision.kernels == "cpp" for decision in function.plan.decisions):
             kernels.give_linear(module, isa)
             named = kernels.name_kernels(module)
-        if entry.one and entry.alone:
-            module = give_gemv(module, kernels=False)
-    elif entry.one and entry.alone and any(own.kernels == "triton" for own in function.plan.decisions):
-        module = give_gemv(module, gates=True)
+        if alone:
+            module = gemv.give_gemv(module, kernels=False)
     given = example(function, entry.one, entry.alone)
 
     def make() -> Any:
