@@ -100,13 +100,14 @@ def _group(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> lis
 def _gated(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], activation: str, second: bool
 ) -> Tensor:
-    """act(x G^T + b) * (x U^T + b'), of weights of equally many rows.
+    """act(x G^T + b) * (x U^T + b'); the kernel takes weights of equally many rows, and none that is broadcast.
 
     weights, biases: of the gate and of what it opens; or one that holds both, the gate first or second
     """
     whole = len(weights) == 1
     layers = (_both(weights[0], second), _both(biases[0], second)) if whole else (weights, biases)
-    if _one_token(x) and (own := _triton(x, *layers)) is not None:
+    alike = len(layers[0]) == 2 and layers[0][0].shape == layers[0][1].shape
+    if alike and _one_token(x) and (own := _triton(x, *layers)) is not None:
         given = [bias for bias in layers[1] if bias is not None]
         made: Tensor = own.gated(x, layers[0], given, activation)
         return made
@@ -193,7 +194,7 @@ def _several(x: Tensor) -> bool:
 def _loop(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same without a kernel."""
     rows = x.shape[:-1]
-    if on_gpu(x.device) or not _one_token(x):
+    if on_gpu(x.device) or not _one_token(x) or weight.dim() != 2:
         return F.linear(x, weight, bias)
     out = (x.reshape(1, -1).float() * weight.float()).sum(-1)
     if bias is not None:
@@ -203,7 +204,9 @@ def _loop(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     """What launches the kernel, or None where it has none for these."""
-    same = x.dtype == weight.dtype and (bias is None or (bias.dtype == x.dtype and bias.is_contiguous()))
+    # A vector is a weight as well, and one number a bias of all rows.
+    own = bias is None or (bias.dtype == x.dtype and bias.is_contiguous() and bias.shape == weight.shape[:1])
+    same = x.dtype == weight.dtype and weight.dim() == 2 and own
     elsewhere = on_gpu(x.device) or x.device.type != "cpu"
     if elsewhere or x.dtype not in _KERNELS or not same or weight.stride(-1) != 1:
         return None

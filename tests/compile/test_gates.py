@@ -178,6 +178,23 @@ def test_one_token_runs_one_kernel(name: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("rows", [(1, ROWS), (ROWS, 1)])
+def test_a_gate_of_one_row_opens_all_rows_alike(rows: tuple[int, int]) -> None:
+    """And all rows of a gate what has one row: a product may broadcast, the kernel does not."""
+    plain = Layers(JOINED["silu"], (True, True)).eval()
+    plain.gate, plain.up = (nn.Linear(WIDTH, count) for count in rows)
+    module, x = gemv.give_gemv(symbolic_trace(plain), gates=True), torch.randn(1, 1, WIDTH)
+    within(module(x), plain(x), copy.deepcopy(plain).double()(x.double()), torch.float32, few=True)
+    assert module(x).shape == (1, 1, ROWS)
+
+
+def test_halves_of_an_odd_number_of_rows_are_two_and_one() -> None:
+    plain = Layers(JOINED["halves"], (True, True)).eval()
+    plain.whole = nn.Linear(WIDTH, 3)
+    module, x = gemv.give_gemv(symbolic_trace(plain), gates=True), torch.randn(1, 1, WIDTH)
+    within(module(x), plain(x), copy.deepcopy(plain).double()(x.double()), torch.float32, few=True)
+
+
 def test_layers_of_a_vector_are_one_launch() -> None:
     """Those that the kernel does not take run as they did, and so do several tokens."""
 

@@ -39,8 +39,13 @@ def takes(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> boo
         and weight.shape[0]
         for weight in weights
     )
-    same = all(bias.dtype == x.dtype and bias.is_contiguous() for bias in biases)
-    return fits and same and x.dtype in _DTYPES and len(weights) <= MOST and len(biases) in (0, len(weights))
+    if len(weights) > MOST or len(biases) not in (0, len(weights)):
+        return False
+    same = all(  # one number for all rows is a bias as well, which PyTorch broadcasts
+        bias.dtype == x.dtype and bias.is_contiguous() and bias.shape == weight.shape[:1]
+        for bias, weight in zip(biases, weights, strict=False)
+    )
+    return fits and same and x.dtype in _DTYPES
 
 
 class Norm(NamedTuple):

@@ -81,7 +81,9 @@ def _linear_spec(x: Any, weight: Any, bias: Any, own: Isa) -> str | None:
     """The kernel of a linear layer, by what is known of its tensors; None: it has none."""
     if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or x.dtype not in MODELS:
         return None
-    if weight.dtype != x.dtype or weight.stride(-1) != 1 or (bias is not None and bias.dtype != x.dtype):
+    if weight.dtype != x.dtype or weight.dim() != 2 or weight.stride(-1) != 1:
+        return None
+    if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
         return None
     if all(isinstance(size, int) and size == 1 for size in x.shape[:-1]):
         return source.linear_spec(x.dtype)

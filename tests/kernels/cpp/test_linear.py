@@ -20,6 +20,7 @@ from kvcompile.kernels.cpp.host.linear import MOST, linear, linear_many, linears
 from kvcompile.kernels.cpp.isa import VARIABLE, Isa, available
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import CacheLayout
+from kvcompile.targets.aoti import kernels as packaged
 from tests.kernels.cpp.test_attention import PAIRS
 from tests.support.budget import rounding
 
@@ -142,6 +143,27 @@ def traced(x: Tensor, layer: Layer, kernels: bool = True) -> str:
     """The ops of a layer after the pass, as they are traced for x."""
     module = gemv.give_gemv(symbolic_trace(layer), kernels)
     return str(make_fx(module)(x).graph)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize(
+    ("weight", "bias"),
+    [((6, 8), (1,)), ((6, 8), ()), ((6, 8), (1, 6)), ((8,), None)],
+    ids=["a number for all rows", "a number alone", "a bias that is a row", "a weight that is one row"],
+)
+def test_what_pytorch_broadcasts_is_broadcast(
+    weight: tuple[int, ...], bias: tuple[int, ...] | None, kernels: bool
+) -> None:
+    """The kernel has a number for each row, and takes nothing else for them."""
+    layer = Layer()
+    given = None if bias is None else nn.Parameter(torch.randn(bias))
+    layer.inner.weight, layer.inner.bias = nn.Parameter(torch.randn(weight)), given
+    for x in (torch.randn(1, 1, 8), torch.randn(1, 2, 8)):
+        wanted = layer(x)
+        with torch.no_grad():
+            got = gemv.give_gemv(symbolic_trace(layer), kernels)(x)
+        assert got.shape == wanted.shape and torch.allclose(got, wanted, atol=1e-5)
+        assert packaged._linear_spec(x, layer.inner.weight, given, isa.isa()) is None
 
 
 class Several(nn.Module):

@@ -198,6 +198,10 @@ GIVEN: dict[str, tuple[bool, Callable[[], tuple[Tensor, list[Tensor], list[Tenso
         False,
         lambda: (torch.ones(1, 1, 32), [torch.ones(3, 32)], [torch.ones(6)[::2]]),
     ),
+    "a number for all rows": (
+        False,
+        lambda: (torch.ones(1, 1, 32), [torch.ones(3, 32)], [torch.ones(1)]),
+    ),
     "too many": (False, lambda: (torch.ones(1, 1, 32), [torch.ones(3, 32)] * 17, [])),
 }
 

@@ -35,6 +35,7 @@ KNOWN = {
         "atomic_add",
         "broadcast_to",
         "cast",
+        "cdiv",
         "ceil",
         "constexpr",
         "cumsum",
@@ -43,6 +44,7 @@ KNOWN = {
     ),
     *(
         "dot",
+        "erf",
         "exp",
         "exp2",
         "floor",
