@@ -42,6 +42,7 @@ from torch.fx import GraphModule
 
 from kvcompile.compile.gates import join_gates
 from kvcompile.compile.linear_nodes import argument, groups, replace
+from kvcompile.compile.norms import join_norms
 from kvcompile.passes.table import disabled, graph_pass
 
 _LIB = torch.library.Library("kvcompile", "FRAGMENT")
@@ -50,6 +51,15 @@ _LIB.define("linear_loop(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
 _LIB.define("linear_group(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
 _LIB.define(
     "linear_gated(Tensor x, Tensor[] weights, Tensor?[] biases, str activation, bool second) -> Tensor"
+)
+_LIB.define("linear_added(Tensor x, Tensor weight, Tensor? bias, Tensor residual) -> Tensor")
+_LIB.define(
+    "linear_normed(Tensor x, Tensor norm, float eps, str dtype, Tensor[] weights, Tensor?[] biases) -> "
+    "Tensor[]"
+)
+_LIB.define(
+    "linear_gated_normed(Tensor x, Tensor norm, float eps, str dtype, Tensor[] weights, Tensor?[] biases, "
+    "str activation, bool second) -> Tensor"
 )
 _KERNELS = (torch.float32, torch.float16, torch.bfloat16)
 # Keys are those of `kernels/triton/linear/linear.py`.
@@ -107,6 +117,60 @@ def _gated(
     else:
         gate, up = _group(x, weights, biases)
     return ACTIVATIONS[activation](gate) * up
+
+
+def _added(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """residual + (x W^T + b)."""
+    own = _triton(x, [weight], [bias]) if _one_token(x) else None
+    if own is not None and own.takes_residual(x, weight, residual):
+        return own.added(x, weight, bias, residual)  # type: ignore[no-any-return]
+    return residual + _linear(x, weight, bias)
+
+
+def _normed(
+    x: Tensor, norm: Tensor, eps: float, dtype: str, weights: list[Tensor], biases: list[Tensor | None]
+) -> list[Tensor]:
+    """Several layers of x behind its RMSNorm; dtype: as of `_rms`."""
+    if _rounds(x, dtype) and (kernels := _triton(x, weights, biases)) is not None:
+        how = kernels.Norm(norm, eps)
+        if kernels.takes_norm(x, how):
+            given = [bias for bias in biases if bias is not None]
+            return kernels.linears(x, weights, given, how)  # type: ignore[no-any-return]
+    return _group(_rms(x, norm, eps, dtype), weights, biases)
+
+
+def _gated_normed(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    dtype: str,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    activation: str,
+    second: bool,
+) -> Tensor:
+    """As `_gated`, of x behind its RMSNorm."""
+    whole = len(weights) == 1
+    layers = (_both(weights[0], second), _both(biases[0], second)) if whole else (weights, biases)
+    if _rounds(x, dtype) and (kernels := _triton(x, *layers)) is not None:
+        how = kernels.Norm(norm, eps)
+        if kernels.takes_norm(x, how, 2):
+            given = [bias for bias in layers[1] if bias is not None]
+            return kernels.gated(x, layers[0], given, activation, how)  # type: ignore[no-any-return]
+    return _gated(_rms(x, norm, eps, dtype), weights, biases, activation, second)
+
+
+def _rms(x: Tensor, norm: Tensor, eps: float, dtype: str) -> Tensor:
+    """norm * (x / sqrt(mean(x^2) + eps)): in float32, and rounded to `dtype` before the product; "": as it is."""
+    own = x.float() if dtype else x
+    own = own * torch.rsqrt(own.pow(2).mean(-1, keepdim=True) + eps)
+    return norm * (own.to(getattr(torch, dtype)) if dtype else own)
+
+
+def _rounds(x: Tensor, dtype: str) -> bool:
+    """Whether a norm of one token computes as the kernel does: in float32, rounded to the token's dtype."""
+    own = str(x.dtype).removeprefix("torch.")
+    return _one_token(x) and (dtype or "float32") == own
 
 
 def _both(of: Tensor | None, second: bool) -> list[Any]:
@@ -173,30 +237,38 @@ _LIB.impl("linear", _linear, "CompositeImplicitAutograd")
 _LIB.impl("linear_loop", _loop, "CompositeImplicitAutograd")
 _LIB.impl("linear_group", _group, "CompositeImplicitAutograd")
 _LIB.impl("linear_gated", _gated, "CompositeImplicitAutograd")
+_LIB.impl("linear_added", _added, "CompositeImplicitAutograd")
+_LIB.impl("linear_normed", _normed, "CompositeImplicitAutograd")
+_LIB.impl("linear_gated_normed", _gated_normed, "CompositeImplicitAutograd")
 
 
 NAME = "gemv"
 
 
-def with_gemv(module: GraphModule, gates: bool = False) -> GraphModule:
-    """A copy of a region whose linear layers choose their form when they are traced; gates: as of `give_gemv`.
+def with_gemv(module: GraphModule, gates: bool = False, norms: bool = False) -> GraphModule:
+    """A copy of a region whose linear layers choose their form when they are traced; gates, norms: as of `give_gemv`.
 
     KVCOMPILE_DISABLE=gemv leaves it out, to bisect.
     """
-    return module if disabled(NAME) else give_gemv(copy.deepcopy(module), gates=gates)
+    return module if disabled(NAME) else give_gemv(copy.deepcopy(module), gates=gates, norms=norms)
 
 
 @graph_pass("gemv")
-def give_gemv(module: GraphModule, kernels: bool = True, gates: bool = False) -> GraphModule:
+def give_gemv(
+    module: GraphModule, kernels: bool = True, gates: bool = False, norms: bool = False
+) -> GraphModule:
     """The same in place.
 
     kernels: whether the form may be a kernel, which is compiled where the graph runs
     gates:   whether a gate and what it opens may be one call
+    norms:   whether a token's norm may be part of the layers behind it: a graph of one token of one sequence
     """
     if disabled(NAME):
         return module
     if gates:
         join_gates(module)
+    if norms:
+        join_norms(module)
     for nodes in groups(module):
         if not kernels:
             for node in nodes:

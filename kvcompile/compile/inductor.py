@@ -121,7 +121,7 @@ def compile_region(module: GraphModule, inputs: Sequence[Any], tracer: Tracer, m
     on_cpu = all(device.type == "cpu" for device in devices)
     on_gpu = any(map(gemv.on_gpu, devices))
     if on_cpu or on_gpu:
-        module = gemv.with_gemv(module, gates=on_gpu)
+        module = gemv.with_gemv(module, gates=on_gpu, norms=on_gpu and tracer.one_token)
     _import_inductor()
 
     def compiled() -> Compiled:

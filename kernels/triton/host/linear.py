@@ -7,6 +7,7 @@ rows a program has as many as its registers hold at once, and fewer where progra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ _VECTOR = 16  # bytes of a load
 _WARP, _WARPS = 32, 4
 _ROWS = 8  # of a program, at most
 _FEW = 16  # loads of a thread: more only for two rows, so that the token is not read again for each
+_NORMED = 40  # loads of a thread that norms the token, of which the norm and the token are
 _PROGRAMS = 4  # of a multiprocessor, at least
 
 
@@ -46,17 +48,37 @@ def takes(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> boo
     return fits and same and x.dtype in _DTYPES
 
 
-def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
+class Norm(NamedTuple):
+    """RMSNorm of the token, before its layers: weight [K], and what is added to the mean of squares."""
+
+    weight: Tensor
+    eps: float
+
+
+def takes_norm(x: Tensor, norm: Norm, sides: int = 1) -> bool:
+    """Whether the kernel norms the token itself: a weight of its dtype, and rows that registers hold.
+
+    sides: weights of which a program has rows: 2 of a gate and what it opens
+    """
+    weight, columns = norm.weight, x.shape[-1]
+    fits = weight.dtype == x.dtype and weight.shape == (columns,) and weight.is_contiguous()
+    each = -(-columns // _tile(columns, x.dtype, device_of(x.device))[0])
+    return fits and each * (sides + 2) <= _NORMED
+
+
+def linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), norm: Norm | None = None
+) -> list[Tensor]:
     """Layers of the same token in one launch, of tensors that it `takes`.
 
     Args:
-        x: [1, .., K]. weights: [N, K] each; biases: [N] of each, or none.
+        x: [1, .., K]. weights: [N, K] each; biases: [N] of each, or none. norm: of x, before them; it `takes_norm`.
 
     Returns:
         [1, .., N] of each layer.
     """
     rows = [weight.shape[0] for weight in weights]
-    out = _run(x, weights, biases, rows, None)
+    out = _run(x, weights, biases, rows, norm=norm)
     first = places(rows)
     return [
         out[begin : begin + count].view(*x.shape[:-1], count)
@@ -64,15 +86,33 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ())
     ]
 
 
-def gated(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str) -> Tensor:
+def gated(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    activation: str,
+    norm: Norm | None = None,
+) -> Tensor:
     """act(x G^T + b) * (x U^T + b') in one launch, of tensors that it `takes`: [1, .., N].
 
     Args:
         weights: of the gate, and of what it opens, both [N, K]; biases: of both, or none.
-        activation: a key of `linear.ACTIVATIONS`.
+        activation: a key of `linear.ACTIVATIONS`. norm: as of `linears`.
     """
     rows = weights[0].shape[0]
-    return _run(x, weights, biases, [rows], activation)[:rows].view(*x.shape[:-1], rows)
+    return _run(x, weights, biases, [rows], activation, norm)[:rows].view(*x.shape[:-1], rows)
+
+
+def takes_residual(x: Tensor, weight: Tensor, residual: Tensor) -> bool:
+    """Whether a layer's results can be added to `residual` where they are made."""
+    return residual.dtype == x.dtype and residual.shape == (*x.shape[:-1], weight.shape[0])
+
+
+def added(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """residual + (x W^T + b) in one launch, of tensors that it `takes` and `takes_residual`: [1, .., N]."""
+    rows = weight.shape[0]
+    out = _run(x, [weight], [] if bias is None else [bias], [rows], residual=residual)
+    return out[:rows].view(*x.shape[:-1], rows)
 
 
 def _run(
@@ -80,13 +120,29 @@ def _run(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
     rows: Sequence[int],
-    activation: str | None,
+    activation: str | None = None,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     spec, warps = form(
-        weights[0].shape[1], rows, len(weights), x.dtype, device_of(x.device), bool(biases), activation
+        weights[0].shape[1],
+        rows,
+        len(weights),
+        x.dtype,
+        device_of(x.device),
+        bool(biases),
+        activation,
+        None if norm is None else norm.eps,
+        residual is not None,
     )
     made: Tensor = ops_linear.linear(
-        x.contiguous().view(-1), list(weights), list(biases), warps, spec.to_json()
+        x.contiguous().view(-1),
+        list(weights),
+        list(biases),
+        None if norm is None else norm.weight,
+        None if residual is None else residual.contiguous().view(-1),
+        warps,
+        spec.to_json(),
     )
     return made
 
@@ -99,25 +155,40 @@ def form(
     device: Device,
     biased: bool = False,
     activation: str | None = None,
+    eps: float | None = None,
+    added: bool = False,
 ) -> tuple[KernelSpec, int]:
-    """The kernel of such layers, and its warps. rows: of each result"""
-    wide = _WARP * _VECTOR // dtype.itemsize  # columns that a warp reads with one load a thread
-    warps = _WARPS
-    while warps > 1 and warps * wide > columns:
-        warps //= 2
-    block = warps * wide
+    """The kernel of such layers, and its warps.
+
+    rows: of each result; eps: of a token's norm; added: whether a layer's results are added to others
+    """
+    block, warps = _tile(columns, dtype, device)
     sides = 2 if activation else 1
     each = -(-columns // block)  # loads of a thread for a row
     count = _ROWS
-    while count > 1 and (count * sides * each > (LOADS if count * sides <= 2 else _FEW)):
+    while count > 1 and (count * sides * each > (LOADS if count * sides <= 2 and eps is None else _FEW)):
         count //= 2
     while count > 1 and sum(-(-of // count) for of in rows) < _PROGRAMS * device.multiprocessors:
         count //= 2
     if device.arch == INTERPRETER:  # so that tests meet edges of tiles
-        block, count, warps = min(block, 64), 2, 1
-    options = {f"channels[{columns}]", f"layers[{layers}]"} | ({activation} if activation else set())
-    options |= ({"bias"} if biased else set()) | ({"interpreted"} if interpreted() else set())
+        count = 2
+    options = {f"channels[{columns}]", f"layers[{layers}]"}
+    options |= {activation} if activation else set()
+    options |= set() if eps is None else {f"rms[{eps!r}]"}
+    given = {"bias": biased, "residual": added, "interpreted": interpreted()}
+    options |= {name for name, there in given.items() if there}
     site = SiteSpec(CacheLayout(), 1.0)  # a spec has one; this role asks nothing of it
     name = str(dtype).removeprefix("torch.")
     spec = KernelSpec("linear", site, 1, 1, 1, 1, name, count, block, options=tuple(sorted(options)))
     return spec, warps
+
+
+def _tile(columns: int, dtype: torch.dtype, device: Device) -> tuple[int, int]:
+    """Columns that the threads of a program read with one load each, and its warps."""
+    wide = _WARP * _VECTOR // dtype.itemsize
+    warps = _WARPS
+    while warps > 1 and warps * wide > columns:
+        warps //= 2
+    if device.arch == INTERPRETER:
+        return min(warps * wide, 64), 1
+    return warps * wide, warps

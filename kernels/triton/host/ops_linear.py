@@ -11,12 +11,21 @@ from kvcompile.kernels.triton.linear import linear as role
 
 
 @torch.library.triton_op("kvcompile::triton_linear", mutates_args={})
-def linear(x: Tensor, weights: list[Tensor], biases: list[Tensor], num_warps: int, spec: str) -> Tensor:
+def linear(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    norm: Tensor | None,
+    residual: Tensor | None,
+    num_warps: int,
+    spec: str,
+) -> Tensor:
     """One token by the weights of linear layers; see `linear/linear.py`.
 
     Args:
         x: [K], dense. weights: [N, K], dense in their last dimension; of a gated spec a gate's and what it opens.
         biases: [N] of each, dense, where the spec has them; else [].
+        norm: [K], residual: [N], dense, where the spec has them.
 
     Returns:
         [places[-1]]: the results of layer i from places(rows)[i] on, of which those between two layers are anything.
@@ -27,6 +36,7 @@ def linear(x: Tensor, weights: list[Tensor], biases: list[Tensor], num_warps: in
     out = x.new_empty((role.places(rows)[-1],))
     tensors = {"x": x, "out": out} | {f"w_{layer}": weight for layer, weight in enumerate(weights)}
     tensors |= {f"b_{layer}": bias for layer, bias in enumerate(biases)}
+    tensors |= {name: of for name, of in (("norm", norm), ("residual", residual)) if of is not None}
     sizes = {f"n_{layer}": count for layer, count in enumerate(rows)}
     launch(kernel, role.grid(kernel.spec, rows), tensors, sizes, num_warps=num_warps)
     return out

@@ -2,11 +2,14 @@
 
     out = x W^T + b                          of each of several layers of the same x, in one launch
     out = act(x G^T + b) * (x U^T + b')      gated: of a gate and what it opens
+    out = r + (x W^T + b)                    added: to what stands beside an attention block or an MLP
+    x   = n * (y / sqrt(mean(y^2) + eps))    normed: of a token that is not normed yet (RMSNorm)
 
 A step of one sequence reads all weights for one token: it takes as long as memory does, if enough is on its way. So a
 program asks for all that it has of its rows at once, as many 16-byte loads a thread as its registers hold, and adds up
 behind them; sums are in float32, and go across the threads once. The token is read by every program, from the
-multiprocessor's own cache: weights are marked as those that go first.
+multiprocessor's own cache: weights are marked as those that go first. So can its norm be every program's: the weights
+come meanwhile.
 
 | option | means |
 |---|---|
@@ -14,11 +17,13 @@ multiprocessor's own cache: weights are marked as those that go first.
 | layers[l] | so many weights; without gate, each has results of its own |
 | bias | every layer has one |
 | silu, gelu, gelu_tanh, relu | gated: two layers of equally many rows; the activation of the first |
+| rms[eps] | normed: x is the token before its norm |
+| residual | added: one layer, whose results are added to others |
 | interpreted | for Triton's interpreter: bfloat16 is rounded by its bits |
 
 spec.block_m: rows of a program; spec.block_n: columns that its threads read with one load each. Of the rest, the dtype.
-Launch: grid(spec, rows of each layer). x [k], weight [n, k], bias [n], all of the model's dtype; out: the results of
-layer i begin at places(rows)[i].
+Launch: grid(spec, rows of each layer). x [k], weight [n, k], bias [n], norm [k], residual [n], all of the model's
+dtype; out: the results of layer i begin at places(rows)[i].
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ from kvcompile.kernels.triton.spec import KernelSpec
 LOADS, IN_TURN = 32, 16
 APART = 64  # results of a layer begin at a multiple: other kernels take vectors to begin at 16 bytes
 _OPTION = re.compile(r"(channels|layers)\[(\d+)\]")
+_NORM = re.compile(r"rms\[(.+)\]")
 # Of float32 `{0}`, as PyTorch computes them in float32.
 ACTIVATIONS = {
     "silu": "{0} / (1.0 + tl.exp(-{0}))",
@@ -52,11 +58,15 @@ def numbers(spec: KernelSpec) -> tuple[int, int]:
         ValueError: an option is unknown, or one of these is missing.
     """
     found = {match[1]: int(match[2]) for match in map(_OPTION.fullmatch, spec.options) if match}
-    others = {option for option in spec.options if not _OPTION.fullmatch(option)}
-    unknown = others - {"bias", "interpreted", *ACTIVATIONS}
-    if unknown or len(found) != 2 or len(others & ACTIVATIONS.keys()) > 1:
+    others = {
+        option for option in spec.options if not _OPTION.fullmatch(option) and not _NORM.fullmatch(option)
+    }
+    unknown = others - {"bias", "residual", "interpreted", *ACTIVATIONS}
+    alone = "residual" not in others or (found.get("layers") == 1 and not others & ACTIVATIONS.keys())
+    if unknown or len(found) != 2 or len(others & ACTIVATIONS.keys()) > 1 or not alone:
         raise ValueError(
-            f"linear takes options channels[k], layers[l], bias and one activation, got {list(spec.options)}"
+            "linear takes options channels[k], layers[l], bias, rms[eps] and one activation, or residual of one layer, "
+            f"got {list(spec.options)}"
         )
     return found["channels"], found["layers"]
 
@@ -64,6 +74,11 @@ def numbers(spec: KernelSpec) -> tuple[int, int]:
 def activation(spec: KernelSpec) -> str | None:
     """That of a gated spec."""
     return next((option for option in spec.options if option in ACTIVATIONS), None)
+
+
+def norm(spec: KernelSpec) -> float | None:
+    """What is added to the mean of squares, of a normed spec."""
+    return next((float(match[1]) for match in map(_NORM.fullmatch, spec.options) if match), None)
 
 
 def places(rows: Sequence[int]) -> list[int]:
@@ -87,6 +102,9 @@ def generate(spec: KernelSpec) -> KernelSource:
     params: list[Param] = [TensorParam("x", spec.torch_dtype)]
     params += [TensorParam(f"w_{layer}", spec.torch_dtype, 2) for layer in range(layers)]
     params += [TensorParam(f"b_{layer}", spec.torch_dtype) for layer in range(layers)] if biased else []
+    eps, added = norm(spec), "residual" in spec.options
+    params += [TensorParam("norm", spec.torch_dtype)] if eps is not None else []
+    params += [TensorParam("residual", spec.torch_dtype)] if added else []
     params += [TensorParam("out", spec.torch_dtype)]
     params += [ScalarParam(f"n_{layer}") for layer in range(outs)]
     rows = spec.block_m * (2 if act else 1)
@@ -108,6 +126,8 @@ def generate(spec: KernelSpec) -> KernelSource:
         turn=turn,
         turns=turns,
         whole=whole,
+        norm="" if eps is None else repr(eps),
+        added=added,
         gate=ACTIVATIONS[act].format("gate") if act else "",
         rounded=rounded,
         stored=rounded("result"),

@@ -114,7 +114,7 @@ def compiled(function: Functional, entry: Entry, mode: str, level: str, folder: 
     alone = entry.one and entry.alone
     if gemv.on_gpu(function.device):
         if alone and any(decision.kernels == "triton" for decision in function.plan.decisions):
-            module = gemv.give_gemv(module, gates=True)
+            module = gemv.give_gemv(module, gates=True, norms=True)
     elif function.device.type == "cpu":
         if any(decision.kernels == "cpp" for decision in function.plan.decisions):
             kernels.give_linear(module, isa)

@@ -51,11 +51,9 @@ def launched(
     return first
 
 
-def linear(
-    columns: int, rows: tuple[int, ...], layers: int, biased: bool = False, activation: str | None = None
-) -> tuple[KernelSpec, None]:
+def linear(columns: int, rows: tuple[int, ...], layers: int, **how: Any) -> tuple[KernelSpec, None]:
     """The kernel of linear layers of one token, as an H200 has it."""
-    own, _ = form(columns, rows, layers, torch.bfloat16, H200, biased, activation)
+    own, _ = form(columns, rows, layers, torch.bfloat16, H200, **how)
     return for_hardware(own), None
 
 
@@ -66,7 +64,8 @@ def several(own: KernelSpec) -> tuple[KernelSpec, None]:
 
 GOLDENS: dict[str, tuple[KernelSpec, Any] | Callable[[], tuple[KernelSpec, None]]] = {
     "linear_qkv_bias": linear(3584, (3584, 512, 512), 3, biased=True),
-    "linear_gate_silu": linear(4096, (14336,), 2, activation="silu"),
+    "linear_gate_silu_normed": linear(4096, (14336,), 2, activation="silu", eps=1e-5),
+    "linear_added": linear(4096, (4096,), 1, added=True),
     "linear_in_turns": linear(53248, (16384,), 1),
     "decode_bf16": spec("decode", cache()),
     "decode_int8_pages_of_64": launched("decode", cache(keys=INT8, values=INT8, **PAGES_OF_64)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,8 +12,15 @@ from kvcompile.kernels.triton.linear import linear as role
 from kvcompile.kernels.triton.tools.assemble import Request, assemble
 from tests.support.kernel_specs import DEVICES
 
-# Columns, rows of each result, layers, activation: Llama-3.1-8B, and what is uneven or long.
-LAYERS = {
+# Columns, rows of each result, layers, activation, further: Llama-3.1-8B, and what is uneven or long.
+NORMED = {"eps": 1e-5}
+LAYERS: dict[str, tuple[Any, ...]] = {
+    "queries, keys and values behind a norm": (4096, (4096, 1024, 1024), 3, None, NORMED),
+    "gate and up behind a norm": (4096, (14336,), 2, "silu", NORMED),
+    "wide gate and up behind a norm": (8192, (28672,), 2, "silu", NORMED),
+    "wide queries behind a norm": (12288, (12288,), 1, None, NORMED),
+    "a small model's behind a norm": (576, (576, 192, 192), 3, None, NORMED),
+    "output added": (4096, (4096,), 1, None, {"added": True}),
     "queries, keys and values": (4096, (4096, 1024, 1024), 3, None),
     "output": (4096, (4096,), 1, None),
     "gate and up": (4096, (14336,), 2, "silu"),
@@ -22,7 +31,12 @@ LAYERS = {
     "a gate of tanh": (2560, (10240,), 2, "gelu_tanh"),
     "a gate of erf": (2304, (9216,), 2, "gelu"),
 }
-QUICK = {(90, "queries, keys and values"), (90, "gate and up"), (90, "down"), (120, "in turns")}
+QUICK = {
+    (90, "queries, keys and values behind a norm"),
+    (90, "gate and up behind a norm"),
+    (90, "down"),
+    (120, "in turns"),
+}
 CASES = [
     pytest.param(arch, name, marks=() if (arch, name) in QUICK else pytest.mark.slow)
     for arch in DEVICES
@@ -36,16 +50,22 @@ CASES = [
 @pytest.mark.parametrize(("arch", "name"), CASES)
 def test_weights_are_read_as_fast_as_they_come(arch: int, name: str, dtype: torch.dtype) -> None:
     """An H200 has time for 15.6 instructions of a thread for each element of 16 bits, and for 31 of 32."""
-    columns, rows, layers, activation = LAYERS[name]
-    spec, warps = form(columns, rows, layers, dtype, DEVICES[arch], activation=activation)
+    columns, rows, layers, activation, *further = LAYERS[name]
+    how = further[0] if further else {}
+    device, sides = DEVICES[arch], 2 if activation else 1
+    spec, warps = form(columns, rows, layers, dtype, device, activation=activation, **how)
+    if "eps" in how and -(-columns // spec.block_n) * (sides + 2) > 40:
+        pytest.skip("the kernel does not take it")
     (made,) = assemble([Request(spec, arch, warps, 2)])
     assert not made.spills and not made.stack
-    assert set(made.loads) == {128}, made.loads
+    # Residuals are single numbers of some threads.
+    assert set(made.loads) - ({8 * dtype.itemsize} if how.get("added") else set()) == {128}, made.loads
     # Two warps and more meet once, when a row is summed up; of several sums, once for each.
     assert made.shared <= 1024 and made.barriers == 0
     text = role.generate(spec).text
     turns = text.count("for start in")
-    held = spec.block_m * (2 if activation else 1) * columns / (32 * warps)  # elements of a thread
+    held = spec.block_m * sides * columns / (32 * warps)  # elements of a thread
+    held += 2 * columns / (32 * warps) if "eps" in how else 0
     code = sum(made.opcodes.values()) if not turns else made.instructions
     assert code is not None
     if not turns:
@@ -53,4 +73,4 @@ def test_weights_are_read_as_fast_as_they_come(arch: int, name: str, dtype: torc
     else:
         assert code <= 6 * role.IN_TURN * 16 // dtype.itemsize, code
     # All that a program reads is on its way before it is used, or as much as registers hold.
-    assert made.registers <= 168
+    assert made.registers <= 200

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from kvcompile.compile.gemv import ACTIVATIONS
 from kvcompile.kernels.triton.device import Device, acting_as
-from kvcompile.kernels.triton.host.linear import form, gated, linears, takes
+from kvcompile.kernels.triton.host.linear import (
+    Norm,
+    added,
+    form,
+    gated,
+    linears,
+    takes,
+    takes_norm,
+    takes_residual,
+)
 from kvcompile.kernels.triton.linear import linear as role
 from tests.support.budget import rounding, within
 from tests.support.in_bounds import in_bounds
@@ -88,6 +97,57 @@ def test_a_gate_and_what_it_opens(
         found = gated(x, weights, biases, activation)
     assert found.shape == (1, 1, rows)
     within(found, plain(dtype), plain(torch.float64), dtype, activation, few=True)
+
+
+@given(
+    columns=st.integers(1, 30).map(lambda number: 16 * number),
+    rows=st.lists(st.integers(12, 20), min_size=1, max_size=3),
+    dtype=st.sampled_from(DTYPES),
+    activation=st.sampled_from(("", "silu")),
+    eps=st.sampled_from((1e-6, 1e-5, 0.5)),
+    large=st.booleans(),
+)
+def test_a_token_that_is_normed_by_who_reads_it(
+    columns: int, rows: list[int], dtype: torch.dtype, activation: str, eps: float, large: bool
+) -> None:
+    x, weight = drawn((1, 1, columns), dtype, 0), drawn((columns,), dtype, 1)
+    rows = rows[:1] * 2 if activation else rows
+    weights = [drawn((count, columns), dtype, 2 + at) * columns**-0.5 for at, count in enumerate(rows)]
+    norm = Norm(weight, eps)
+
+    def plain(dtype: torch.dtype) -> list[Tensor]:
+        own = x.to(torch.promote_types(dtype, torch.float32))
+        own = own * torch.rsqrt(own.pow(2).mean(-1, keepdim=True) + eps)
+        found = [F.linear(weight.to(dtype) * own.to(dtype), of.to(dtype)) for of in weights]
+        return [F.silu(found[0]) * found[1]] if activation else found
+
+    with in_bounds(), acting_as(H200) if large else nullcontext():
+        assert takes(x, weights, []) and takes_norm(x, norm, 2 if activation else 1)
+        made = [gated(x, weights, [], activation, norm)] if activation else linears(x, weights, [], norm)
+    found, torchs, truth = (torch.cat(of, -1) for of in (made, plain(dtype), plain(torch.float64)))
+    within(found, torchs, truth, dtype, few=True)
+
+
+@given(
+    columns=st.integers(1, 30).map(lambda number: 16 * number),
+    rows=st.integers(24, 40),
+    dtype=st.sampled_from(DTYPES),
+    biased=st.booleans(),
+    large=st.booleans(),
+)
+def test_results_that_are_added_to_others(
+    columns: int, rows: int, dtype: torch.dtype, biased: bool, large: bool
+) -> None:
+    x, weight = drawn((1, 1, columns), dtype, 0), drawn((rows, columns), dtype, 1)
+    bias = drawn((rows,), dtype, 2) if biased else None
+    residual = drawn((1, 1, rows), dtype, 3)
+    assert takes_residual(x, weight, residual)
+    assert not takes_residual(x, weight, residual.double()) and not takes_residual(x, weight, residual[0])
+    with in_bounds(), acting_as(H200) if large else nullcontext():
+        found = added(x, weight, bias, residual)
+    assert found.shape == (1, 1, rows)
+    truth = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    within(found, residual + F.linear(x, weight, bias), truth + residual.double(), dtype, few=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -182,6 +242,8 @@ def test_a_program_is_cut_for_the_device(
         ("channels[16]",),
         ("channels[16]", "layers[1]", "swish"),
         ("channels[16]", "layers[2]", "relu", "silu"),
+        ("channels[16]", "layers[2]", "residual"),
+        ("channels[16]", "layers[1]", "residual", "silu"),
     ],
 )
 def test_options_that_it_does_not_know_are_refused(options: tuple[str, ...]) -> None:
