@@ -66,7 +66,7 @@ LINEAR = (
     broken(
         "a thread holds more rows than registers",
         "kernels/triton/host/linear.py",
-        "count * sides * each > (LOADS if count * sides <= 2 else _FEW)",
+        "count * sides * each > (LOADS if count * sides <= 2 and eps is None else _FEW)",
         "count * each > 2 * LOADS",
         ROLE,
     ),
