@@ -28,11 +28,13 @@ WEIGHTS = {
     "gate": (INNER, WIDTH),
     "up": (INNER, WIDTH),
     "down": (WIDTH, INNER),
+    "norm": (WIDTH,),
+    "next_norm": (WIDTH,),
 }
 
 
 def region() -> GraphModule:
-    """What stands for attention adds keys to queries; residuals are added, nothing is normed."""
+    """From one attention to the next: its output, the MLP, and what the next begins with, summed up."""
     g, aten = Graph(), torch.ops.aten
     x = g.placeholder("x")
     weights = {name: g.placeholder(name) for name in WEIGHTS}
@@ -40,12 +42,25 @@ def region() -> GraphModule:
     def linear(name: str, of: Any) -> Any:
         return g.call_function(aten.linear.default, (of, weights[name]))
 
-    q, k, v = (linear(name, x) for name in "qkv")
-    both = g.call_function(aten.cat.default, ([k, v, k, v], -1))
-    x = g.call_function(aten.add.Tensor, (x, linear("o", g.call_function(aten.add.Tensor, (q, both)))))
-    gate = g.call_function(aten.silu.default, (linear("gate", x),))
-    opened = g.call_function(aten.mul.Tensor, (gate, linear("up", x)))
-    g.output((g.call_function(aten.add.Tensor, (x, linear("down", opened))),))
+    def normed(name: str, of: Any) -> Any:
+        wide = g.call_function(aten.to.dtype, (of, torch.float32))
+        mean = g.call_function(
+            aten.mean.dim, (g.call_function(aten.pow.Tensor_Scalar, (wide, 2)), [-1], True)
+        )
+        root = g.call_function(aten.rsqrt.default, (g.call_function(aten.add.Tensor, (mean, 1e-5)),))
+        made = g.call_function(
+            aten.to.dtype, (g.call_function(aten.mul.Tensor, (wide, root)), torch.bfloat16)
+        )
+        return g.call_function(aten.mul.Tensor, (weights[name], made))
+
+    h = g.call_function(aten.add.Tensor, (x, linear("o", g.call_function(aten.relu.default, (x,)))))
+    y = normed("norm", h)
+    gate = g.call_function(aten.silu.default, (linear("gate", y),))
+    opened = g.call_function(aten.mul.Tensor, (gate, linear("up", y)))
+    h = g.call_function(aten.add.Tensor, (h, linear("down", opened)))
+    y = normed("next_norm", h)
+    q, k, v = (linear(name, y) for name in "qkv")
+    g.output((h, g.call_function(aten.relu.default, (q,)), k, v))
     return GraphModule(torch.nn.Module(), g, "Region")
 
 

@@ -25,7 +25,7 @@ _VECTOR = 16  # bytes of a load
 _WARP, _WARPS = 32, 4
 _ROWS = 8  # of a program, at most
 _FEW = 16  # loads of a thread: more only for two rows, so that the token is not read again for each
-_NORMED = 40  # loads of a thread that norms the token, of which the norm and the token are
+_NORMED = 32  # loads of a thread that norms the token, of which the norm and the token are
 _PROGRAMS = 4  # of a multiprocessor, at least
 
 

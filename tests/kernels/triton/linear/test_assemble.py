@@ -54,7 +54,7 @@ def test_weights_are_read_as_fast_as_they_come(arch: int, name: str, dtype: torc
     how = further[0] if further else {}
     device, sides = DEVICES[arch], 2 if activation else 1
     spec, warps = form(columns, rows, layers, dtype, device, activation=activation, **how)
-    if "eps" in how and -(-columns // spec.block_n) * (sides + 2) > 40:
+    if "eps" in how and -(-columns // spec.block_n) * (sides + 2) > 32:
         pytest.skip("the kernel does not take it")
     (made,) = assemble([Request(spec, arch, warps, 2)])
     assert not made.spills and not made.stack
@@ -69,8 +69,8 @@ def test_weights_are_read_as_fast_as_they_come(arch: int, name: str, dtype: torc
     code = sum(made.opcodes.values()) if not turns else made.instructions
     assert code is not None
     if not turns:
-        assert code <= 6 * held + 250, (code, held)
+        assert code <= 6 * held + (500 if "eps" in how else 250), (code, held)
     else:
         assert code <= 6 * role.IN_TURN * 16 // dtype.itemsize, code
-    # All that a program reads is on its way before it is used, or as much as registers hold.
-    assert made.registers <= 200
+    # Two programs are on a multiprocessor at least, so that one reads while the other sums up.
+    assert made.registers * 32 * warps <= 65536 // 2
