@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from kvcompile.compile.linear_nodes import argument
+from kvcompile.compile.linear_nodes import argument, computed
 
 aten = torch.ops.aten
 
@@ -41,19 +41,22 @@ class _Gate(NamedTuple):
     second: bool = False  # of one layer: whether its second half is the gate
 
 
-def join_gates(module: GraphModule) -> None:
-    """Put one call in the place of every gate and what it opens, where nobody else reads what lies between."""
+def join_gates(module: GraphModule, made: bool = True) -> None:
+    """Put one call in the place of every gate and what it opens, where nobody else reads what lies between.
+
+    made: of weights that the graph computes as well
+    """
     graph = module.graph
     for product in list(graph.nodes):
         found = _found(product)
-        if found is None:
+        if found is None or (not made and any(map(computed, found.layers))):
             continue
         weights, biases = ([argument(node, at) for node in found.layers] for at in (1, 2))
         args = (found.layers[0].args[0], weights, biases, found.activation, found.second)
         with graph.inserting_before(product):
-            made = graph.call_function(torch.ops.kvcompile.linear_gated.default, args)
-        made.meta = dict(product.meta)
-        product.replace_all_uses_with(made)
+            joined = graph.call_function(torch.ops.kvcompile.linear_gated.default, args)
+        joined.meta = dict(product.meta)
+        product.replace_all_uses_with(joined)
         for node in (product, *found.between, *found.layers):
             graph.erase_node(node)
 

@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from kvcompile.compile.gates import join_gates
-from kvcompile.compile.linear_nodes import argument, groups, replace
+from kvcompile.compile.linear_nodes import argument, computed, groups, replace
 from kvcompile.compile.norms import join_norms
 from kvcompile.passes.table import disabled, graph_pass
 
@@ -106,8 +106,7 @@ def _gated(
     """
     whole = len(weights) == 1
     layers = (_both(weights[0], second), _both(biases[0], second)) if whole else (weights, biases)
-    alike = len(layers[0]) == 2 and layers[0][0].shape == layers[0][1].shape
-    if alike and _one_token(x) and (own := _triton(x, *layers)) is not None:
+    if _alike(layers[0]) and _one_token(x) and (own := _triton(x, *layers)) is not None:
         given = [bias for bias in layers[1] if bias is not None]
         made: Tensor = own.gated(x, layers[0], given, activation)
         return made
@@ -152,7 +151,7 @@ def _gated_normed(
     """As `_gated`, of x behind its RMSNorm."""
     whole = len(weights) == 1
     layers = (_both(weights[0], second), _both(biases[0], second)) if whole else (weights, biases)
-    if _rounds(x, dtype) and (kernels := _triton(x, *layers)) is not None:
+    if _alike(layers[0]) and _rounds(x, dtype) and (kernels := _triton(x, *layers)) is not None:
         how = kernels.Norm(norm, eps)
         if kernels.takes_norm(x, how, 2):
             given = [bias for bias in layers[1] if bias is not None]
@@ -179,6 +178,11 @@ def _both(of: Tensor | None, second: bool) -> list[Any]:
         return [None, None]
     first, last = of.chunk(2)
     return [last, first] if second else [first, last]
+
+
+def _alike(weights: list[Tensor]) -> bool:
+    """Whether a gate has as many rows as what it opens; a product may broadcast one."""
+    return weights[0].shape == weights[1].shape
 
 
 def _one_token(x: Tensor) -> bool:
@@ -242,34 +246,49 @@ _LIB.impl("linear_normed", _normed, "CompositeImplicitAutograd")
 _LIB.impl("linear_gated_normed", _gated_normed, "CompositeImplicitAutograd")
 
 
+def made_by_inductor(mode: str) -> bool:
+    """Whether a product on a GPU computes its weight while it is read: of one row, Inductor's does when it tunes.
+
+    A weight that goes to a kernel of ours, or to the BLAS, is written to memory first.
+    """
+    return mode == "max-autotune"
+
+
 NAME = "gemv"
 
 
-def with_gemv(module: GraphModule, gates: bool = False, norms: bool = False) -> GraphModule:
-    """A copy of a region whose linear layers choose their form when they are traced; gates, norms: as of `give_gemv`.
+def with_gemv(
+    module: GraphModule, gates: bool = False, norms: bool = False, made: bool = True
+) -> GraphModule:
+    """A copy of a region whose linear layers choose their form when they are traced; the others: as of `give_gemv`.
 
     KVCOMPILE_DISABLE=gemv leaves it out, to bisect.
     """
-    return module if disabled(NAME) else give_gemv(copy.deepcopy(module), gates=gates, norms=norms)
+    if disabled(NAME):
+        return module
+    return give_gemv(copy.deepcopy(module), gates=gates, norms=norms, made=made)
 
 
 @graph_pass("gemv")
 def give_gemv(
-    module: GraphModule, kernels: bool = True, gates: bool = False, norms: bool = False
+    module: GraphModule, kernels: bool = True, gates: bool = False, norms: bool = False, made: bool = True
 ) -> GraphModule:
     """The same in place.
 
     kernels: whether the form may be a kernel, which is compiled where the graph runs
     gates:   whether a gate and what it opens may be one call
     norms:   whether a token's norm may be part of the layers behind it: a graph of one token of one sequence
+    made:    whether layers whose weights the graph computes are among them
     """
     if disabled(NAME):
         return module
     if gates:
-        join_gates(module)
+        join_gates(module, made)
     if norms:
         join_norms(module)
     for nodes in groups(module):
+        if not made and any(map(computed, nodes)):
+            continue
         if not kernels:
             for node in nodes:
                 node.target = torch.ops.kvcompile.linear_loop.default

@@ -121,7 +121,8 @@ def compile_region(module: GraphModule, inputs: Sequence[Any], tracer: Tracer, m
     on_cpu = all(device.type == "cpu" for device in devices)
     on_gpu = any(map(gemv.on_gpu, devices))
     if on_cpu or on_gpu:
-        module = gemv.with_gemv(module, gates=on_gpu, norms=on_gpu and tracer.one_token)
+        made = not (on_gpu and gemv.made_by_inductor(mode))
+        module = gemv.with_gemv(module, on_gpu, norms=on_gpu and tracer.one_token, made=made)
     _import_inductor()
 
     def compiled() -> Compiled:

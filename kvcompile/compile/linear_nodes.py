@@ -19,12 +19,8 @@ def groups(module: GraphModule) -> list[list[Node]]:
     for node in module.graph.nodes:
         if node.target is not torch.ops.aten.linear.default:
             continue
-        # Weights that are computed may come late; what takes them stays where it is.
-        computed = any(
-            of is not None and of.op == "call_function" for of in (argument(node, 1), argument(node, 2))
-        )
         of_x = found.setdefault(node.args[0], [[]])
-        if computed:
+        if computed(node):  # these may come late; what takes them stays where it is
             of_x.insert(0, [node])
         elif len(of_x[-1]) < TOGETHER:
             of_x[-1].append(node)
@@ -47,6 +43,11 @@ def replace(module: GraphModule, nodes: Sequence[Node], target: OpOverload, args
         node.replace_all_uses_with(part)
         graph.erase_node(node)
     return made
+
+
+def computed(node: Node) -> bool:
+    """Whether the graph computes a linear layer's weight or bias."""
+    return any(of is not None and of.op == "call_function" for of in (argument(node, 1), argument(node, 2)))
 
 
 def argument(node: Node, number: int) -> Node | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, symbolic_trace
 
 from kvcompile.compile import gemv
+from kvcompile.compile.inductor import ShapeClass, Tracer, compile_region
 from kvcompile.kernels.triton.host.launch import recording
 from tests.support.budget import within
 
@@ -211,6 +213,41 @@ def test_layers_of_a_vector_are_one_launch() -> None:
         assert len(launches) == wanted
     plain.half()
     assert module(x.half()).dtype == torch.float16
+
+
+def of_bytes(own: Layers, x: Tensor) -> Tensor:
+    """All weights are computed, but for that of the last layer."""
+
+    def layer(inner: nn.Linear) -> Tensor:
+        weight = aten.mul.Tensor(inner.weight, 2.0)
+        return aten.linear.default(x, weight, inner.bias)  # type: ignore[no-any-return]
+
+    gate = aten.mul.Tensor(aten.silu.default(layer(own.gate)), layer(own.up))
+    return aten.cat.default([gate, layer(own.whole), linear(own.up, x)], -1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("mode", "own"),
+    [
+        ("default", {"kvcompile.linear_gated.default": 1, "kvcompile.linear.default": 2}),
+        ("max-autotune", {"kvcompile.linear.default": 1, "aten.linear.default": 3}),
+    ],
+)
+def test_products_that_inductor_tunes_compute_their_weights(
+    mode: str, own: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They read bytes; a kernel that is launched for itself would have them written to memory as numbers before."""
+    found: list[GraphModule] = []
+
+    def compiled(module: GraphModule, *_: object, **more: object) -> None:
+        found.append(module)
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", compiled)
+    tracer = Tracer(ShapeClass(True, True, True))
+    x = tracer.empty((1, 1, WIDTH), torch.float32, torch.device("cpu"))
+    compile_region(symbolic_trace(Layers(of_bytes, (True, True)).eval()), [x], tracer, mode)
+    names = [str(node.target) for node in found[0].graph.nodes if "linear" in str(node.target)]
+    assert Counter(names) == own
 
 
 def test_it_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

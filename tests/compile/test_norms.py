@@ -193,6 +193,17 @@ def test_no_launch_stands_between_two_layers(dtype: torch.dtype) -> None:
     assert [own - {"channels", "layers", "interpreted"} for own in options] == wanted
 
 
+@pytest.mark.parametrize("rows", [(1, INNER), (INNER, 1)])
+def test_a_gate_that_is_broadcast_is_spelled_out(rows: tuple[int, int]) -> None:
+    plain = Block(DECODERS[torch.float32]).eval()
+    plain.gate, plain.up = (nn.Linear(WIDTH, count, bias=False) for count in rows)
+    module = gemv.give_gemv(symbolic_trace(plain), gates=True, norms=True)
+    assert torch.ops.kvcompile.linear_gated_normed.default in {node.target for node in module.graph.nodes}
+    x, residual = vectors(torch.float32, 1, 1)
+    truth = copy.deepcopy(plain).double()(x.double(), residual.double())
+    within(module(x, residual), plain(x, residual), truth, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", DECODERS, ids=str)
 def test_what_no_kernel_takes_is_spelled_out(dtype: torch.dtype) -> None:
     """Of several tokens it is what the graph was, bit for bit."""
