@@ -20,12 +20,16 @@ from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.util.machines import Machine
 
 
+_EPS = 1e-5  # any
+
+
 @dataclass(frozen=True)
 class Layers:
     """Layers of one x, in one launch.
 
     columns: channels of x; rows: results of each layer; of a gate and what it opens, both
     activation: of a gate, which is the first of two; None: each layer has results of its own
+    normed: whether x is normed by who reads it; added: whether results are added to others
     """
 
     name: str
@@ -33,6 +37,8 @@ class Layers:
     rows: tuple[int, ...]
     activation: str | None = None
     dtype: torch.dtype = torch.bfloat16
+    normed: bool = False
+    added: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -51,7 +57,9 @@ class Form:
 def form_of(of: Layers, device: Device) -> tuple[KernelSpec, int]:
     """The kernel that the host takes, and its warps."""
     results = of.rows[:1] if of.activation else of.rows
-    return form(of.columns, results, len(of.rows), of.dtype, device, activation=of.activation)
+    eps = _EPS if of.normed else None
+    how = {"activation": of.activation, "eps": eps, "added": of.added}
+    return form(of.columns, results, len(of.rows), of.dtype, device, **how)  # type: ignore[arg-type]
 
 
 def recorded(of: Layers, machine: Machine, instead: Form | None = None) -> Made:
@@ -62,7 +70,10 @@ def recorded(of: Layers, machine: Machine, instead: Form | None = None) -> Made:
         if instead is not None:
             spec, warps = replace(spec, block_m=instead.rows, block_n=instead.block), instead.warps
         weights = [torch.empty(count, of.columns, dtype=of.dtype) for count in of.rows]
-        ops_linear.linear(torch.empty(of.columns, dtype=of.dtype), weights, [], warps, spec.to_json())
+        x = torch.empty(of.columns, dtype=of.dtype)
+        residual = torch.empty(of.rows[0], dtype=of.dtype) if of.added else None
+        norm = torch.empty_like(x) if of.normed else None
+        ops_linear.linear(x, weights, [], norm, residual, warps, spec.to_json())
     (one,) = found
     return made_of(one, machine.arch)
 

@@ -1,6 +1,8 @@
 """A whole decode step of a model, as predicted: the tenth goal, of Llama-3.1-8B's shape and one sequence in bfloat16.
 
-    32 layers of: norm; q, k, v; append, decode (and combine); o; norm; gate, up; down.   Then norm and head.
+    norm.   32 layers of: q, k, v; append, decode (and combine); o; gate, up; down.   Then norm and head.
+
+All other norms are parts of q, k, v and of gate, up, and what they read is added up by o and down.
 
 Launches come behind each other in a CUDA graph, as everywhere in this model. Linear layers and attention are predicted
 from their machine code. What Inductor makes has none here: of a norm, with the sum that it begins with, it makes one
@@ -30,14 +32,15 @@ from kvcompile.specs import RotaryForm
 from kvcompile.util.machines import Machine
 
 _LAYERS, _HIDDEN, _WIDE, _WORDS = 32, 4096, 14336, 128256
+_NORMS, _ALL_NORMS = 2, 2 * 32 + 1  # that are launches, and that there are
 _HEADS, _DIM = (32, 8), 128
 _ROOM = 33024  # tokens that a cache may grow to, which splits follow from: `gpu_day_decode.py` has one for all contexts
 _CONTEXTS = {"1k": 1024, "32k": 32768}
 LINEARS = (
-    Layers("q, k, v", _HIDDEN, (_HEADS[0] * _DIM, _HEADS[1] * _DIM, _HEADS[1] * _DIM)),
-    Layers("o", _HEADS[0] * _DIM, (_HIDDEN,)),
-    Layers("gate, up", _HIDDEN, (_WIDE, _WIDE), "silu"),
-    Layers("down", _WIDE, (_HIDDEN,)),
+    Layers("q, k, v", _HIDDEN, (_HEADS[0] * _DIM, _HEADS[1] * _DIM, _HEADS[1] * _DIM), normed=True),
+    Layers("o", _HEADS[0] * _DIM, (_HIDDEN,), added=True),
+    Layers("gate, up", _HIDDEN, (_WIDE, _WIDE), "silu", normed=True),
+    Layers("down", _WIDE, (_HIDDEN,), added=True),
     Layers("head", _HIDDEN, (_WORDS,)),
 )
 STEPS = {f"Llama-3.1-8B bf16 B1 {name}": context for name, context in _CONTEXTS.items()}
@@ -84,7 +87,7 @@ def parts(name: str, model: Model, own: Prepared) -> tuple[Part, ...]:
     first, *others = linear.values()
     of_layer = (first, *attention, *others)
     return (
-        Part(2 * _LAYERS + 1, of_inductor("norm", 2, 2, model)),
+        Part(_NORMS, of_inductor("norm", 2, 2, model)),
         *(Part(_LAYERS, one) for one in of_layer),
         Part(1, head),
     )
@@ -114,7 +117,8 @@ def times(model: Model, own: Prepared) -> dict[str, CaseTime]:
 
 
 def without_layers(name: str, model: Model, own: Prepared) -> float:
-    """Seconds of a step without its linear layers, where the activation of a gate is a launch by itself."""
+    """Seconds of a step without its linear layers, where every norm and activation of a gate is a launch by itself."""
     others = (part for part in parts(name, model, own) if not part.launch.role.startswith("linear"))
-    gates = _LAYERS * of_inductor("gate", 1, 0, model).seconds
-    return gates + sum(part.times * part.launch.seconds for part in others)
+    apart = _LAYERS * of_inductor("gate", 1, 0, model).seconds
+    apart += (_ALL_NORMS - _NORMS) * of_inductor("norm", 2, 2, model).seconds
+    return apart + sum(part.times * part.launch.seconds for part in others)

@@ -212,8 +212,9 @@ def _append(made: Made, shape: Shape) -> Work:
 
 
 def linear(made: Made) -> Work:
-    """A program reads its rows of the weights once, and the token from the L2 cache; how often it waits for loads, its
-    machine code says, as the compiler does not ask for all of them at once.
+    """A program reads its rows of the weights once, and the token and its norm from the L2 cache.
+
+    How often it waits for loads, its machine code says, as the compiler does not ask for all of them at once.
 
     Without a loop all of it is one turn. Else columns behind the last whole turn are counted as a part of one.
     """
@@ -222,7 +223,8 @@ def linear(made: Made) -> Work:
     each = columns / turn if turns else 1.0
     total = float(sum(made.bytes.values()))
     own = total / (made.programs * each)
-    return Work((each,) * made.programs, own, own + made.bytes["x"] / each, 0, None)
+    near = made.bytes["x"] + made.bytes.get("norm", 0)
+    return Work((each,) * made.programs, own, own + near / each, 0, None)
 
 
 def _flat(made: Made, shape: Shape) -> Work:

@@ -49,9 +49,10 @@ def test_a_launch_reads_its_weights_once_and_the_token_in_each_program(of: Layer
     own = linear(made)
     results = sum(of.rows[:1] if of.activation else of.rows)
     assert len(own.programs) == made.programs == results // made.spec.block_m and {*own.programs} == {1.0}
-    token = 2 * of.columns
+    token = 2 * of.columns * (2 if of.normed else 1)  # and the norm's weight
     moved = sum(own.programs) * own.bytes
-    assert moved == pytest.approx(of.weight_bytes + token + 2 * results, rel=1e-5)
+    others = 2 * results * (2 if of.added else 1)
+    assert moved == pytest.approx(of.weight_bytes + token + others, rel=1e-6)
     assert own.near - own.bytes == token
     assert own.waits is None and not own.before
 
@@ -123,14 +124,15 @@ def test_a_step_is_its_launches(made_up: Prepared) -> None:
         parts = step.parts(name, H200, made_up)
         counts = {part.launch.role: part.times for part in parts}
         layer = ["append", "decode", "combine", *(f"linear: {of.name}" for of in LINEARS[:-1])]
-        assert counts == {"norm": 65, "linear: head": 1} | dict.fromkeys(layer, 32)
+        assert counts == {"norm": 2, "linear: head": 1} | dict.fromkeys(layer, 32)
         (own,) = (found for found in step.times(H200, made_up).values() if found.name == name)
         assert own.seconds == pytest.approx(sum(part.times * part.launch.seconds for part in parts))
         assert own.share == pytest.approx(own.bytes / own.seconds / H200.machine.copied)
         assert own.bytes == step.WEIGHT_BYTES + 32 * step.case_bytes(step.shape_of(context))
         linears = sum(part.times * part.launch.seconds for part in parts if "linear" in part.launch.role)
-        gates = 32 * (EXPECTED.launch + EXPECTED.program + EXPECTED.hit)
-        assert step.without_layers(name, H200, made_up) == pytest.approx(own.seconds - linears + gates)
+        apart = 32 * (EXPECTED.launch + EXPECTED.program + EXPECTED.hit)
+        apart += 63 * next(part.launch.seconds for part in parts if part.launch.role == "norm")
+        assert step.without_layers(name, H200, made_up) == pytest.approx(own.seconds - linears + apart)
 
 
 def test_a_longer_text_takes_what_its_cache_takes(made_up: Prepared) -> None:
