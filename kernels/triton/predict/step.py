@@ -47,6 +47,11 @@ STEPS = {f"Llama-3.1-8B bf16 B1 {name}": context for name, context in _CONTEXTS.
 WEIGHT_BYTES = sum(of.weight_bytes * (1 if of.name == "head" else _LAYERS) for of in LINEARS)
 
 
+def measured_as(of: Layers) -> str:
+    """The case that benchmarks measure one of `LINEARS` by (`benchmarks/kernel_linear.py`)."""
+    return f"linear Llama-8B {of.name}"
+
+
 @dataclass(frozen=True)
 class Part:
     """A launch of a step, and how often a step makes it."""
@@ -114,6 +119,12 @@ def times(model: Model, own: Prepared) -> dict[str, CaseTime]:
         share = moved / seconds / model.machine.copied
         found[name] = CaseTime(name, seconds, moved, share, tuple(part.launch for part in made))
     return found
+
+
+def layers_time(of: Layers, model: Model, own: Prepared) -> CaseTime:
+    """One of `LINEARS` by itself, as benchmarks measure it."""
+    one = linears.predicted(own.layers[of.name], own.facts, model)
+    return CaseTime(measured_as(of), one.seconds, int(one.bytes), one.share, (one,))
 
 
 def without_layers(name: str, model: Model, own: Prepared) -> float:
