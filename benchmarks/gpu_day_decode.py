@@ -39,6 +39,7 @@ VARIANTS = (
     "baseline+cudagraphs",
     "int8+cudagraphs",
     "baseline+cudagraphs:gemv=off",
+    "baseline+cudagraphs:norms=off",
     "baseline",
     "kivi4+cudagraphs",
     "paged+cudagraphs",

@@ -2,7 +2,7 @@
 
 Shapes are those of a decode step: of Llama-3.1-8B, which the model of a machine predicts as well
 (`kernels/triton/predict/step.py`), of SmolLM2-135M, whose launches are small, and one in float32. Beside it are the
-linear layers of PyTorch, one call each, with the activation and the product of a gate behind them. Weights are there so
+linear layers of PyTorch, one call each, with what else the launch does in calls beside them. Weights are there so
 often that no L2 cache holds what comes next.
 """
 
@@ -18,8 +18,8 @@ from torch import Tensor
 from kvcompile.compile.gemv import ACTIVATIONS
 from kvcompile.kernels.triton.device import device_of
 from kvcompile.kernels.triton.host import ops_linear
-from kvcompile.kernels.triton.host.linear import gated, linears
-from kvcompile.kernels.triton.linear.linear import places
+from kvcompile.kernels.triton.host.linear import Norm, added, gated, linears
+from kvcompile.kernels.triton.linear.linear import loop, places
 from kvcompile.kernels.triton.predict.linears import Form, Layers, form_of
 from kvcompile.kernels.triton.predict.step import LINEARS, measured_as
 
@@ -27,7 +27,7 @@ PEER = "cuBLAS"  # what PyTorch calls for them on a GPU
 _TILE = 16384  # rows of a weight that are in float64 at once
 _ROWS, _WARPS = (1, 2, 4, 8, 16), (1, 2, 4, 8)
 _MOST = 16  # rows of a program that are tried, of both weights of a gate together
-_SEED = 0
+_SEED, _EPS = 0, 1e-5
 
 
 class Case(Layers):
@@ -40,7 +40,7 @@ class Case(Layers):
 
 
 def _case(of: Layers, name: str) -> Case:
-    return Case(name, of.columns, of.rows, of.activation, of.dtype)
+    return Case(name, of.columns, of.rows, of.activation, of.dtype, of.normed, of.added)
 
 
 _SMALL = (
@@ -52,25 +52,32 @@ _SMALL = (
 _FULL = next(of for of in LINEARS if of.name == "o")
 LINEAR = (
     *(_case(of, measured_as(of)) for of in LINEARS),
+    *(_case(replace(of, normed=False), f"{measured_as(of)}, no norm") for of in LINEARS if of.normed),
     *(_case(of, f"linear SmolLM2 {of.name}") for of in _SMALL),
-    _case(replace(_FULL, dtype=torch.float32), f"{measured_as(_FULL)} fp32"),
+    _case(replace(_FULL, dtype=torch.float32, added=False), f"{measured_as(_FULL)} fp32"),
 )
 
 
 @dataclass(frozen=True)
 class Problem:
-    """x: [1, columns]; weights: of each copy, [rows, columns] of each layer"""
+    """x: [1, columns]; weights: of each copy, [rows, columns] of each layer
+
+    norm: of x, [columns], and what is added to the mean of squares; residual: [1, rows], which results are added to
+    """
 
     case: Case
     x: Tensor
     weights: Sequence[list[Tensor]]
+    norm: Norm | None
+    residual: Tensor | None
 
     @property
     def bytes(self) -> int:
         """Those that must be read or written."""
         case = self.case
         results = sum(case.rows[:1] if case.activation else case.rows)
-        return case.weight_bytes + self.x.nbytes + results * case.dtype.itemsize
+        read = self.x.nbytes * (2 if case.normed else 1)
+        return case.weight_bytes + read + results * case.dtype.itemsize * (2 if case.added else 1)
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype, random: torch.Generator) -> Tensor:
@@ -86,37 +93,47 @@ def problem_of(case: Case, device: torch.device, room: int) -> Problem:
         [filled((count, case.columns), case.dtype, random) for count in case.rows] for _ in range(copies)
     ]
     x = filled((1, case.columns), case.dtype, random) * case.columns**0.5
-    return Problem(case, x, weights)
+    norm = Norm(torch.rand(case.columns, generator=random, device=device).to(case.dtype) + 0.5, _EPS)
+    residual = filled((1, case.rows[0]), case.dtype, random) if case.added else None
+    return Problem(case, x, weights, norm if case.normed else None, residual)
 
 
 def call_of(problem: Problem, copy: int = 0) -> Callable[[], list[Tensor]]:
     """Their kernel, in the form that the host takes."""
     x, weights, activation = problem.x, problem.weights[copy], problem.case.activation
+    norm, residual = problem.norm, problem.residual
+    if residual is not None:
+        return lambda: [added(x, weights[0], None, residual)]
     if activation:
-        return lambda: [gated(x, weights, [], activation)]
-    return lambda: linears(x, weights)
+        return lambda: [gated(x, weights, [], activation, norm)]
+    return lambda: linears(x, weights, [], norm)
 
 
 def peer_of(problem: Problem, copy: int = 0) -> Callable[[], list[Tensor]]:
     """The same by PyTorch."""
-    x, weights, activation = problem.x, problem.weights[copy], problem.case.activation
+    weights = problem.weights[copy]
+    return lambda: _plain(problem, problem.x.dtype, lambda x: [F.linear(x, weight) for weight in weights])
+
+
+def _plain(problem: Problem, dtype: torch.dtype, layers: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
+    """What stands around the layers, by PyTorch in a dtype."""
+    x, norm, activation = problem.x.to(dtype), problem.norm, problem.case.activation
+    found = layers(x if norm is None else F.rms_norm(x, x.shape[-1:], norm.weight.to(dtype), norm.eps))
     if activation:
-        act, (gate, up) = ACTIVATIONS[activation], weights
-        return lambda: [act(F.linear(x, gate)) * F.linear(x, up)]
-    return lambda: [F.linear(x, weight) for weight in weights]
+        return [ACTIVATIONS[activation](found[0]) * found[1]]
+    return found if problem.residual is None else [problem.residual.to(dtype) + found[0]]
 
 
 def exact(problem: Problem) -> list[Tensor]:
     """What the first copy gives in float64, nothing rounded between."""
-    x = problem.x.double()
-    found = [
-        torch.cat([F.linear(x, part.double()) for part in weight.split(_TILE)], -1)
-        for weight in problem.weights[0]
-    ]
-    if problem.case.activation:
-        gate, up = found
-        return [ACTIVATIONS[problem.case.activation](gate) * up]
-    return found
+
+    def layers(x: Tensor) -> list[Tensor]:
+        return [
+            torch.cat([F.linear(x, part.double()) for part in weight.split(_TILE)], -1)
+            for weight in problem.weights[0]
+        ]
+
+    return _plain(problem, torch.float64, layers)
 
 
 def error_of(made: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -145,6 +162,9 @@ def forms(problem: Problem) -> list[Form]:
         for warps in _WARPS
         if rows * sides <= _MOST and (warps == 1 or warps * wide <= case.columns)
     ]
+    if case.normed:  # not in turns: the norm is of all columns
+        spec, _ = form_of(case, device_of(problem.x.device))
+        others = [one for one in others if not loop(replace(spec, block_m=one.rows, block_n=one.block))[1]]
     others.sort(key=lambda one: abs(one.rows * one.block - now.rows * now.block))
     return list(dict.fromkeys((now, *others)))
 
@@ -156,9 +176,11 @@ def call_in(form: Form, problem: Problem, copy: int = 0) -> Callable[[], list[Te
     text = replace(spec, block_m=form.rows, block_n=form.block).to_json()
     rows = case.rows[:1] if case.activation else case.rows
     parts = list(zip(places(rows), rows, strict=False))
+    norm = None if problem.norm is None else problem.norm.weight
+    residual = None if problem.residual is None else problem.residual.view(-1)
 
     def run() -> list[Tensor]:
-        out = ops_linear.linear(x, weights, [], form.warps, text)
+        out = ops_linear.linear(x, weights, [], norm, residual, form.warps, text)
         return [out[None, first : first + count] for first, count in parts]
 
     return run

@@ -82,6 +82,12 @@ PASSES = (
         "kvcompile/compile/gemv.py",
         optional=True,
     ),
+    Pass(
+        "norms",
+        "makes RMSNorm a part of the linear layers around it, in steps of one token on GPUs",
+        "kvcompile/compile/norms.py",
+        optional=True,
+    ),
 )
 
 

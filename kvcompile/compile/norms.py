@@ -21,6 +21,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from kvcompile.compile.linear_nodes import TOGETHER, argument
+from kvcompile.passes.table import disabled, graph_pass
+
+NAME = "norms"  # KVCOMPILE_DISABLE=norms leaves it out, to bisect, and to measure
 
 aten = torch.ops.aten
 _HELD = ("placeholder", "get_attr")
@@ -39,8 +42,11 @@ class _Norm(NamedTuple):
     between: tuple[Node, ...]
 
 
+@graph_pass("norms")
 def join_norms(module: GraphModule) -> None:
     """Put calls in the place of norms and of the linear layers around them, where that leaves no launch between."""
+    if disabled(NAME):
+        return
     for node in list(module.graph.nodes):
         norm = _found(node)
         if norm is None or (before := _adds(norm.token)) is None or not _all_read(norm.between[0]):

@@ -78,7 +78,7 @@ def test_linear_layers_of_the_model_are_measured(scripts: tuple[ModuleType, Modu
     for of in LINEARS:
         case = next(case for case in linear.LINEAR if case.name == measured_as(of))
         assert replace(case, name=of.name) == linear.Case(
-            of.name, of.columns, of.rows, of.activation, of.dtype
+            of.name, of.columns, of.rows, of.activation, of.dtype, of.normed, of.added
         )
     assert {case.dtype for case in linear.LINEAR} == {torch.bfloat16, torch.float32}
 

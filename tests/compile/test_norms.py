@@ -233,6 +233,11 @@ def test_others_stay(name: str) -> None:
     torch.testing.assert_close(module(x, residual), plain(x, residual))
 
 
+def test_it_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVCOMPILE_DISABLE", "norms")
+    assert joined(DECODERS[torch.float32])[2] == ["linear", "linear_gated", "linear", "linear_group"]
+
+
 def test_a_row_that_registers_do_not_hold_is_normed_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one whose weight has another dtype."""
     from kvcompile.kernels.triton.host import linear as kernels

@@ -24,7 +24,8 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _VECTOR = 16  # bytes of a load
 _WARP, _WARPS = 32, 4
 _ROWS = 8  # of a program, at most
-_FEW = 16  # loads of a thread: more only for two rows, so that the token is not read again for each
+# Loads of a thread: more only for two rows, so that the token is not read again for each. A norm is worth more rows.
+_FEW, _FEW_NORMED = 8, 16
 _NORMED = 32  # loads of a thread that norms the token, of which the norm and the token are
 _PROGRAMS = 4  # of a multiprocessor, at least
 
@@ -166,7 +167,8 @@ def form(
     sides = 2 if activation else 1
     each = -(-columns // block)  # loads of a thread for a row
     count = _ROWS
-    while count > 1 and (count * sides * each > (LOADS if count * sides <= 2 and eps is None else _FEW)):
+    most = _FEW if eps is None else _FEW_NORMED
+    while count > 1 and count * sides * each > (LOADS if count * sides <= 2 and eps is None else most):
         count //= 2
     while count > 1 and sum(-(-of // count) for of in rows) < _PROGRAMS * device.multiprocessors:
         count //= 2

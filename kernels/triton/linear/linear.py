@@ -112,6 +112,10 @@ def generate(spec: KernelSpec) -> KernelSource:
     params += [TensorParam(f"w_{layer}", spec.torch_dtype, 2) for layer in range(layers)]
     params += [TensorParam(f"b_{layer}", spec.torch_dtype) for layer in range(layers)] if biased else []
     eps, added = norm(spec), "residual" in spec.options
+    if eps is not None and loop(spec)[1]:
+        raise ValueError(
+            f"a token of {columns} channels is not normed in turns: rows of {spec.block_m} are too many"
+        )
     params += [TensorParam("norm", spec.torch_dtype)] if eps is not None else []
     params += [TensorParam("residual", spec.torch_dtype)] if added else []
     params += [TensorParam("out", spec.torch_dtype)]

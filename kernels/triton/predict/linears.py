@@ -19,7 +19,6 @@ from kvcompile.kernels.triton.predict.work import linear
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.util.machines import Machine
 
-
 _EPS = 1e-5  # any
 
 

@@ -254,5 +254,12 @@ def test_options_that_it_does_not_know_are_refused(options: tuple[str, ...]) -> 
         role.generate(replace(own, options=options))
 
 
+def test_a_norm_in_turns_is_refused() -> None:
+    """Of a row that registers do not hold, nobody would know the mean before it is used."""
+    own, _ = form(53248, [3], 1, torch.bfloat16, H200, eps=1e-5)
+    with pytest.raises(ValueError, match="a token of 53248 channels is not normed in turns"):
+        role.generate(own)
+
+
 def test_activations_are_those_of_the_graph() -> None:
     assert role.ACTIVATIONS.keys() == ACTIVATIONS.keys()
