@@ -104,7 +104,7 @@ kernels() {
   local name=$1
   # The interpreter needs minutes for all cases: one of each kind shows that the piece works.
   local few=()
-  ((${#rehearse[@]})) && few=(--only "bf16 B1 32k" --only "bf16 B64 one of" --only "bf16 B1 prompt" --only "append int8 B1")
+  ((${#rehearse[@]})) && few=(--only "bf16 B1 32k" --only "bf16 B64 one of" --only "bf16 B1 prompt" --only "append int8 B1" --only "linear SmolLM2")
   piece "$name" "$PYTHON" benchmarks/kernels.py --out "$OUT/$name.json" --resume "${few[@]}"
 }
 
@@ -119,7 +119,7 @@ for name in "${pieces[@]}"; do
     sanitize) piece sanitize "$PYTHON" benchmarks/gpu_day_numerics.py --sanitize ;;
     configurations)
       few=()
-      ((${#rehearse[@]})) && few=(--only "int8 B32 4k")
+      ((${#rehearse[@]})) && few=(--only "int8 B32 4k" --only "linear SmolLM2 gate")
       KVCOMPILE_CACHE_DIR=$place/shipped piece configurations "$PYTHON" benchmarks/kernel_configurations.py \
         --seconds $((seconds < 60 ? seconds / 2 : seconds - 30)) --out "$OUT/configurations.json" "${few[@]}"
       ;;

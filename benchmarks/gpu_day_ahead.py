@@ -100,7 +100,8 @@ def asked(module: Any) -> Iterator[tuple[Any, list[str]]]:
 
 
 def without_memory() -> None:
-    """Caches of samples from here on are memory that nobody touches, however large they are."""
+    """Caches and weights of samples from here on are memory that nobody touches, however large they are."""
+    import kernel_linear
     import torch
 
     from kvcompile.kernels.triton.tools import synthetic_cache
@@ -109,15 +110,20 @@ def without_memory() -> None:
         return torch.empty((rows, *spec.shape), dtype=spec.dtype)
 
     synthetic_cache._filled = untouched
+    kernel_linear.filled = lambda shape, dtype, random: torch.empty(shape, dtype=dtype)
 
 
 def kernels(name: str) -> None:
     """What a case of the benchmark launches."""
+    import kernel_linear
     import torch
     from kernel_cases import APPENDS, CASES
     from kernel_problem import append_of, call_of, problem_of
 
     without_memory()
+    if (layers := linear_problem(name)) is not None:
+        kernel_linear.call_of(layers)()
+        return
     case = next(case for case in (*CASES, *APPENDS) if case.name == name)
     problem = problem_of(case, torch.device("cpu"), torch.bfloat16, 0)
     (append_of(problem) if case in APPENDS else call_of(problem))()
@@ -141,6 +147,7 @@ def tune(name: str) -> None:
 
 def configurations(name: str) -> None:
     """A case of the benchmark under every configuration that the tuner knows."""
+    import kernel_linear
     import torch
     from kernel_cases import CASES
     from kernel_configurations import role_of, tried
@@ -149,11 +156,25 @@ def configurations(name: str) -> None:
     from kvcompile.kernels.triton.tools.tune import call_of, too_large
 
     without_memory()
+    if (layers := linear_problem(name)) is not None:
+        for form in kernel_linear.forms(layers):
+            with contextlib.suppress(*too_large()):
+                kernel_linear.call_in(form, layers)()
+        return
     case = next(case for case in CASES if case.name == name)
     problem = problem_of(case, torch.device("cpu"), torch.bfloat16, 0)
     for one in tried(case, problem):
         with contextlib.suppress(*too_large()):  # it is left out when it is measured, too
             call_of(role_of(case), one, problem, 0)()
+
+
+def linear_problem(name: str) -> Any:
+    """A case of linear layers; None: it is another."""
+    import torch
+    from kernel_linear import LINEAR, problem_of
+
+    found = (problem_of(case, torch.device("cpu"), 0) for case in LINEAR if case.name == name)
+    return next(found, None)
 
 
 WHAT: dict[str, Callable[[str], None]] = {
@@ -175,8 +196,10 @@ def names_of(what: str) -> list[str]:
 
         return [f"{recipe} {role}" for role in ROLES.split(",") for recipe in RECIPES.split(",")]
     from kernel_cases import APPENDS, CASES
+    from kernel_linear import LINEAR
 
-    return [case.name for case in (CASES if what == "configurations" else (*CASES, *APPENDS))]
+    appends = () if what == "configurations" else APPENDS
+    return [case.name for case in (*CASES, *appends, *LINEAR)]
 
 
 def one(what: str, name: str) -> str:

@@ -8,8 +8,9 @@ the others wait: compiling is most of the time, and needs no GPU for itself.
 
 A variant is `static` (transformers' StaticCache sized for the context, its decode step under
 torch.compile(mode="reduce-overhead"), its prompt eager), `dynamic`, or a recipe, with `+MODE` for another compile mode:
-`int8+cudagraphs`. The loop is the bare one (forward, argmax) on all sides. The limit is the copy bandwidth measured in
-the same process, over the bytes of weights and cache that a token must read.
+`int8+cudagraphs`. Behind a colon stands an optional pass that is left out: `baseline+cudagraphs:gemv=off` has the
+linear layers of a token from cuBLAS. The loop is the bare one (forward, argmax) on all sides. The limit is the copy
+bandwidth measured in the same process, over the bytes of weights and cache that a token must read.
 
     OUT=folder python benchmarks/gpu_day_decode.py --contexts 1024 --variants static,int8
 """
@@ -32,11 +33,12 @@ from decode import weight_bytes
 from decode_variants import Ours, Plain, Variant
 from gpu_day_record import read, update
 
-# The goals (kernels ahead of the static cache at 1k and 32k) come first, should the time not be enough for all.
+# What the goals are of (1k and 32k, beside the static cache, and cuBLAS) comes first, should the time not be enough.
 VARIANTS = (
     "static",
     "baseline+cudagraphs",
     "int8+cudagraphs",
+    "baseline+cudagraphs:gemv=off",
     "baseline",
     "kivi4+cudagraphs",
     "paged+cudagraphs",
@@ -45,6 +47,7 @@ VARIANTS = (
     "paged_int8+cudagraphs",
     "streaming+cudagraphs",
 )
+REHEARSED = ("static", "int8+cudagraphs", "baseline+cudagraphs:gemv=off")
 LLAMA_8B = {
     "vocab_size": 128256,
     "hidden_size": 4096,
@@ -89,8 +92,28 @@ def build(rehearse: bool) -> Any:
         torch.set_default_dtype(before)
 
 
+def left_out(name: str) -> tuple[str, str]:
+    """A variant without its `:PASS=off`, and that pass; "": all are there.
+
+    Raises:
+        ValueError: what is behind the colon is something else, or it is no variant of ours.
+    """
+    own, colon, said = name.partition(":")
+    found, _, off = said.partition("=")
+    if colon and (off != "off" or not found or own in ("static", "dynamic")):
+        raise ValueError(f"{name}: expected a recipe, and behind a colon PASS=off")
+    return own, found
+
+
+def environment(name: str) -> dict[str, str]:
+    """That of a variant's process."""
+    _, off = left_out(name)
+    return {**os.environ, "KVCOMPILE_DISABLE": off} if off else dict(os.environ)
+
+
 def make(name: str, model: Any, room: int, longest: int, rehearse: bool) -> Variant:
     """room: tokens that a static cache must hold; longest: those of all contexts."""
+    name, _ = left_out(name)
     if name == "dynamic":
         return Plain(model)
     if name == "static":
@@ -194,7 +217,7 @@ class Worker:
         command += ["--tokens", str(options.tokens), "--rounds", str(options.rounds)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.name, self.began, self.rows, self.said = name, time.monotonic(), dict[str, Any](), ""
-        self.process = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
+        self.process = subprocess.Popen(command, text=True, env=environment(name), **pipes)  # type: ignore[call-overload]
         self.ready = threading.Event()
         self.readers = [threading.Thread(target=of, daemon=True) for of in (self._rows, self._errors)]
         for reader in self.readers:
@@ -290,12 +313,17 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.contexts = [int(part) for part in options.contexts.split(",")]
     options.variants = options.variants.split(",")
+    for name in options.variants:
+        try:
+            left_out(name)
+        except ValueError as error:
+            parser.error(f"--variants: {error}")
     if options.worker:
         measure(options)
         return 0
     if options.rehearse:
         options.contexts, options.tokens, options.rounds = [16, 40], 2, 2
-        options.variants = [name for name in options.variants if name in ("static", "int8+cudagraphs")]
+        options.variants = [name for name in options.variants if name in REHEARSED]
     return run(options)
 
 

@@ -2,7 +2,8 @@
 
 `kvcompile tune` looks for what serves several batches and lengths; this shows, case by case, how much there is to gain.
 A case has its share of the time, and what is not reached then is not measured; what the table says now comes first, and
-once more at the end. Those of about as many warps as a multiprocessor holds come first.
+once more at the end. Those of about as many warps as a multiprocessor holds come first. Linear layers of one token have
+no table: rows of a program and warps are tried beside the form that `kernels/triton/host/linear.py` takes.
 
     python benchmarks/kernel_configurations.py --seconds 60 --out configurations.json
     python benchmarks/kernel_configurations.py --only int4 --only "pages of 16"
@@ -16,6 +17,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,7 +74,44 @@ def measure(case: Case, device: torch.device, ends: float, options: argparse.Nam
         us = medians({"own": timed}, options.rounds)["own"]
         return [one.block_m, one.block_n, one.num_warps, one.num_stages, one.waves, round(us, 2)]
 
-    every = tried(case, problem)
+    return tried_until(ends, tried(case, problem), of)
+
+
+def measure_linear(
+    case: Any, device: torch.device, ends: float, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Linear layers: lists of rows of a program, columns of a load, warps and microseconds, the fastest first.
+
+    Raises:
+        ArithmeticError: a form gives something else than float64.
+    """
+    from dataclasses import astuple
+
+    from kernel_linear import allowed, call_in, error_of, exact, forms, problem_of
+
+    from kvcompile.kernels.triton.tools.timing import Timed, medians
+    from kvcompile.kernels.triton.tools.tune import too_large
+
+    dry = device.type == "cpu"
+    problem = problem_of(case.tiny() if dry else case, device, 1 if dry else ROOM)
+    expected = exact(problem)
+    limit = allowed(problem, expected)
+
+    def of(one: Any) -> list[float] | None:
+        try:
+            error = error_of(call_in(one, problem)(), expected)
+            if not error <= limit:
+                raise ArithmeticError(f"{case.name}, {one}: relative error {error:.2e}, at most {limit:.2e}")
+            timed = Timed([call_in(one, problem, copy) for copy in range(len(problem.weights))], device)
+        except too_large():
+            return None
+        return [*astuple(one), round(medians({"own": timed}, options.rounds)["own"], 2)]
+
+    return tried_until(ends, forms(problem), of)
+
+
+def tried_until(ends: float, every: Sequence[Any], of: Callable[[Any], list[float] | None]) -> dict[str, Any]:
+    """What is measured of all until `ends`, the first of them at the beginning and at the end."""
     rows = [of(every[0])]
     for one in every[1:]:
         if time.monotonic() > ends:
@@ -101,19 +140,26 @@ def main(arguments: list[str] | None = None) -> int:
     import torch
     from compile_time import machine
     from kernel_cases import CASES
+    from kernel_linear import LINEAR
+    from kernel_linear import Case as Linear
 
     if not options.dry_run and not torch.cuda.is_available():
         print("needs an NVIDIA GPU; --dry-run shows that the script works", file=sys.stderr)
         return 1
     device = torch.device("cpu" if options.dry_run else "cuda")
-    cases = [case for case in CASES if not options.only or any(text in case.name for text in options.only)]
+    cases: list[Any] = [
+        case
+        for case in (*CASES, *LINEAR)
+        if not options.only or any(text in case.name for text in options.only)
+    ]
     if not cases:
         parser.error(f"no case has {' or '.join(options.only)} in its name")
     began, found = time.monotonic(), dict[str, Any]()
     for number, case in enumerate(cases):
         now = time.monotonic()
         share = (began + options.seconds - now) / (len(cases) - number)
-        own = found[case.name] = measure(case, device, now + share, options)
+        measured = measure_linear if isinstance(case, Linear) else measure
+        own = found[case.name] = measured(case, device, now + share, options)
         print(
             f"{case.name}: now {own['now']}, best of {own['measured']} of {own['of']}: {own['rows'][0]}",
             flush=True,

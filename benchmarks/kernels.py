@@ -1,8 +1,9 @@
-"""Generated attention kernels on a GPU: microseconds, bytes and share of the copy bandwidth, beside other kernels.
+"""Generated kernels on a GPU: microseconds, bytes and share of the copy bandwidth, beside other kernels.
 
 Everything stands in one process: the copy bandwidth, our kernels and the peers, each over several copies of its cache
 (`kernels/triton/tools/timing.py`) and in turns; figures are medians. Each case is compared with the reference before it
-is measured. Attention alone is measured, without the write of the new token, unless a case says so.
+is measured. Attention alone is measured, without the write of the new token, unless a case says so; `linear` cases are
+linear layers of one token (`kernel_linear.py`).
 
     make bench-kernels                        # all cases; a few minutes on an H200
     python benchmarks/kernels.py --only int8 --rounds 50
@@ -36,12 +37,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from compile_time import machine, write
     from kernel_cases import APPENDS, CASES, GOALS, Figure
+    from kernel_linear import LINEAR
 
     from kvcompile.kernels.triton.tools.timing import copy_bandwidth
 
     device = torch.device("cpu" if options.dry_run else "cuda")
     dtype = torch.float32 if options.dry_run else torch.bfloat16
-    cases = [case.tiny() if options.dry_run else case for case in (*CASES, *APPENDS)]
+    cases = [case.tiny() if options.dry_run else case for case in (*CASES, *APPENDS, *LINEAR)]
     chosen = [case for case in cases if not options.only or any(text in case.name for text in options.only)]
     bandwidth = copy_bandwidth(device, (1 << 20) if options.dry_run else COPY, options.rounds)
     rows = resumed(options)
@@ -94,6 +96,7 @@ def measure(
     case: Any, device: Any, dtype: Any, bandwidth: float, options: argparse.Namespace
 ) -> dict[str, Any]:
     """One case: ours and the peers, in turns."""
+    from kernel_linear import Case as Linear
     from kernel_peers import PEERS, attempt
     from kernel_problem import call_of, dense_of, error_of, problem_of
 
@@ -101,6 +104,8 @@ def measure(
 
     if case.name.startswith("append"):
         return measure_append(case, device, dtype, bandwidth, options)
+    if isinstance(case, Linear):
+        return measure_linear(case, device, bandwidth, options)
     room = 1 if options.dry_run else ROOM
     problem = problem_of(case, device, dtype, room)
     row: dict[str, Any] = {"case": case.name, "batch": case.batch, "context": case.context}
@@ -149,6 +154,32 @@ def measure_append(
     row |= {"layout": str(problem.site.layout), "bytes": moved}
     found = medians({"ours": Timed([call] * (1 if options.dry_run else 20), device)}, options.rounds)
     return row | figures_of(found["ours"], moved, bandwidth)
+
+
+def measure_linear(case: Any, device: Any, bandwidth: float, options: argparse.Namespace) -> dict[str, Any]:
+    """Linear layers of one token, in the case's own dtype: one launch, and PyTorch's calls beside it."""
+    from dataclasses import astuple
+
+    from kernel_linear import PEER, allowed, call_of, error_of, exact, form_now, peer_of, problem_of
+
+    from kvcompile.kernels.triton.tools.timing import Timed, medians
+
+    problem = problem_of(case, device, 1 if options.dry_run else ROOM)
+    row: dict[str, Any] = {"case": case.name, "columns": case.columns, "rows": list(case.rows)}
+    row |= {"dtype": str(case.dtype).removeprefix("torch."), "form": astuple(form_now(problem))}
+    row |= {"bytes": problem.bytes}
+    expected = exact(problem)
+    error, limit = error_of(call_of(problem)(), expected), allowed(problem, expected)
+    if not error <= limit:
+        return row | {
+            "wrong": f"relative error {error:.2e} against float64, at most {limit:.2e} is due to rounding"
+        }
+    copies = range(len(problem.weights))
+    calls = {"ours": call_of, PEER: peer_of}
+    timed = {name: Timed([of(problem, copy) for copy in copies], device) for name, of in calls.items()}
+    found = medians(timed, options.rounds)
+    peers = {PEER: {"us": round(found[PEER], 2)}}
+    return row | figures_of(found["ours"], problem.bytes, bandwidth) | {"error": error, "peers": peers}
 
 
 def figures_of(us: float, moved: int, bandwidth: float) -> dict[str, Any]:

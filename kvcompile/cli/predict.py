@@ -141,6 +141,7 @@ def _check_prefix(site: SiteSpec, asked: Asked) -> None:
 
 def of_goals(on: Machine, json: bool) -> None:
     """Print what is predicted of the goals that benchmarks judge, and of the cases that they are made of."""
+    from kvcompile.kernels.triton.predict import step
     from kvcompile.kernels.triton.predict.assumptions import EXPECTED, HARSH, KIND
     from kvcompile.kernels.triton.predict.cases import prepared, times
     from kvcompile.kernels.triton.predict.goals import judged
@@ -148,7 +149,9 @@ def of_goals(on: Machine, json: bool) -> None:
 
     with stages() as progress:
         made, found = prepared(on, progress=progress)
-    runs = [times(Model(on, assumed), made, found) for assumed in (EXPECTED, KIND, HARSH)]
+        steps = step.prepared(on, progress)
+    models = [Model(on, assumed) for assumed in (EXPECTED, KIND, HARSH)]
+    runs = [{**times(model, made, found), **step.times(model, steps)} for model in models]
     goals = judged(*(figures_of(run.values()) for run in runs))
     if json:
         rows = [

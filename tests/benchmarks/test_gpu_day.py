@@ -101,7 +101,7 @@ def test_a_failed_piece_stops_no_other_and_a_done_one_is_left_out(tmp_path: Path
 def test_kernels_are_compiled_ahead(tmp_path: Path) -> None:
     """Machine code of what a case launches lies in Triton's cache, and nothing has run."""
     script = ROOT / "benchmarks" / "gpu_day_ahead.py"
-    asked = ["--what", "kernels", "--only", "append int8 B1", "--jobs", "1"]
+    asked = ["--what", "kernels", "--only", "append int8 B1", "--only", "linear SmolLM2 o", "--jobs", "1"]
     own = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "triton")}
     own["KVCOMPILE_CACHE_DIR"] = str(tmp_path / "own")
     (tmp_path / "own").mkdir(mode=0o700)
@@ -114,11 +114,13 @@ def test_kernels_are_compiled_ahead(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"kernels, append int8 B1: 1 kernels, \d+ s, ok\n", done.stdout)
-    assert [path.name for path in (tmp_path / "triton").rglob("*.cubin")] == ["append.cubin"]
+    line = r"kernels, {}: 1 kernels, \d+ s, ok\n"
+    assert re.fullmatch(line.format("append int8 B1") + line.format("linear SmolLM2 o"), done.stdout)
+    kept = sorted(path.name for path in (tmp_path / "triton").rglob("*.cubin"))
+    assert kept == ["append.cubin", "linear.cubin"]
 
 
-@pytest.mark.parametrize("name", ["static", "int8+cudagraphs"])
+@pytest.mark.parametrize("name", ["static", "int8+cudagraphs:gemv=off"])
 def test_decode_measures_what_its_file_has(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +137,20 @@ def test_decode_measures_what_its_file_has(
         assert {"first_token_s", "of_limit", "copy_gb_s", "prompt_peak_bytes", "decode_peak_bytes"} <= set(
             row
         )
+
+
+def test_a_pass_is_left_out_in_the_process_of_its_variant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decode = module("gpu_day_decode", monkeypatch)
+    with_it, without = (name for name in decode.VARIANTS if name.startswith("baseline+cudagraphs"))
+    assert "KVCOMPILE_DISABLE" not in decode.environment(with_it)
+    assert decode.environment(without)["KVCOMPILE_DISABLE"] == "gemv"
+    assert decode.left_out(without) == (with_it, "gemv")
+    for name in ("int8:gemv", "int8:gemv=on", "int8:=off", "static:gemv=off"):
+        with pytest.raises(SystemExit):
+            decode.main(["--variants", name])
+        assert f"--variants: {name}: expected a recipe" in capsys.readouterr().err
 
 
 def test_the_model_has_the_shape_that_it_is_named_after(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.breaks.broken import broken
 
 ROLE, GATES = "tests/kernels/triton/linear/test_linear.py", "tests/compile/test_gates.py"
+NORMS = "tests/compile/test_norms.py"
 
 LINEAR = (
     broken(
@@ -111,5 +112,103 @@ LINEAR = (
         "gate, up = _linear(x, weights[0], biases[0]).chunk(2, -1)",
         "gate, up = (_linear(x, *of) for of in zip(*(_both(own, False) for own in (weights[0], biases[0]))))",
         GATES,
+    ),
+    broken(
+        "a norm's squares are summed up, and no mean is made",
+        "kernels/triton/templates/linear.py.jinja",
+        "tl.sum(squares, 0) / {{ columns }} + {{ norm }}",
+        "tl.sum(squares, 0) / {{ block }} + {{ norm }}",
+        ROLE,
+    ),
+    broken(
+        "a norm without what is added to its mean",
+        "kernels/triton/templates/linear.py.jinja",
+        "/ {{ columns }} + {{ norm }})",
+        "/ {{ columns }})",
+        ROLE,
+    ),
+    broken(
+        "squares of the first columns are a norm's",
+        "kernels/triton/templates/linear.py.jinja",
+        "squares += x_{{ k }} * x_{{ k }}",
+        "squares += x_0 * x_0",
+        ROLE,
+    ),
+    broken(
+        "of a token that is normed, columns behind the last are read",
+        "kernels/triton/templates/linear.py.jinja",
+        " if k + block > columns }}",
+        " if k > columns }}",
+        ROLE,
+    ),
+    broken(
+        "results are added to the first rows of others",
+        "kernels/triton/templates/linear.py.jinja",
+        "tl.load(residual_ptr + there)",
+        "tl.load(residual_ptr + tl.arange(0, {{ rows }}) + there * 0)",
+        ROLE,
+    ),
+    broken(
+        "a norm is joined though somebody else reads it",
+        "kvcompile/compile/norms.py",
+        "len(layers) + len(gates) == len(normed.users) and len(layers) <= TOGETHER",
+        "len(layers) <= TOGETHER",
+        NORMS,
+    ),
+    broken(
+        "the mean of a norm goes over tokens",
+        "kvcompile/compile/norms.py",
+        "tuple(mean.args[1:]) == ([-1], True) and power.args[1] == 2",
+        "power.args[1] == 2",
+        NORMS,
+    ),
+    broken(
+        "a norm has any power",
+        "kvcompile/compile/norms.py",
+        " and power.args[1] == 2\n",
+        "\n",
+        NORMS,
+    ),
+    broken(
+        "a norm scales something else than it squares",
+        "kvcompile/compile/norms.py",
+        "or set(scaled.args) != {own, root}",
+        "or root not in scaled.args",
+        NORMS,
+    ),
+    broken(
+        "a sum with a factor is a plain one",
+        "kvcompile/compile/norms.py",
+        "token.target is not aten.add.Tensor or token.kwargs",
+        "token.target is not aten.add.Tensor",
+        NORMS,
+    ),
+    broken(
+        "a norm may have a computed weight",
+        "kvcompile/compile/norms.py",
+        "weight.op not in _HELD or not isinstance(token, Node)",
+        "not isinstance(token, Node)",
+        NORMS,
+    ),
+    broken(
+        "a norm rounds to any dtype",
+        "kvcompile/compile/gemv.py",
+        'return _one_token(x) and (dtype or "float32") == own',
+        "return _one_token(x)",
+        NORMS,
+    ),
+    broken(
+        "a norm that is spelled out is rounded at its end",
+        "kvcompile/compile/gemv.py",
+        "return norm * (own.to(getattr(torch, dtype)) if dtype else own)",
+        "return (norm * own).to(getattr(torch, dtype)) if dtype else norm * own",
+        NORMS,
+    ),
+    broken(
+        "a row that registers do not hold is normed in them",
+        "kernels/triton/host/linear.py",
+        "return fits and each * (sides + 2) <= _NORMED",
+        "return fits",
+        NORMS,
     ),
 )

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvcompile.cli.app import app
 from kvcompile.kernels.triton.config import Config
-from kvcompile.kernels.triton.predict import cases, prior
+from kvcompile.kernels.triton.predict import cases, prior, step
 from kvcompile.kernels.triton.tools import tune
 from kvcompile.kernels.triton.tools.assemble import Assembled, Request
 from kvcompile.kernels.triton.tools.ttgir import Pipeline
@@ -41,6 +41,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "facts", facts)
+    monkeypatch.setattr(step, "facts", facts)
     monkeypatch.setattr(prior, "facts", facts)
 
 
@@ -70,7 +71,7 @@ def test_goals(made_up: None) -> None:
     assert shown.exit_code == 0, shown.output
     assert "softcap, window, ALiBi" in shown.stdout and "one of 64k among" in shown.stdout
     found = json.loads(run("kernels", "--predict", "h200", "--goals", "--json").stdout)
-    assert [goal["goal"] for goal in found["goals"]] == [1, 2, 3, 4, 5, 6, 6, 7, 8, 8, 9]
+    assert [goal["goal"] for goal in found["goals"]] == [1, 2, 3, 4, 5, 6, 6, 7, 8, 8, 9, 10, 10]
     for goal in found["goals"]:
         sign, wanted = goal["wanted"].rsplit(" ", 1)
         values = [goal[name] for name in ("value", "kind", "harsh")]
@@ -78,7 +79,10 @@ def test_goals(made_up: None) -> None:
         assert goal["verdict"] == ("open" if len(met) == 2 else "met" if met == {True} else "missed")
     assert {goal["verdict"] for goal in found["goals"]} >= {"met", "open"}
     names = {case["name"]: case for case in found["cases"]}
-    assert names["bf16 B1 32k"]["launches"] and set(names) == {case.name for case in cases.CASES}
+    assert names["bf16 B1 32k"]["launches"] and set(names) == {
+        *(case.name for case in cases.CASES),
+        *step.STEPS,
+    }
 
 
 def test_candidates_of_the_tuner(made_up: None, monkeypatch: pytest.MonkeyPatch) -> None:

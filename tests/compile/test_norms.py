@@ -105,7 +105,8 @@ def computed(own: Block, x: Tensor, residual: Tensor) -> Tensor:
 
 def centred(own: Block, h: Tensor) -> Tensor:
     mean = aten.mean.dim(aten.pow.Tensor_Scalar(h, 2), [-1], True)
-    return aten.mul.Tensor(own.norm, aten.mul.Tensor(h - 1.0, aten.rsqrt.default(mean + EPS)))  # type: ignore[no-any-return]
+    root = aten.rsqrt.default(aten.add.Tensor(mean, EPS))
+    return aten.mul.Tensor(own.norm, aten.mul.Tensor(aten.sub.Tensor(h, 1.0), root))  # type: ignore[no-any-return]
 
 
 def of_tokens(own: Block, h: Tensor) -> Tensor:

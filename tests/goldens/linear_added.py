@@ -28,10 +28,20 @@ def linear(
     w_rows = weight + (there.to(tl.int64) * stride)[:, None]
     w_sum = tl.zeros([4, 1024], tl.float32)
     c = tl.arange(0, 1024)
-    for k in tl.static_range(0, 4096, 1024):
-        w = tl.load(w_rows + (k + c)[None, :], eviction_policy="evict_first")
-        x = tl.load(x_ptr + k + c, eviction_policy="evict_last").to(tl.float32)
-        w_sum += w.to(tl.float32) * x[None, :]
+    w_0 = tl.load(w_rows + (0 + c)[None, :], eviction_policy="evict_first")
+    w_1024 = tl.load(w_rows + (1024 + c)[None, :], eviction_policy="evict_first")
+    w_2048 = tl.load(w_rows + (2048 + c)[None, :], eviction_policy="evict_first")
+    w_3072 = tl.load(w_rows + (3072 + c)[None, :], eviction_policy="evict_first")
+    x_0 = tl.load(x_ptr + 0 + c, eviction_policy="evict_last").to(tl.float32)
+    x_1024 = tl.load(x_ptr + 1024 + c, eviction_policy="evict_last").to(tl.float32)
+    x_2048 = tl.load(x_ptr + 2048 + c, eviction_policy="evict_last").to(tl.float32)
+    x_3072 = tl.load(x_ptr + 3072 + c, eviction_policy="evict_last").to(tl.float32)
+    # Threads wait for each other when all is on its way, and not for each load before they ask for the next.
+    tl.debug_barrier()
+    w_sum += w_0.to(tl.float32) * x_0[None, :]
+    w_sum += w_1024.to(tl.float32) * x_1024[None, :]
+    w_sum += w_2048.to(tl.float32) * x_2048[None, :]
+    w_sum += w_3072.to(tl.float32) * x_3072[None, :]
     w_out = tl.sum(w_sum, 1)
     result = tl.load(residual_ptr + there).to(tl.float32) + w_out.to(tl.bfloat16).to(tl.float32)
     tl.store(out_ptr + row, result.to(tl.bfloat16), mask=row < n)

@@ -29,7 +29,6 @@ def linear(
     up_rows = w_1_ptr + (there.to(tl.int64) * w_1_s0)[:, None]
     up_sum = tl.zeros([2, 1024], tl.float32)
     c = tl.arange(0, 1024)
-    # Weights are on their way before the token's norm is known, for which threads wait for each other.
     gate_0 = tl.load(gate_rows + (0 + c)[None, :], eviction_policy="evict_first")
     up_0 = tl.load(up_rows + (0 + c)[None, :], eviction_policy="evict_first")
     gate_1024 = tl.load(gate_rows + (1024 + c)[None, :], eviction_policy="evict_first")
@@ -46,27 +45,28 @@ def linear(
     norm_1024 = tl.load(norm_ptr + 1024 + c, eviction_policy="evict_last").to(tl.float32)
     norm_2048 = tl.load(norm_ptr + 2048 + c, eviction_policy="evict_last").to(tl.float32)
     norm_3072 = tl.load(norm_ptr + 3072 + c, eviction_policy="evict_last").to(tl.float32)
+    # Threads wait for each other when all is on its way, and not for each load before they ask for the next.
     squares = x_0 * x_0
     squares += x_1024 * x_1024
     squares += x_2048 * x_2048
     squares += x_3072 * x_3072
     scale = tl.rsqrt(tl.sum(squares, 0) / 4096 + 1e-05)
-    x = (x_0 * scale).to(tl.bfloat16).to(tl.float32)
-    x = (norm_0 * x).to(tl.bfloat16).to(tl.float32)
-    gate_sum += gate_0.to(tl.float32) * x[None, :]
-    up_sum += up_0.to(tl.float32) * x[None, :]
-    x = (x_1024 * scale).to(tl.bfloat16).to(tl.float32)
-    x = (norm_1024 * x).to(tl.bfloat16).to(tl.float32)
-    gate_sum += gate_1024.to(tl.float32) * x[None, :]
-    up_sum += up_1024.to(tl.float32) * x[None, :]
-    x = (x_2048 * scale).to(tl.bfloat16).to(tl.float32)
-    x = (norm_2048 * x).to(tl.bfloat16).to(tl.float32)
-    gate_sum += gate_2048.to(tl.float32) * x[None, :]
-    up_sum += up_2048.to(tl.float32) * x[None, :]
-    x = (x_3072 * scale).to(tl.bfloat16).to(tl.float32)
-    x = (norm_3072 * x).to(tl.bfloat16).to(tl.float32)
-    gate_sum += gate_3072.to(tl.float32) * x[None, :]
-    up_sum += up_3072.to(tl.float32) * x[None, :]
+    x_0 = (x_0 * scale).to(tl.bfloat16).to(tl.float32)
+    x_0 = (norm_0 * x_0).to(tl.bfloat16).to(tl.float32)
+    gate_sum += gate_0.to(tl.float32) * x_0[None, :]
+    up_sum += up_0.to(tl.float32) * x_0[None, :]
+    x_1024 = (x_1024 * scale).to(tl.bfloat16).to(tl.float32)
+    x_1024 = (norm_1024 * x_1024).to(tl.bfloat16).to(tl.float32)
+    gate_sum += gate_1024.to(tl.float32) * x_1024[None, :]
+    up_sum += up_1024.to(tl.float32) * x_1024[None, :]
+    x_2048 = (x_2048 * scale).to(tl.bfloat16).to(tl.float32)
+    x_2048 = (norm_2048 * x_2048).to(tl.bfloat16).to(tl.float32)
+    gate_sum += gate_2048.to(tl.float32) * x_2048[None, :]
+    up_sum += up_2048.to(tl.float32) * x_2048[None, :]
+    x_3072 = (x_3072 * scale).to(tl.bfloat16).to(tl.float32)
+    x_3072 = (norm_3072 * x_3072).to(tl.bfloat16).to(tl.float32)
+    gate_sum += gate_3072.to(tl.float32) * x_3072[None, :]
+    up_sum += up_3072.to(tl.float32) * x_3072[None, :]
     gate_out = tl.sum(gate_sum, 1)
     up_out = tl.sum(up_sum, 1)
     # As the graph has it: what goes into the activation, comes out of it, and meets it, is of the model's dtype.

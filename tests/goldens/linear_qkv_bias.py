@@ -41,14 +41,20 @@ def linear(
     w_rows = weight + (there.to(tl.int64) * stride)[:, None]
     w_sum = tl.zeros([4, 1024], tl.float32)
     c = tl.arange(0, 1024)
-    for k in tl.static_range(0, 3072, 1024):
-        w = tl.load(w_rows + (k + c)[None, :], eviction_policy="evict_first")
-        x = tl.load(x_ptr + k + c, eviction_policy="evict_last").to(tl.float32)
-        w_sum += w.to(tl.float32) * x[None, :]
-    for k in tl.static_range(3072, 3584, 1024):
-        w = tl.load(w_rows + (k + c)[None, :], mask=(k + c < 3584)[None, :], other=0.0, eviction_policy="evict_first")
-        x = tl.load(x_ptr + k + c, mask=k + c < 3584, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        w_sum += w.to(tl.float32) * x[None, :]
+    w_0 = tl.load(w_rows + (0 + c)[None, :], eviction_policy="evict_first")
+    w_1024 = tl.load(w_rows + (1024 + c)[None, :], eviction_policy="evict_first")
+    w_2048 = tl.load(w_rows + (2048 + c)[None, :], eviction_policy="evict_first")
+    w_3072 = tl.load(w_rows + (3072 + c)[None, :], mask=(3072 + c < 3584)[None, :], other=0.0, eviction_policy="evict_first")
+    x_0 = tl.load(x_ptr + 0 + c, eviction_policy="evict_last").to(tl.float32)
+    x_1024 = tl.load(x_ptr + 1024 + c, eviction_policy="evict_last").to(tl.float32)
+    x_2048 = tl.load(x_ptr + 2048 + c, eviction_policy="evict_last").to(tl.float32)
+    x_3072 = tl.load(x_ptr + 3072 + c, mask=(3072 + c < 3584), other=0.0, eviction_policy="evict_last").to(tl.float32)
+    # Threads wait for each other when all is on its way, and not for each load before they ask for the next.
+    tl.debug_barrier()
+    w_sum += w_0.to(tl.float32) * x_0[None, :]
+    w_sum += w_1024.to(tl.float32) * x_1024[None, :]
+    w_sum += w_2048.to(tl.float32) * x_2048[None, :]
+    w_sum += w_3072.to(tl.float32) * x_3072[None, :]
     w_out = tl.sum(w_sum, 1) + tl.load(bias + there).to(tl.float32)
     result = w_out
     tl.store(out_ptr + begin + row, result.to(tl.bfloat16), mask=row < n)

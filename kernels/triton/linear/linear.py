@@ -94,6 +94,15 @@ def grid(spec: KernelSpec, rows: Sequence[int]) -> tuple[int]:
     return (sum(-(-count // spec.block_m) for count in rows),)
 
 
+def loop(spec: KernelSpec) -> tuple[int, int]:
+    """Columns of a turn of a program's loop, and turns: 0 where it has all of its rows at once, without a loop."""
+    columns, _ = numbers(spec)
+    rows = spec.block_m * (2 if activation(spec) else 1)
+    turn = max(1, IN_TURN // rows) * spec.block_n
+    at_once = -(-columns // spec.block_n) * rows <= LOADS
+    return turn, 0 if at_once else columns // spec.block_n * spec.block_n // turn
+
+
 def generate(spec: KernelSpec) -> KernelSource:
     """The kernel of a spec of role linear; raises as `numbers`."""
     columns, layers = numbers(spec)
@@ -107,10 +116,8 @@ def generate(spec: KernelSpec) -> KernelSource:
     params += [TensorParam("residual", spec.torch_dtype)] if added else []
     params += [TensorParam("out", spec.torch_dtype)]
     params += [ScalarParam(f"n_{layer}") for layer in range(outs)]
-    rows = spec.block_m * (2 if act else 1)
-    turn = max(1, IN_TURN // rows) * spec.block_n
     whole = columns // spec.block_n * spec.block_n
-    turns = whole // turn if -(-columns // spec.block_n) * rows > LOADS else 0
+    turn, turns = loop(spec)
     rounded = partial(helpers.stored, dtype=spec.dtype, interpreted="interpreted" in spec.options)
     text = rendered(
         "linear.py.jinja",

@@ -16,6 +16,7 @@
 | `turn.py` | how fast programs that share a multiprocessor make their turns |
 | `skew.py` | programs over places: waves, tails, unequal lengths |
 | `launch.py` | one launch: seconds, and what they go to |
+| `linears.py`, `step.py` | linear layers of one token, and a whole decode step of a model |
 | `cases.py`, `goals.py` | the cases that benchmarks measure, and the goals that are made of them |
 | `prior.py` | in which order a tuner tries candidates, and which it leaves out |
 

@@ -68,10 +68,11 @@ def recorded(shape: Shape, machine: Machine) -> tuple[Made, ...]:
     limit = shape.limit or max(shape.lengths)
     with recording() as found, acting_as(device), FakeTensorMode():
         call(shape.site, shape.heads, shape.dims, shape.dtype, limit, len(shape.lengths), shape.tokens)
-    return tuple(_made(one, machine.arch) for one in found)
+    return tuple(made_of(one, machine.arch) for one in found)
 
 
-def _made(one: Recorded, arch: int) -> Made:
+def made_of(one: Recorded, arch: int) -> Made:
+    """A launch that was recorded, as it is compiled for `arch`."""
     spec = for_hardware(one.kernel.spec)
     request = Request(spec, arch, one.num_warps, one.num_stages, known(one.kernel, one.tensors))
     sizes = {name: tensor.nbytes for name, tensor in one.tensors.items()}

@@ -8,6 +8,7 @@
 | columns | a tile of keys | tiles of queries |
 | combine | a query head of a sequence | shares, some at once |
 | append that finds a slot | a head's notes, its key and its value; some queries | one, half of one |
+| linear | rows of a layer's weight, or of two | what its loop has, or one |
 | others | a tile | one |
 
 The tiles at the ends of a sequence, which have masks, count as the others do. With option cascade, tiles in common are
@@ -23,6 +24,7 @@ from itertools import accumulate
 
 from kvcompile.kernels.triton.append.slots import evicts
 from kvcompile.kernels.triton.attend import cascade
+from kvcompile.kernels.triton.linear.linear import loop, numbers
 from kvcompile.kernels.triton.predict import memory
 from kvcompile.kernels.triton.predict.recorded import Made, Shape
 
@@ -209,6 +211,22 @@ def _append(made: Made, shape: Shape) -> Work:
     return Work(programs, each, each, 0, None, tiles=tiles)
 
 
+def linear(made: Made) -> Work:
+    """A program reads its rows of the weights once, and the token and its norm from the L2 cache.
+
+    How often it waits for loads, its machine code says, as the compiler does not ask for all of them at once.
+
+    Without a loop all of it is one turn. Else columns behind the last whole turn are counted as a part of one.
+    """
+    columns, _ = numbers(made.spec)
+    turn, turns = loop(made.spec)
+    each = columns / turn if turns else 1.0
+    total = float(sum(made.bytes.values()))
+    own = total / (made.programs * each)
+    near = made.bytes["x"] + made.bytes.get("norm", 0)
+    return Work((each,) * made.programs, own, own + near / each, 0, None)
+
+
 def _flat(made: Made, shape: Shape) -> Work:
     each = memory.other_bytes(made, shape) / made.programs
     # A program of append writes a query, a key or a value, and its text has all of these.
@@ -227,4 +245,5 @@ _ROLES: dict[str, Callable[[Made, Shape], Work]] = {
     "decoded_rows": _decoded_rows,
     "columns": _columns,
     "combine": _combine,
+    "linear": lambda made, shape: linear(made),
 }

@@ -16,6 +16,7 @@ from kvcompile.kernels.triton.predict.cases import CASES, Case, launches_of, tim
 from kvcompile.kernels.triton.predict.goals import GOALS, Figure
 from kvcompile.kernels.triton.predict.launch import predicted
 from kvcompile.kernels.triton.predict.recorded import Shape, recorded
+from kvcompile.kernels.triton.predict.step import STEPS
 from kvcompile.recipe import load_recipe
 from kvcompile.recipe.retention import LayerContext
 from kvcompile.specs import RotaryForm
@@ -60,10 +61,10 @@ def test_cases_are_those_that_are_measured(benchmarks: ModuleType) -> None:
 
 
 def test_each_goal_is_made_of_cases() -> None:
-    figures = {case.name: Figure(10.0, 1, 0.5) for case in CASES}
+    figures = {name: Figure(10.0, 1, 0.5) for name in (*(case.name for case in CASES), *STEPS)}
     values = [goal.value(figures) for goal in GOALS]
-    assert {goal.number for goal in GOALS} == set(range(1, 10))
-    assert values == [0.5, 10.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 10.0]
+    assert {goal.number for goal in GOALS} == set(range(1, 11))
+    assert values == [0.5, 10.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 10.0, 0.5, 0.5]
     assert GOALS[0].met(0.92) and not GOALS[0].met(0.91)
     assert GOALS[1].met(39.0) and not GOALS[1].met(39.1)
 

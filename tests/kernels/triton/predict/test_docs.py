@@ -19,6 +19,7 @@ import torch
 
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.attend import cascade
+from kvcompile.kernels.triton.predict import linears, step
 from kvcompile.kernels.triton.predict.assumptions import EXPECTED, HARSH, KIND, Assumed
 from kvcompile.kernels.triton.predict.cases import CaseTime, prepared, times
 from kvcompile.kernels.triton.predict.facts import facts
@@ -31,6 +32,7 @@ from kvcompile.specs import RotaryForm
 from kvcompile.util.machines import MACHINES, Machine
 
 PAGE = Path(__file__).parents[4] / "docs" / "kernels.md"
+ENDS = (EXPECTED, KIND, HARSH)
 _UNITS = {"miss": "us", "hit": "us", "launch": "us", "program": "us", "alone": "clocks", "barrier": "clocks"}
 _UNITS |= {"near": "bytes a clock"}
 _WORDS = {
@@ -106,6 +108,68 @@ def prefix(machine: Machine) -> str:
     return "\n".join(rows)
 
 
+def linear(machine: Machine, own: step.Prepared) -> str:
+    """The table of launches of role linear."""
+    rows = [
+        "| launch | rows of a program, warps | programs | waves | MB | us | between | of copy bandwidth |"
+    ]
+    rows.append("|---|---|---|---|---|---|---|---|")
+    for name, made in own.layers.items():
+        one, *ends = (linears.predicted(made, own.facts, Model(machine, each)) for each in ENDS)
+        low, high = sorted(end.seconds * 1e6 for end in ends)
+        shown = [f"{made.spec.block_m}, {made.request.num_warps}", f"{one.programs:,}", f"{one.waves:.1f}"]
+        shown += [f"{one.bytes / 1e6:,.1f}", f"{one.seconds * 1e6:.1f}", f"{low:.1f} and {high:.1f}"]
+        rows.append(f"| {name} | {' | '.join(shown)} | {one.share:.0%} |")
+    return "\n".join(rows)
+
+
+def steps(machine: Machine, own: step.Prepared) -> str:
+    """The table of what steps are made of, and of what is left for other linear layers of those that were measured."""
+    names = list(step.STEPS)
+    models = [Model(machine, each) for each in ENDS]
+    columns = [step.parts(name, models[0], own) for name in names]
+    rows = [
+        f"| launch | of a step | {' | '.join(f'us at {_context(name)}' for name in names)} |",
+        "|---|---|---|---|",
+    ]
+    for of in zip(*columns, strict=True):
+        us = " | ".join(f"{part.launch.seconds * 1e6:.1f}" for part in of)
+        rows.append(f"| {of[0].launch.role} | {of[0].times} | {us} |")
+    found = [step.times(model, own) for model in models]
+
+    def row(said: str, cells: Iterable[str]) -> None:
+        rows.append(f"| {said} | | {' | '.join(cells)} |")
+
+    row("together, ms", (f"{found[0][name].seconds * 1e3:.2f}" for name in names))
+    row(
+        "between, ms", (" and ".join(f"{run[name].seconds * 1e3:.2f}" for run in found[1:]) for name in names)
+    )
+    row("of copy bandwidth", (f"{found[0][name].share:.0%}" for name in names))
+    row(
+        "without linear layers, ms",
+        (f"{step.without_layers(name, models[0], own) * 1e3:.2f}" for name in names),
+    )
+    row("measured with cuBLAS's linear layers, ms", (f"{token(name) * 1e3:.2f}" for name in names))
+    left = [[token(name) - step.without_layers(name, model, own) for model in models] for name in names]
+    row("left for these, ms", (f"{each[0] * 1e3:.2f}" for each in left))
+    shares = [[step.WEIGHT_BYTES / seconds / machine.copied for seconds in each] for each in left]
+    row("which is of copy bandwidth", (f"{each[0]:.0%}" for each in shares))
+    row("between", (" and ".join(f"{end:.0%}" for end in sorted(each[1:])) for each in shares))
+    return "\n".join(rows)
+
+
+def _context(name: str) -> str:
+    return name.rpartition(" ")[2]
+
+
+def token(name: str) -> float:
+    """Seconds that an H200 took for a step without kernels of linear layers (`gpu_day_decode.py`)."""
+    path = PAGE.parents[1] / "benchmarks" / "results" / "gpu_day_h200" / "decode.json"
+    variants = json.loads(path.read_text("utf-8"))["variants"]
+    of = variants.get("baseline+cudagraphs:gemv=off", variants["baseline+cudagraphs"])["contexts"]
+    return 1.0 / float(of[str(step.STEPS[name])]["tokens_s"])
+
+
 def check(name: str, expected: str) -> None:
     """The page has that between its marks; or it is written there."""
     place = re.compile(rf"<!-- predicted:{name} -->(.*?)<!-- /predicted:{name} -->", re.DOTALL)
@@ -145,9 +209,14 @@ def test_the_table_has_every_goal_and_its_own_verdict() -> None:
 def test_goals_are_as_predicted() -> None:
     machine = MACHINES["h200"]
     made, found = prepared(machine)
-    runs = [times(Model(machine, each), made, found) for each in (EXPECTED, KIND, HARSH)]
+    own = step.prepared(machine)
+    models = [Model(machine, each) for each in ENDS]
+    runs = [{**times(model, made, found), **step.times(model, own)} for model in models]
     check("goals", goals(judged(*(_figures(run.values()) for run in runs))))
-    check("compared", compared(runs[0]))
+    layers = {step.measured_as(of): step.layers_time(of, models[0], own) for of in step.LINEARS}
+    check("compared", compared({**runs[0], **layers}))
+    check("linear", linear(machine, own))
+    check("step", steps(machine, own))
 
 
 def test_predictions_are_in_the_order_of_measurements() -> None:

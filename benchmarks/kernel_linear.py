@@ -1,0 +1,164 @@
+"""Linear layers of one token: what `kernels.py` and `kernel_configurations.py` measure of role linear.
+
+Shapes are those of a decode step: of Llama-3.1-8B, which the model of a machine predicts as well
+(`kernels/triton/predict/step.py`), of SmolLM2-135M, whose launches are small, and one in float32. Beside it are the
+linear layers of PyTorch, one call each, with the activation and the product of a gate behind them. Weights are there so
+often that no L2 cache holds what comes next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvcompile.compile.gemv import ACTIVATIONS
+from kvcompile.kernels.triton.device import device_of
+from kvcompile.kernels.triton.host import ops_linear
+from kvcompile.kernels.triton.host.linear import gated, linears
+from kvcompile.kernels.triton.linear.linear import places
+from kvcompile.kernels.triton.predict.linears import Form, Layers, form_of
+from kvcompile.kernels.triton.predict.step import LINEARS, measured_as
+
+PEER = "cuBLAS"  # what PyTorch calls for them on a GPU
+_TILE = 16384  # rows of a weight that are in float64 at once
+_ROWS, _WARPS = (1, 2, 4, 8, 16), (1, 2, 4, 8)
+_MOST = 16  # rows of a program that are tried, of both weights of a gate together
+_SEED = 0
+
+
+class Case(Layers):
+    """Layers of one x, in one launch, under the name of a case."""
+
+    def tiny(self) -> Case:
+        """The same with sizes for Triton's interpreter."""
+        rows = (33, 9, 9) if len(self.rows) > 1 and not self.activation else (33,) * len(self.rows)
+        return replace(self, columns=144, rows=rows)
+
+
+def _case(of: Layers, name: str) -> Case:
+    return Case(name, of.columns, of.rows, of.activation, of.dtype)
+
+
+_SMALL = (
+    Layers("q, k, v", 576, (576, 192, 192)),
+    Layers("o", 576, (576,)),
+    Layers("gate, up", 576, (1536, 1536), "silu"),
+    Layers("down", 1536, (576,)),
+)
+_FULL = next(of for of in LINEARS if of.name == "o")
+LINEAR = (
+    *(_case(of, measured_as(of)) for of in LINEARS),
+    *(_case(of, f"linear SmolLM2 {of.name}") for of in _SMALL),
+    _case(replace(_FULL, dtype=torch.float32), f"{measured_as(_FULL)} fp32"),
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """x: [1, columns]; weights: of each copy, [rows, columns] of each layer"""
+
+    case: Case
+    x: Tensor
+    weights: Sequence[list[Tensor]]
+
+    @property
+    def bytes(self) -> int:
+        """Those that must be read or written."""
+        case = self.case
+        results = sum(case.rows[:1] if case.activation else case.rows)
+        return case.weight_bytes + self.x.nbytes + results * case.dtype.itemsize
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype, random: torch.Generator) -> Tensor:
+    """Numbers of a model: results are about as large as x."""
+    return torch.randn(shape, generator=random, device=random.device, dtype=dtype) * shape[-1] ** -0.5
+
+
+def problem_of(case: Case, device: torch.device, room: int) -> Problem:
+    """As many copies of the weights as are read `room` bytes of together."""
+    random = torch.Generator(device).manual_seed(_SEED)
+    copies = max(1, -(-room // case.weight_bytes))
+    weights = [
+        [filled((count, case.columns), case.dtype, random) for count in case.rows] for _ in range(copies)
+    ]
+    x = filled((1, case.columns), case.dtype, random) * case.columns**0.5
+    return Problem(case, x, weights)
+
+
+def call_of(problem: Problem, copy: int = 0) -> Callable[[], list[Tensor]]:
+    """Their kernel, in the form that the host takes."""
+    x, weights, activation = problem.x, problem.weights[copy], problem.case.activation
+    if activation:
+        return lambda: [gated(x, weights, [], activation)]
+    return lambda: linears(x, weights)
+
+
+def peer_of(problem: Problem, copy: int = 0) -> Callable[[], list[Tensor]]:
+    """The same by PyTorch."""
+    x, weights, activation = problem.x, problem.weights[copy], problem.case.activation
+    if activation:
+        act, (gate, up) = ACTIVATIONS[activation], weights
+        return lambda: [act(F.linear(x, gate)) * F.linear(x, up)]
+    return lambda: [F.linear(x, weight) for weight in weights]
+
+
+def exact(problem: Problem) -> list[Tensor]:
+    """What the first copy gives in float64, nothing rounded between."""
+    x = problem.x.double()
+    found = [
+        torch.cat([F.linear(x, part.double()) for part in weight.split(_TILE)], -1)
+        for weight in problem.weights[0]
+    ]
+    if problem.case.activation:
+        gate, up = found
+        return [ACTIVATIONS[problem.case.activation](gate) * up]
+    return found
+
+
+def error_of(made: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The relative error of the layer that has the largest."""
+    pairs = zip(made, expected, strict=True)
+    return max(float((one.double() - true).norm() / true.norm()) for one, true in pairs)
+
+
+def allowed(problem: Problem, expected: Sequence[Tensor]) -> float:
+    """Twice what PyTorch is off by in the same dtype, and rounding (`tests/support/budget.py`)."""
+    return 2 * error_of(peer_of(problem)(), expected) + torch.finfo(problem.case.dtype).eps
+
+
+def form_now(problem: Problem) -> Form:
+    spec, warps = form_of(problem.case, device_of(problem.x.device))
+    return Form(spec.block_m, spec.block_n, warps)
+
+
+def forms(problem: Problem) -> list[Form]:
+    """That which the host takes, then others: rows of a program x warps, whose threads load 16 bytes of a row."""
+    case, sides = problem.case, 2 if problem.case.activation else 1
+    now, wide = form_now(problem), 32 * 16 // case.dtype.itemsize
+    others = [
+        Form(rows, warps * wide, warps)
+        for rows in _ROWS
+        for warps in _WARPS
+        if rows * sides <= _MOST and (warps == 1 or warps * wide <= case.columns)
+    ]
+    others.sort(key=lambda one: abs(one.rows * one.block - now.rows * now.block))
+    return list(dict.fromkeys((now, *others)))
+
+
+def call_in(form: Form, problem: Problem, copy: int = 0) -> Callable[[], list[Tensor]]:
+    """Their kernel in another form."""
+    case, x, weights = problem.case, problem.x.view(-1), problem.weights[copy]
+    spec, _ = form_of(case, device_of(x.device))
+    text = replace(spec, block_m=form.rows, block_n=form.block).to_json()
+    rows = case.rows[:1] if case.activation else case.rows
+    parts = list(zip(places(rows), rows, strict=False))
+
+    def run() -> list[Tensor]:
+        out = ops_linear.linear(x, weights, [], form.warps, text)
+        return [out[None, first : first + count] for first, count in parts]
+
+    return run
