@@ -31,12 +31,13 @@ _PROGRAMS = 4  # of a multiprocessor, at least
 
 
 def takes(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> bool:
-    """Whether the kernel reads these with whole vectors: of one dtype, dense rows that are multiples of 16 apart."""
+    """Whether the kernel reads these with whole vectors: of one dtype, dense rows at multiples of 16."""
     fits = all(
         weight.dtype == x.dtype
         and weight.dim() == 2
         and weight.stride(1) == 1
         and weight.stride(0) % 16 == 0
+        and weight.storage_offset() * weight.dtype.itemsize % _VECTOR == 0
         and weight.shape[0]
         for weight in weights
     )

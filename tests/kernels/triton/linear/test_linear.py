@@ -185,6 +185,8 @@ GIVEN: dict[str, tuple[bool, Callable[[], tuple[Tensor, list[Tensor], list[Tenso
     "float64": (False, lambda: (torch.ones(1, 1, 32).double(), [torch.ones(3, 32).double()], [])),
     "columns side by side": (False, lambda: (torch.ones(1, 1, 32), [torch.ones(32, 48).T[:3]], [])),
     "rows at any place": (False, lambda: (torch.ones(1, 1, 32), [torch.ones(3, 40)[:, :32]], [])),
+    "columns from any on": (False, lambda: (torch.ones(1, 1, 32), [torch.ones(3, 48)[:, 3:35]], [])),
+    "columns from a vector on": (True, lambda: (torch.ones(1, 1, 32), [torch.ones(3, 48)[:, 4:36]], [])),
     "no rows": (False, lambda: (torch.ones(1, 1, 32), [torch.ones(0, 32)], [])),
     "a bias of one of two": (
         False,
