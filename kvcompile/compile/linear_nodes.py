@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,9 +32,7 @@ def groups(module: GraphModule) -> list[list[Node]]:
 def replace(module: GraphModule, nodes: Sequence[Node], target: OpOverload, args: tuple[Any, ...]) -> Node:
     """Put one call, which gives a list, in the place of `nodes`; its weights, which are no calls, come before it."""
     graph, first = module.graph, nodes[0]
-    for own in [of for node in nodes for of in (argument(node, 1), argument(node, 2)) if of is not None]:
-        if own.op == "get_attr":
-            first.prepend(own)
+    fetch_before(first, nodes)
     with graph.inserting_before(first):
         made = graph.call_function(target, args)
         parts = [graph.call_function(operator.getitem, (made, number)) for number in range(len(nodes))]
@@ -43,6 +41,13 @@ def replace(module: GraphModule, nodes: Sequence[Node], target: OpOverload, args
         node.replace_all_uses_with(part)
         graph.erase_node(node)
     return made
+
+
+def fetch_before(first: Node, nodes: Iterable[Node]) -> None:
+    """Have the module's own tensors that `nodes` read come before `first`; those that do stay where they are."""
+    for own in dict.fromkeys(own for node in nodes for own in node.all_input_nodes):
+        if own.op == "get_attr" and first < own:
+            first.prepend(own)
 
 
 def computed(node: Node) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from kvcompile.compile.linear_nodes import TOGETHER, argument
+from kvcompile.compile.linear_nodes import TOGETHER, argument, fetch_before
 from kvcompile.passes.table import disabled, graph_pass
 
 NAME = "norms"  # KVCOMPILE_DISABLE=norms leaves it out, to bisect, and to measure
@@ -139,10 +139,7 @@ def _join_behind(module: GraphModule, norm: _Norm) -> None:
     how = (norm.token, norm.weight, norm.eps, norm.dtype)
     readers = {*layers, *gates}
     first = next(node for node in graph.nodes if node in readers)
-    for node in readers:
-        for own in node.all_input_nodes:
-            if own.op == "get_attr":
-                first.prepend(own)
+    fetch_before(first, (*layers, *gates))
     with graph.inserting_before(first):
         if layers:
             weights, biases = ([argument(node, at) for node in layers] for at in (1, 2))
