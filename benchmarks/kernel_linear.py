@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcompile.compile.gemv import ACTIVATIONS
+from kvcompile.compile.linear_forms import ACTIVATIONS
 from kvcompile.kernels.triton.device import device_of
 from kvcompile.kernels.triton.host import ops_linear
 from kvcompile.kernels.triton.host.linear import Norm, added, gated, linears

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from kvcompile.compile import ahead, gemv
+from kvcompile.compile import ahead, gemv, linear_forms
 from kvcompile.errors import CompileError
 from kvcompile.util.code_digest import code_digest
 from kvcompile.util.faking import faking
@@ -119,7 +119,7 @@ def compile_region(module: GraphModule, inputs: Sequence[Any], tracer: Tracer, m
     """
     devices = {value.device for value in inputs if isinstance(value, Tensor)}
     on_cpu = all(device.type == "cpu" for device in devices)
-    on_gpu = any(map(gemv.on_gpu, devices))
+    on_gpu = any(map(linear_forms.on_gpu, devices))
     if on_cpu or on_gpu:
         made = not (on_gpu and gemv.made_by_inductor(mode))
         module = gemv.with_gemv(module, on_gpu, norms=on_gpu and tracer.one_token, made=made)

@@ -108,7 +108,7 @@ LINEAR = (
     ),
     broken(
         "halves that no kernel joins are two products",
-        "kvcompile/compile/gemv.py",
+        "kvcompile/compile/linear_forms.py",
         "gate, up = _linear(x, weights[0], biases[0]).chunk(2, -1)",
         "gate, up = (_linear(x, *of) for of in zip(*(_both(own, False) for own in (weights[0], biases[0]))))",
         GATES,
@@ -192,14 +192,14 @@ LINEAR = (
     ),
     broken(
         "a norm rounds to any dtype",
-        "kvcompile/compile/gemv.py",
+        "kvcompile/compile/linear_forms.py",
         'return _one_token(x) and (dtype or "float32") == own',
         "return _one_token(x)",
         NORMS,
     ),
     broken(
         "a norm that is spelled out is rounded at its end",
-        "kvcompile/compile/gemv.py",
+        "kvcompile/compile/linear_forms.py",
         "return norm * (own.to(getattr(torch, dtype)) if dtype else own)",
         "return (norm * own).to(getattr(torch, dtype)) if dtype else norm * own",
         NORMS,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, symbolic_trace
 
-from kvcompile.compile import gemv
+from kvcompile.compile import gemv, linear_forms
 from kvcompile.kernels.triton.host.launch import recording
 from tests.support.budget import within
 
@@ -151,7 +151,7 @@ ALONE = {
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels for GPUs are what linear layers may run: in Triton's interpreter."""
-    monkeypatch.setattr(gemv, "on_gpu", lambda device: True)
+    monkeypatch.setattr(linear_forms, "on_gpu", lambda device: True)
     with torch.no_grad():
         yield
 

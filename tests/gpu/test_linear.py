@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kvcompile
-from kvcompile.compile.gemv import ACTIVATIONS
+from kvcompile.compile.linear_forms import ACTIVATIONS
 from kvcompile.kernels.triton.host.linear import gated, linears, takes
 from tests.gpu.test_steps import MODEL
 from tests.support.budget import rounding, within

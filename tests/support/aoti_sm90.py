@@ -17,7 +17,7 @@ from torch._inductor.codecache import CpuTritonKernelCache
 from torch._inductor.codegen.cpp_wrapper_cpu import DeferredCpuTritonCallWrapper
 from torch._inductor.graph import GraphLowering
 
-from kvcompile.compile import gemv
+from kvcompile.compile import linear_forms
 from kvcompile.errors import ExportError
 from kvcompile.kernels.shared.dialect import AOTI
 from kvcompile.kernels.triton import available
@@ -78,7 +78,7 @@ def main(names: list[str]) -> None:
     act_as_sm90()
     stand_in_for_machine_code()
     available.problem = lambda device: None
-    gemv.on_gpu = lambda device: True
+    linear_forms.on_gpu = lambda device: True
     print(json.dumps({name: programs(name) for name in names}))
 
 

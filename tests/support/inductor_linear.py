@@ -13,7 +13,7 @@ import torch
 import torch._inductor.graph
 from torch.fx import Graph, GraphModule
 
-from kvcompile.compile import gemv
+from kvcompile.compile import linear_forms
 from kvcompile.compile.inductor import ShapeClass, Tracer
 from kvcompile.kernels.triton import available
 from kvcompile.kernels.triton.device import Device, acting_as
@@ -75,7 +75,7 @@ def printed_of(shapes: ShapeClass) -> dict[str, Any]:
 
 def main() -> None:
     act_as_sm90()
-    gemv.on_gpu = lambda device: True
+    linear_forms.on_gpu = lambda device: True
     available.problem = lambda device: None
     # It asks of GPUs' tensors alone whether they begin at multiples of 16 bytes, as these do.
     torch._inductor.graph.should_assume_input_aligned = lambda example: True

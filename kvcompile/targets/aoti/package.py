@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from kvcompile.compile import ahead, gemv
+from kvcompile.compile import ahead, gemv, linear_forms
 from kvcompile.errors import ExportError
 from kvcompile.kernels.cpp.host.source import KernelText
 from kvcompile.targets.aoti import kernels
@@ -112,7 +112,7 @@ def compiled(function: Functional, entry: Entry, mode: str, level: str, folder: 
     _lay_out(module)
     named, isa = {}, kernels.isa_of(level)
     alone = entry.one and entry.alone
-    if gemv.on_gpu(function.device):
+    if linear_forms.on_gpu(function.device):
         if alone and any(decision.kernels == "triton" for decision in function.plan.decisions):
             made = not gemv.made_by_inductor(mode)
             module = gemv.give_gemv(module, gates=True, norms=True, made=made)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcompile.compile.gemv import ACTIVATIONS
+from kvcompile.compile.linear_forms import ACTIVATIONS
 from kvcompile.kernels.triton.device import Device, acting_as
 from kvcompile.kernels.triton.host.linear import (
     Norm,

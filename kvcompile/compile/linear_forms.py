@@ -1,0 +1,224 @@
+"""Ops that stand for linear layers in a graph until it is traced: each takes the form that fits its tensors.
+
+| op | what it gives |
+|---|---|
+| linear, linear_group | layers, of one vector |
+| linear_gated | act(x G^T + b) * (x U^T + b') |
+| linear_added | r + (x W^T + b) |
+| linear_normed, linear_gated_normed | the same behind the RMSNorm of x |
+| linear_loop | a product and a sum, which Inductor turns into a loop |
+
+A kernel takes the place of what it takes (`kernels/cpp/host/linear.py`, `kernels/triton/host/linear.py`); all else is
+spelled out, as the graph had it. None of these ops is left in what is compiled.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_LIB = torch.library.Library("kvcompile", "FRAGMENT")
+_LIB.define("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
+_LIB.define("linear_loop(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
+_LIB.define("linear_group(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
+_LIB.define(
+    "linear_gated(Tensor x, Tensor[] weights, Tensor?[] biases, str activation, bool second) -> Tensor"
+)
+_LIB.define("linear_added(Tensor x, Tensor weight, Tensor? bias, Tensor residual) -> Tensor")
+_LIB.define(
+    "linear_normed(Tensor x, Tensor norm, float eps, str dtype, Tensor[] weights, Tensor?[] biases) -> "
+    "Tensor[]"
+)
+_LIB.define(
+    "linear_gated_normed(Tensor x, Tensor norm, float eps, str dtype, Tensor[] weights, Tensor?[] biases, "
+    "str activation, bool second) -> Tensor"
+)
+_KERNELS = (torch.float32, torch.float16, torch.bfloat16)
+# Keys are those of `kernels/triton/linear/linear.py`.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., K], weight [N, K] -> [..., N]; sums in fp32."""
+    one = _one_token(x)
+    if one and (kernels := _triton(x, [weight], [bias])) is not None:
+        return kernels.linears(x, [weight], [] if bias is None else [bias])[0]  # type: ignore[no-any-return]
+    if (one or _several(x)) and (kernel := _kernel(x, weight, bias)) is not None:
+        run = kernel.linear if one else kernel.linear_many
+        return run(x.contiguous(), weight, bias)  # type: ignore[no-any-return]
+    return _loop(x, weight, bias)
+
+
+def _group(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+    """Several layers of the same x, in one call of the kernel where it is one token's."""
+    layers = list(zip(weights, biases, strict=True))
+    given = [bias for bias in biases if bias is not None]
+    made: list[Tensor]
+    if _one_token(x) and (own := _triton(x, weights, biases)) is not None:
+        made = own.linears(x, weights, given)
+        return made
+    kernels = [_kernel(x, weight, bias) for weight, bias in layers]
+    if not _one_token(x) or None in kernels or len(given) not in (0, len(weights)):
+        return [_linear(x, weight, bias) for weight, bias in layers]
+    made = kernels[0].linears(x.contiguous(), weights, given)
+    return made
+
+
+def _gated(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None], activation: str, second: bool
+) -> Tensor:
+    """act(x G^T + b) * (x U^T + b'); the kernel takes weights of equally many rows, and none that is broadcast.
+
+    weights, biases: of the gate and of what it opens; or one that holds both, the gate first or second
+    """
+    whole = len(weights) == 1
+    layers = (_both(weights[0], second), _both(biases[0], second)) if whole else (weights, biases)
+    if _alike(layers[0]) and _one_token(x) and (own := _triton(x, *layers)) is not None:
+        given = [bias for bias in layers[1] if bias is not None]
+        made: Tensor = own.gated(x, layers[0], given, activation)
+        return made
+    if whole:  # one product, as the graph had it
+        gate, up = _linear(x, weights[0], biases[0]).chunk(2, -1)
+        gate, up = (up, gate) if second else (gate, up)
+    else:
+        gate, up = _group(x, weights, biases)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def _added(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """residual + (x W^T + b)."""
+    own = _triton(x, [weight], [bias]) if _one_token(x) else None
+    if own is not None and own.takes_residual(x, weight, residual):
+        return own.added(x, weight, bias, residual)  # type: ignore[no-any-return]
+    return residual + _linear(x, weight, bias)
+
+
+def _normed(
+    x: Tensor, norm: Tensor, eps: float, dtype: str, weights: list[Tensor], biases: list[Tensor | None]
+) -> list[Tensor]:
+    """Several layers of x behind its RMSNorm; dtype: as of `_rms`."""
+    if _rounds(x, dtype) and (kernels := _triton(x, weights, biases)) is not None:
+        how = kernels.Norm(norm, eps)
+        if kernels.takes_norm(x, how):
+            given = [bias for bias in biases if bias is not None]
+            return kernels.linears(x, weights, given, how)  # type: ignore[no-any-return]
+    return _group(_rms(x, norm, eps, dtype), weights, biases)
+
+
+def _gated_normed(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    dtype: str,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    activation: str,
+    second: bool,
+) -> Tensor:
+    """As `_gated`, of x behind its RMSNorm."""
+    whole = len(weights) == 1
+    layers = (_both(weights[0], second), _both(biases[0], second)) if whole else (weights, biases)
+    if _alike(layers[0]) and _rounds(x, dtype) and (kernels := _triton(x, *layers)) is not None:
+        how = kernels.Norm(norm, eps)
+        if kernels.takes_norm(x, how, 2):
+            given = [bias for bias in layers[1] if bias is not None]
+            return kernels.gated(x, layers[0], given, activation, how)  # type: ignore[no-any-return]
+    return _gated(_rms(x, norm, eps, dtype), weights, biases, activation, second)
+
+
+def _rms(x: Tensor, norm: Tensor, eps: float, dtype: str) -> Tensor:
+    """norm * (x / sqrt(mean(x^2) + eps)): in float32, and rounded to `dtype` before the product; "": as it is."""
+    own = x.float() if dtype else x
+    own = own * torch.rsqrt(own.pow(2).mean(-1, keepdim=True) + eps)
+    return norm * (own.to(getattr(torch, dtype)) if dtype else own)
+
+
+def _rounds(x: Tensor, dtype: str) -> bool:
+    """Whether a norm of one token computes as the kernel does: in float32, rounded to the token's dtype."""
+    own = str(x.dtype).removeprefix("torch.")
+    return _one_token(x) and (dtype or "float32") == own
+
+
+def _both(of: Tensor | None, second: bool) -> list[Any]:
+    """The halves of a weight or bias, the gate's first."""
+    if of is None:
+        return [None, None]
+    first, last = of.chunk(2)
+    return [last, first] if second else [first, last]
+
+
+def _alike(weights: list[Tensor]) -> bool:
+    """Whether a gate has as many rows as what it opens; a product may broadcast one."""
+    return weights[0].shape == weights[1].shape
+
+
+def _one_token(x: Tensor) -> bool:
+    return x.dtype.is_floating_point and all(isinstance(size, int) and size == 1 for size in x.shape[:-1])
+
+
+def _several(x: Tensor) -> bool:
+    if on_gpu(x.device):
+        return False
+    return importlib.import_module("kvcompile.kernels.cpp.isa").multiplies_rows(x.dtype)  # type: ignore[no-any-return]
+
+
+def _loop(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same without a kernel."""
+    rows = x.shape[:-1]
+    if on_gpu(x.device) or not _one_token(x) or weight.dim() != 2:
+        return F.linear(x, weight, bias)
+    out = (x.reshape(1, -1).float() * weight.float()).sum(-1)
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(x.dtype).reshape(*rows, weight.shape[0])
+
+
+def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    """What launches the kernel, or None where it has none for these."""
+    # A vector is a weight as well, and one number a bias of all rows.
+    own = bias is None or (bias.dtype == x.dtype and bias.is_contiguous() and bias.shape == weight.shape[:1])
+    same = x.dtype == weight.dtype and weight.dim() == 2 and own
+    elsewhere = on_gpu(x.device) or x.device.type != "cpu"
+    if elsewhere or x.dtype not in _KERNELS or not same or weight.stride(-1) != 1:
+        return None
+    available = importlib.import_module("kvcompile.kernels.cpp.available")
+    if available.problem(x.device) is not None:
+        return None
+    return importlib.import_module("kvcompile.kernels.cpp.host.linear")
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether kernels for GPUs are what linear layers on `device` may run."""
+    return device.type == "cuda"
+
+
+def _triton(x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None]) -> Any:
+    """What launches the kernel of a GPU, or None where it has none for these."""
+    if not on_gpu(x.device):
+        return None
+    available = importlib.import_module("kvcompile.kernels.triton.available")
+    if available.problem(x.device) is not None:
+        return None
+    kernels = importlib.import_module("kvcompile.kernels.triton.host.linear")
+    given = [bias for bias in biases if bias is not None]
+    return kernels if kernels.takes(x, weights, given) else None
+
+
+_LIB.impl("linear", _linear, "CompositeImplicitAutograd")
+_LIB.impl("linear_loop", _loop, "CompositeImplicitAutograd")
+_LIB.impl("linear_group", _group, "CompositeImplicitAutograd")
+_LIB.impl("linear_gated", _gated, "CompositeImplicitAutograd")
+_LIB.impl("linear_added", _added, "CompositeImplicitAutograd")
+_LIB.impl("linear_normed", _normed, "CompositeImplicitAutograd")
+_LIB.impl("linear_gated_normed", _gated_normed, "CompositeImplicitAutograd")
