@@ -114,8 +114,8 @@ def compiled(function: Functional, entry: Entry, mode: str, level: str, folder: 
     alone = entry.one and entry.alone
     if linear_forms.on_gpu(function.device):
         if alone and any(decision.kernels == "triton" for decision in function.plan.decisions):
-            made = not gemv.made_by_inductor(mode)
-            module = gemv.give_gemv(module, gates=True, norms=True, made=made)
+            by_inductor = gemv.made_by_inductor(mode)
+            module = gemv.give_gemv(module, gates=True, norms=True, made=not by_inductor)
     elif function.device.type == "cpu":
         if any(decision.kernels == "cpp" for decision in function.plan.decisions):
             kernels.give_linear(module, isa)
