@@ -27,8 +27,8 @@ def linear(
     w_rows = weight + (there.to(tl.int64) * stride)[:, None]
     w_sum = tl.zeros([1, 1024], tl.float32)
     c = tl.arange(0, 1024)
-    for start in range(0, 49152, 16384):
-        for k in tl.static_range(0, 16384, 1024):
+    for start in range(0, 49152, 8192):
+        for k in tl.static_range(0, 8192, 1024):
             w = tl.load(w_rows + (start + k + c)[None, :], eviction_policy="evict_first")
             x = tl.load(x_ptr + start + k + c, eviction_policy="evict_last").to(tl.float32)
             w_sum += w.to(tl.float32) * x[None, :]

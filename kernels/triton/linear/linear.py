@@ -38,7 +38,7 @@ from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.spec import KernelSpec
 
 # Loads of 16 bytes, of 4 registers each, of a thread without a loop; of more, a turn of the loop has fewer.
-LOADS, IN_TURN = 32, 16
+LOADS, IN_TURN = 32, 8
 APART = 64  # results of a layer begin at a multiple: other kernels take vectors to begin at 16 bytes
 _OPTION = re.compile(r"(channels|layers)\[(\d+)\]")
 _NORM = re.compile(r"rms\[(.+)\]")

@@ -63,11 +63,10 @@ def test_weights_are_read_as_fast_as_they_come(arch: int, name: str, dtype: torc
     # Two warps and more meet once, when a row is summed up; of several sums, once for each.
     assert made.shared <= 1024 and made.barriers == 0
     text = role.generate(spec).text
-    turns = text.count("for start in")
+    turns = text.count("for start in") and made.instructions  # some releases of Triton unroll them
     held = spec.block_m * sides * columns / (32 * warps)  # elements of a thread
     held += 2 * columns / (32 * warps) if "eps" in how else 0
-    code = sum(made.opcodes.values()) if not turns else made.instructions
-    assert code is not None
+    code = turns or sum(made.opcodes.values())
     if not turns:
         assert code <= 6 * held + (500 if "eps" in how else 250), (code, held)
     else:

@@ -155,7 +155,7 @@ def test_more_columns_than_registers_hold_are_read_in_turns(dtype: torch.dtype) 
     """Whole turns, whole tiles behind them, and a part of one."""
     x, weight = drawn((1, 1, 1744), dtype, 0), drawn((5, 1744), dtype, 1)
     own, _ = form(1744, [5], 1, dtype, Device("Triton's interpreter", 0, 1))
-    assert "for start in range(0, 1536, 512)" in role.generate(own).text and 1744 % own.block_n
+    assert "for start in range(0, 1536, 256)" in role.generate(own).text and 1744 % own.block_n
     with in_bounds():
         (found,) = linears(x, [weight])
     assert bool(
