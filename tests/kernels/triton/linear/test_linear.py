@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -73,6 +73,7 @@ def test_layers_of_one_token(
         assert bool(((own.double() - truth).abs() <= rounding(x, weight, bias)).all())
 
 
+@settings(max_examples=40)
 @given(
     columns=st.integers(1, 20).map(lambda number: 16 * number),
     rows=st.integers(24, 40),
@@ -99,6 +100,7 @@ def test_a_gate_and_what_it_opens(
     within(found, plain(dtype), plain(torch.float64), dtype, activation, few=True)
 
 
+@settings(max_examples=40)
 @given(
     columns=st.integers(1, 30).map(lambda number: 16 * number),
     rows=st.lists(st.integers(12, 20), min_size=1, max_size=3),
@@ -128,6 +130,7 @@ def test_a_token_that_is_normed_by_who_reads_it(
     within(found, torchs, truth, dtype, few=True)
 
 
+@settings(max_examples=40)
 @given(
     columns=st.integers(1, 30).map(lambda number: 16 * number),
     rows=st.integers(24, 40),
