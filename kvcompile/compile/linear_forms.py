@@ -82,13 +82,12 @@ def _gated(
 
     weights, biases: of the gate and of what it opens; or one that holds both, the gate first or second
     """
-    whole = len(weights) == 1
-    layers = (_both(weights[0], second), _both(biases[0], second)) if whole else (weights, biases)
+    layers = _sides(weights, biases, second)
     if _alike(layers[0]) and _one_token(x) and (own := _triton(x, *layers)) is not None:
         given = [bias for bias in layers[1] if bias is not None]
         made: Tensor = own.gated(x, layers[0], given, activation)
         return made
-    if whole:  # one product, as the graph had it
+    if len(weights) == 1:  # one product, as the graph had it
         gate, up = _linear(x, weights[0], biases[0]).chunk(2, -1)
         gate, up = (up, gate) if second else (gate, up)
     else:
@@ -127,8 +126,7 @@ def _gated_normed(
     second: bool,
 ) -> Tensor:
     """As `_gated`, of x behind its RMSNorm."""
-    whole = len(weights) == 1
-    layers = (_both(weights[0], second), _both(biases[0], second)) if whole else (weights, biases)
+    layers = _sides(weights, biases, second)
     if _alike(layers[0]) and _rounds(x, dtype) and (kernels := _triton(x, *layers)) is not None:
         how = kernels.Norm(norm, eps)
         if kernels.takes_norm(x, how, 2):
@@ -148,6 +146,15 @@ def _rounds(x: Tensor, dtype: str) -> bool:
     """Whether a norm of one token computes as the kernel does: in float32, rounded to the token's dtype."""
     own = str(x.dtype).removeprefix("torch.")
     return _one_token(x) and (dtype or "float32") == own
+
+
+def _sides(
+    weights: list[Tensor], biases: list[Tensor | None], second: bool
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Weights and biases of a gate and of what it opens, of two layers or of one that holds both."""
+    if len(weights) == 1:
+        return _both(weights[0], second), _both(biases[0], second)
+    return weights, biases
 
 
 def _both(of: Tensor | None, second: bool) -> list[Any]:

@@ -207,7 +207,7 @@ LINEAR = (
     broken(
         "a row that registers do not hold is normed in them",
         "kernels/triton/host/linear.py",
-        "return fits and each * (sides + 2) <= _NORMED",
+        "return fits and holds_norm(columns, x.dtype, device_of(x.device), sides)",
         "return fits",
         NORMS,
     ),

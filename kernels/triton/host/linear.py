@@ -64,8 +64,12 @@ def takes_norm(x: Tensor, norm: Norm, sides: int = 1) -> bool:
     """
     weight, columns = norm.weight, x.shape[-1]
     fits = weight.dtype == x.dtype and weight.shape == (columns,) and weight.is_contiguous()
-    each = -(-columns // _tile(columns, x.dtype, device_of(x.device))[0])
-    return fits and each * (sides + 2) <= _NORMED
+    return fits and holds_norm(columns, x.dtype, device_of(x.device), sides)
+
+
+def holds_norm(columns: int, dtype: torch.dtype, device: Device, sides: int = 1) -> bool:
+    """Whether the registers of a program hold a token that it norms, its norm, and a row of each of its weights."""
+    return -(-columns // _tile(columns, dtype, device)[0]) * (sides + 2) <= _NORMED
 
 
 def linears(

@@ -111,8 +111,8 @@ def generate(spec: KernelSpec) -> KernelSource:
     params: list[Param] = [TensorParam("x", spec.torch_dtype)]
     params += [TensorParam(f"w_{layer}", spec.torch_dtype, 2) for layer in range(layers)]
     params += [TensorParam(f"b_{layer}", spec.torch_dtype) for layer in range(layers)] if biased else []
-    eps, added = norm(spec), "residual" in spec.options
-    if eps is not None and loop(spec)[1]:
+    eps, added, (turn, turns) = norm(spec), "residual" in spec.options, loop(spec)
+    if eps is not None and turns:
         raise ValueError(
             f"a token of {columns} channels is not normed in turns: rows of {spec.block_m} are too many"
         )
@@ -121,7 +121,6 @@ def generate(spec: KernelSpec) -> KernelSource:
     params += [TensorParam("out", spec.torch_dtype)]
     params += [ScalarParam(f"n_{layer}") for layer in range(outs)]
     whole = columns // spec.block_n * spec.block_n
-    turn, turns = loop(spec)
     rounded = partial(helpers.stored, dtype=spec.dtype, interpreted="interpreted" in spec.options)
     text = rendered(
         "linear.py.jinja",

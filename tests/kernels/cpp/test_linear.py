@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import CacheLayout
 from kvcompile.targets.aoti import kernels as packaged
 from tests.kernels.cpp.test_attention import PAIRS
-from tests.support.budget import rounding
+from tests.support.budget import rounding, within
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -162,7 +163,8 @@ def test_what_pytorch_broadcasts_is_broadcast(
         wanted = layer(x)
         with torch.no_grad():
             got = gemv.give_gemv(symbolic_trace(layer), kernels)(x)
-        assert got.shape == wanted.shape and torch.allclose(got, wanted, atol=1e-5)
+        assert got.shape == wanted.shape
+        within(got, wanted, copy.deepcopy(layer).double()(x.double()), torch.float32, few=True)
         assert packaged._linear_spec(x, layer.inner.weight, given, isa.isa()) is None
 
 

@@ -177,7 +177,9 @@ def test_what_is_no_number_stays_none(activation: str) -> None:
     up[:, 0] = 1.0
     wanted = ACTIVATIONS[activation](torch.tensor(values))
     found = gated(x, [gate, up], [], activation)[0, 0]
-    torch.testing.assert_close(found, wanted, equal_nan=True, rtol=1e-5, atol=1e-30)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    truth = ACTIVATIONS[activation](torch.tensor(values, dtype=torch.float64))
+    within(found[1:], wanted[1:], truth[1:], torch.float32, few=True)
     assert gated(x, [up, gate], [], activation)[0, 0, 0].isnan()
 
 
