@@ -6,7 +6,7 @@ Which graphs: Inductor treats a size of one apart, and a step of one sequence is
 |---|---|---|
 | prefill | any number from 2 on | any number |
 | decode | one each | one |
-| decode_batch | one each | any number; where the limits admit more than one |
+| batch_decode | one each | any number; where the limits admit more than one |
 
 `any number` is traced with symbols of at least two, because torch.export takes 0 and 1 for cases of their own. Compiled
 code reads its sizes from its inputs, and the strides that it computes from them hold for one as well: what tracing can
@@ -18,6 +18,9 @@ Weights are no part of the code: each graph names the constants that it needs, a
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,7 @@ _OF_LEVEL = {
     "x86-64-v3": _AVX2,
     "x86-64-v4": _AVX2 | {f"avx512_{part}" for part in ("f", "bw", "cd", "dq", "vl")},
 }
+_STANDARD = "libstdc++.so.6"
 
 
 @dataclass(frozen=True)
@@ -68,11 +72,12 @@ class Compiled:
 
 def entries(max_batch: int) -> tuple[Entry, ...]:
     """The graphs of a package for up to so many sequences; the first that takes a call is meant."""
+    # No name begins another: PyTorch 2.11 loads of all entries that begin so the last.
     found = (
         Entry("prefill", "prefill", one=False, alone=max_batch == 1),
         Entry("decode", "decode", one=True, alone=True),
     )
-    return found if max_batch == 1 else (*found, Entry("decode_batch", "decode", one=True, alone=False))
+    return found if max_batch == 1 else (*found, Entry("batch_decode", "decode", one=True, alone=False))
 
 
 def instruction_sets(level: str, own: set[str]) -> set[str]:
@@ -131,7 +136,7 @@ def compiled(function: Functional, entry: Entry, mode: str, level: str, folder: 
             )
 
     try:
-        linked = kernels.options(named, isa)
+        linked = kernels.options(named, isa) or _linked(function.device)
         made = ahead.compiling(make)
     except Exception as error:  # Inductor and the C++ compiler raise many kinds
         reason = " ".join(str(error).split())[:600]
@@ -149,6 +154,22 @@ def compiled(function: Functional, entry: Entry, mode: str, level: str, folder: 
                 "weight files have rows; this is a defect of kvcompile"
             )
     return Compiled(entry, files, constants, named)
+
+
+def _linked(device: torch.device) -> dict[str, Any]:
+    """What a graph of a GPU is linked with besides.
+
+    On Linux the shared library of C++, by its file: without it, a machine that had both in its folders linked the
+    static one, whose regular expressions crash beside PyTorch's as soon as a package is loaded.
+    """
+    if device.type != "cuda" or sys.platform != "linux":
+        return {}
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    ask = [*shlex.split(get_cpp_compiler()), f"-print-file-name={_STANDARD}"]
+    said = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
+    # A compiler that has none says the name itself.
+    return {"aot_inductor.custom_op_libs": [f":{_STANDARD}"]} if Path(said).is_absolute() else {}
 
 
 def package(path: Path, made: tuple[Compiled, ...]) -> None:

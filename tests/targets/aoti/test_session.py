@@ -153,7 +153,7 @@ def test_caches_are_updated_where_they_stand(int8: Made) -> None:
 def test_no_cache_is_copied_in_a_step(int8: Made) -> None:
     """The C++ of a step makes no tensor with all slots of the cache, and copies none."""
     with zipfile.ZipFile(int8.folder / "model.pt2") as package:
-        for entry in ("decode", "decode_batch"):
+        for entry in ("decode", "batch_decode"):
             (name,) = [n for n in package.namelist() if n.endswith(f"/{entry}.wrapper.cpp")]
             text = package.read(name).decode()
             text = text[text.index("::run_impl(") :]
@@ -188,7 +188,10 @@ def test_weights_are_there_once(int8: Made) -> None:
 def test_the_graphs_of_a_package() -> None:
     assert [entry.name for entry in entries(1)] == ["prefill", "decode"]
     assert all(entry.alone for entry in entries(1))
-    assert [entry.name for entry in entries(4)] == ["prefill", "decode", "decode_batch"]
+    names = [entry.name for entry in entries(4)]
+    assert names == ["prefill", "decode", "batch_decode"]
+    # PyTorch 2.11 takes all entries that begin with a name for that entry, and loads the last of them.
+    assert not [(one, two) for one in names for two in names if one != two and two.startswith(one)]
 
 
 def test_a_call_takes_the_graph_for_it(int8: Made) -> None:
@@ -196,7 +199,7 @@ def test_a_call_takes_the_graph_for_it(int8: Made) -> None:
     chosen = {
         (tokens, batch): manifest.graph(tokens, batch).entry for tokens in (1, 2, 64) for batch in (1, 2)
     }
-    assert chosen[1, 1] == "decode" and chosen[1, 2] == "decode_batch"
+    assert chosen[1, 1] == "decode" and chosen[1, 2] == "batch_decode"
     assert {chosen[tokens, batch] for tokens in (2, 64) for batch in (1, 2)} == {"prefill"}
 
 
@@ -215,7 +218,7 @@ def test_its_graphs_run_the_cpp_kernels(int8: Made) -> None:
     }
     assert {name.partition("_")[0] for name in names} == {"decode", "prefill", "linear"}
     with zipfile.ZipFile(int8.folder / "model.pt2") as package:
-        for entry in ("prefill", "decode", "decode_batch"):
+        for entry in ("prefill", "decode", "batch_decode"):
             (wrapper,) = [n for n in package.namelist() if n.endswith(f"/{entry}.wrapper.cpp")]
             text = package.read(wrapper).decode()
             text = text[text.index("::run_impl(") :]

@@ -39,7 +39,7 @@ LAUNCHES = {
 @pytest.mark.parametrize("recipe", LAUNCHES)
 def test_the_program_launches_kernels_on_the_caches_themselves(recipe: str) -> None:
     found = printed("tests.support.aoti_sm90", recipe)[recipe]
-    assert list(found) == ["prefill", "decode", "decode_batch"]
+    assert list(found) == ["prefill", "decode", "batch_decode"]
     for (entry, program), wanted in zip(found.items(), LAUNCHES[recipe], strict=True):
         run = program["code"][program["code"].index("::run_impl(") :]
         launches = re.findall(r"^ *call_(\w+?)_\d+\((.*)\);", run, re.MULTILINE)

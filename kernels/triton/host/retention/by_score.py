@@ -11,7 +11,7 @@ new ones take what the others give up. The notes of a call are the token of each
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -39,8 +39,9 @@ class ByScore(Hooks):
     def standing(self, call: Call) -> Standing:
         made = call.kernels
         if call.one:
-            return noted(made.spec("decode", self.tracked(call)), call.notes[0], call.positions[:, -1] + 1)
-        return noted(made.spec("prefill", ("new",)), call.notes[0], _before(call)[:, 0])
+            own = made.spec("decode", self.tracked(call))
+            return noted(own, call.notes[0], lambda: call.positions[:, -1] + 1)
+        return noted(made.spec("prefill", ("new",)), call.notes[0], lambda: _before(call)[:, 0])
 
     def note(self, call: Call, found: Sequence[Tensor]) -> None:
         if found:
@@ -77,13 +78,13 @@ class ByScore(Hooks):
         return slots
 
 
-def noted(spec: KernelSpec, token: Tensor, length: Tensor) -> Standing:
+def noted(spec: KernelSpec, token: Tensor, length: Callable[[], Tensor]) -> Standing:
     """Token and place of each slot, int32 [B, Hs, N], where the kernel of `spec` (decode, prefill) asks for them.
 
-    length: tokens of the sequences that the slots hold, [B]
+    length: makes the tokens of the sequences that the slots hold, [B]; outside a compiled graph it is a launch
     """
     attend = Attend(spec)
-    place = ranks(held_in(token, length)).to(torch.int32) if attend.needs_place else None
+    place = ranks(held_in(token, length())).to(torch.int32) if attend.needs_place else None
     return (token if attend.needs_token else None), place
 
 

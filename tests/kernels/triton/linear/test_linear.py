@@ -228,15 +228,15 @@ def test_what_it_takes(name: str) -> None:
 def test_a_program_is_cut_for_the_device(
     columns: int, rows: list[int], dtype: torch.dtype, gate: bool
 ) -> None:
-    """No thread holds more loads than registers, none is idle in a row, and a large device has programs enough."""
+    """No thread holds more loads than registers but in turns, none is idle, and a large device has programs enough."""
     sides = 2 if gate else 1
     rows = rows[:1] if gate else rows
     own, warps = form(columns, rows, sides * len(rows), dtype, H200, activation="silu" if gate else None)
     a_warp = 32 * 16 // dtype.itemsize
     assert own.block_n == warps * a_warp and (warps == 1 or own.block_n <= columns)
     loads = own.block_m * sides * -(-columns // own.block_n)
-    assert own.block_m == 1 or loads <= role.LOADS
-    assert own.block_m == 1 or role.grid(own, rows)[0] >= 4 * H200.multiprocessors
+    assert own.block_m in (1, 2) and (own.block_m == 1 or not gate or loads <= role.LOADS)
+    assert own.block_m == 1 or role.grid(own, rows)[0] >= 2 * H200.multiprocessors
     first = role.places(rows)
     assert all(
         a + count <= b and b % role.APART == 0 for a, b, count in zip(first, first[1:], rows, strict=False)
