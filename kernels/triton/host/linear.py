@@ -2,8 +2,9 @@
 
 A thread reads 16 bytes with one load, a warp 32 times that of a row. A program has two rows, so that a token that is
 read once serves both, and of a gate two of each side where its registers hold them. Of short rows it has eight warps,
-of long ones two, where it norms the token four. So an H200 measured rows of 1 to 8 and warps of 1 to 16, over the
-layers of models from 1 to 70 billion weights (`docs/kernels.md`): at most an eighth behind the best of a shape.
+of long ones two, of those that take a loop one, where it norms the token four. So an H200 measured rows of 1 to 8 and
+warps of 1 to 16, over the layers of models from 1 to 70 billion weights (`docs/kernels.md`): at most a ninth behind the
+best of a shape.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _COLUMNS = 4096  # of short rows, at most
 _ROWS = 2  # of a program, of each of its weights
 _FEW = 16  # loads of a thread that norms the token, of weights
 _NORMED = 32  # of those as well that are of the norm and the token
-_PROGRAMS = 2  # of a multiprocessor, at least
+_PROGRAMS, _ALONE = 2, 12  # of a multiprocessor, at least; of single warps
 
 
 def takes(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> bool:
@@ -177,8 +178,11 @@ def form(
     count, most = _ROWS, LOADS if eps is None else _FEW
     if (sides == 2 or eps is not None) and count * sides * each > most:
         count = 1
-    if sum(-(-of // count) for of in rows) < _PROGRAMS * device.multiprocessors:
+    if _programs(rows, count) < _PROGRAMS * device.multiprocessors:
         count = 1
+    in_turns = eps is None and count * sides * each > LOADS
+    if in_turns and warps == _LONG and _programs(rows, count) >= _ALONE * device.multiprocessors:
+        block, warps = block // _LONG, 1  # no thread waits for those of another warp
     if device.arch == INTERPRETER:  # so that tests meet edges of tiles
         count = 2
     options = {f"channels[{columns}]", f"layers[{layers}]"}
@@ -190,6 +194,10 @@ def form(
     name = str(dtype).removeprefix("torch.")
     spec = KernelSpec("linear", site, 1, 1, 1, 1, name, count, block, options=tuple(sorted(options)))
     return spec, warps
+
+
+def _programs(rows: Sequence[int], count: int) -> int:
+    return sum(-(-of // count) for of in rows)
 
 
 def _tile(columns: int, dtype: torch.dtype, device: Device, normed: bool) -> tuple[int, int]:

@@ -19,7 +19,6 @@ Weights are no part of the code: each graph names the constants that it needs, a
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,9 @@ from torch.fx import GraphModule
 from kvcompile.compile import ahead, gemv, linear_forms
 from kvcompile.errors import ExportError
 from kvcompile.kernels.cpp.host.source import KernelText
+from kvcompile.kernels.cpp.isa import Isa
 from kvcompile.targets.aoti import kernels
+from kvcompile.targets.aoti.int_arrays import kept_apart
 from kvcompile.targets.functional import Functional, Phase, example, traced
 from kvcompile.util.tracing import quiet
 
@@ -47,7 +48,6 @@ _OF_LEVEL = {
     "x86-64-v3": _AVX2,
     "x86-64-v4": _AVX2 | {f"avx512_{part}" for part in ("f", "bw", "cd", "dq", "vl")},
 }
-_STANDARD = "libstdc++.so.6"
 
 
 @dataclass(frozen=True)
@@ -130,13 +130,13 @@ def compiled(function: Functional, entry: Entry, mode: str, level: str, folder: 
     given = example(function, entry.one, entry.alone)
 
     def make() -> Any:
-        with torch.no_grad(), quiet("torch._inductor"):
+        with torch.no_grad(), quiet("torch._inductor"), kept_apart():
             return torch._inductor.aot_compile(
                 module, given, options=_options(entry, mode, level, folder) | linked
             )
 
     try:
-        linked = kernels.options(named, isa) or _linked(function.device)
+        linked = _linked(named, isa)
         made = ahead.compiling(make)
     except Exception as error:  # Inductor and the C++ compiler raise many kinds
         reason = " ".join(str(error).split())[:600]
@@ -156,20 +156,20 @@ def compiled(function: Functional, entry: Entry, mode: str, level: str, folder: 
     return Compiled(entry, files, constants, named)
 
 
-def _linked(device: torch.device) -> dict[str, Any]:
-    """What a graph of a GPU is linked with besides.
+def _linked(named: dict[str, KernelText], isa: Isa) -> dict[str, Any]:
+    """What a graph's code is linked with: the kernels that it calls, and C++'s library as PyTorch has it.
 
-    On Linux the shared library of C++, by its file: without it, a machine that had both in its folders linked the
-    static one, whose regular expressions crash beside PyTorch's as soon as a package is loaded.
+    A compiler that was moved has links that lead nowhere, and takes the static library instead. Its regular expressions
+    break beside PyTorch's as soon as a package is loaded, which asks them for the device.
     """
-    if device.type != "cuda" or sys.platform != "linux":
-        return {}
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    ask = [*shlex.split(get_cpp_compiler()), f"-print-file-name={_STANDARD}"]
-    said = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
-    # A compiler that has none says the name itself.
-    return {"aot_inductor.custom_op_libs": [f":{_STANDARD}"]} if Path(said).is_absolute() else {}
+    options = kernels.options(named, isa)
+    if sys.platform == "linux":
+        files = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+        standard = [file for file in files if Path(file).name.startswith("libstdc++.so")]
+        # Libraries are all that it passes to the linker; -lm is one of them anyway, and a file follows it.
+        libraries = [f"m {shlex.quote(file)}" for file in standard[:1]]
+        options["aot_inductor.custom_op_libs"] = [*options.get("aot_inductor.custom_op_libs", []), *libraries]
+    return options
 
 
 def package(path: Path, made: tuple[Compiled, ...]) -> None:
