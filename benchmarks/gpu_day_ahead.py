@@ -171,9 +171,10 @@ def configurations(name: str) -> None:
 def linear_problem(name: str) -> Any:
     """A case of linear layers; None: it is another."""
     import torch
-    from kernel_linear import LINEAR, problem_of
+    from kernel_linear import LINEAR, SWEPT, problem_of
 
-    found = (problem_of(case, torch.device("cpu"), 0) for case in LINEAR if case.name == name)
+    every = (*LINEAR, *SWEPT)
+    found = (problem_of(case, torch.device("cpu"), 0) for case in every if case.name == name)
     return next(found, None)
 
 
@@ -196,10 +197,10 @@ def names_of(what: str) -> list[str]:
 
         return [f"{recipe} {role}" for role in ROLES.split(",") for recipe in RECIPES.split(",")]
     from kernel_cases import APPENDS, CASES
-    from kernel_linear import LINEAR
+    from kernel_linear import LINEAR, SWEPT
 
-    appends = () if what == "configurations" else APPENDS
-    return [case.name for case in (*CASES, *appends, *LINEAR)]
+    further = SWEPT if what == "configurations" else APPENDS
+    return [case.name for case in (*CASES, *further, *LINEAR)]
 
 
 def one(what: str, name: str) -> str:

@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     import torch
     from compile_time import machine
     from kernel_cases import CASES
-    from kernel_linear import LINEAR
+    from kernel_linear import LINEAR, SWEPT
     from kernel_linear import Case as Linear
 
     if not options.dry_run and not torch.cuda.is_available():
@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cpu" if options.dry_run else "cuda")
     cases: list[Any] = [
         case
-        for case in (*CASES, *LINEAR)
+        for case in (*CASES, *LINEAR, *SWEPT)
         if not options.only or any(text in case.name for text in options.only)
     ]
     if not cases:

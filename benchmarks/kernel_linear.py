@@ -3,7 +3,8 @@
 Shapes are those of a decode step: of Llama-3.1-8B, which the model of a machine predicts as well
 (`kernels/triton/predict/step.py`), of SmolLM2-135M, whose launches are small, and one in float32. Beside it are the
 linear layers of PyTorch, one call each, with what else the launch does in calls beside them. Weights are there so
-often that no L2 cache holds what comes next.
+often that no L2 cache holds what comes next. `kernel_configurations.py` also has shapes of other models: the rule by
+which the host cuts layers up is of these measurements.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvcompile.kernels.triton.predict.step import LINEARS, measured_as
 
 PEER = "cuBLAS"  # what PyTorch calls for them on a GPU
 _TILE = 16384  # rows of a weight that are in float64 at once
-_ROWS, _WARPS = (1, 2, 4, 8, 16), (1, 2, 4, 8)
+_ROWS, _WARPS = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
 _MOST = 16  # rows of a program that are tried, of both weights of a gate together
 _SEED, _EPS = 0, 1e-5
 
@@ -55,6 +56,30 @@ LINEAR = (
     *(_case(replace(of, normed=False), f"{measured_as(of)}, no norm") for of in LINEARS if of.normed),
     *(_case(of, f"linear SmolLM2 {of.name}") for of in _SMALL),
     _case(replace(_FULL, dtype=torch.float32, added=False), f"{measured_as(_FULL)} fp32"),
+)
+# Columns of each layer, and rows: behind a norm queries, keys and values, or a gate and what it opens; and layers whose
+# results are added to others. Of models from 1 to 70 billion weights.
+_NORMED = (
+    (2048, (2048, 512, 512)),
+    (3072, (3072, 1024, 1024)),
+    (3584, (3584, 512, 512)),
+    (5120, (5120, 1024, 1024)),
+)
+_GATED = ((2048, 8192), (3584, 18944), (5120, 17408))
+_ADDED = (
+    *((2048, 2048), (3072, 3072), (5120, 5120), (8192, 8192), (8192, 2048), (8192, 3072), (11008, 4096)),
+    *((17408, 5120), (18944, 3584), (28672, 8192), (4864, 896)),
+)
+SWEPT = (
+    *(
+        Case(f"linear {columns} to {', '.join(map(str, rows))}, normed", columns, rows, normed=True)
+        for columns, rows in _NORMED
+    ),
+    *(
+        Case(f"linear {columns} to {rows}, gate and up, normed", columns, (rows, rows), "silu", normed=True)
+        for columns, rows in _GATED
+    ),
+    *(Case(f"linear {columns} to {rows}, added", columns, (rows,), added=True) for columns, rows in _ADDED),
 )
 
 
