@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tomllib
 from importlib import metadata
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +44,8 @@ GROUPS = (
     ("hypothesis", "sortedcontainers"),
     ("accelerate",),
 )
+# Those that are not imported by their names.
+MODULES = {"z3-solver": "z3", "PyYAML": "yaml", "pytest-xdist": "xdist"}
 MISSING_IS_FINE = ("pytest-timeout", "pytest-xdist", "hypothesis", "accelerate")
 
 
@@ -53,10 +56,13 @@ def pins() -> dict[str, str]:
 
 
 def installed(name: str) -> str | None:
-    """The version that Python finds outside of what this script unpacked."""
+    """The version that Python finds outside of what this script unpacked; "?" of a copy that does not say it."""
     own = [entry for entry in sys.path if Path(entry or ".").resolve() != (PLACE / "site").resolve()]
     found = next(iter(metadata.distributions(name=name, path=own)), None)
-    return None if found is None else str(found.version)
+    if found is not None:
+        return str(found.version)
+    module = MODULES.get(name, name.lower().replace("-", "_"))
+    return None if PathFinder.find_spec(module, own) is None else "?"
 
 
 def download() -> int:

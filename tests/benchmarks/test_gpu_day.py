@@ -193,6 +193,18 @@ def test_wheels_are_the_pinned_versions(monkeypatch: pytest.MonkeyPatch) -> None
     assert not names & {"torch", "transformers", "triton", "numpy"}
 
 
+def test_a_copy_of_a_package_is_as_good_as_an_installed_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It may have come without what says its version."""
+    setup = module("gpu_day_setup", monkeypatch)
+    monkeypatch.setattr(setup.sys, "path", [str(tmp_path)])
+    assert setup.installed("z3-solver") is None
+    (tmp_path / "z3").mkdir()
+    (tmp_path / "z3" / "__init__.py").touch()
+    assert setup.installed("z3-solver") == "?"
+
+
 def test_a_bare_checkout_becomes_one_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module("gpu_day_setup", monkeypatch).link(tmp_path)
     own = tmp_path / "kvcompile"
