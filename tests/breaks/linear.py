@@ -67,8 +67,8 @@ LINEAR = (
     broken(
         "a thread holds more rows than registers",
         "kernels/triton/host/linear.py",
-        "count * sides * each > (LOADS if count * sides <= 2 and eps is None else most)",
-        "count * each > 2 * LOADS",
+        "count * sides * each > most:",
+        "count * each > 2 * LOADS:",
         ROLE,
     ),
     broken(

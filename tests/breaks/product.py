@@ -6,6 +6,27 @@ from tests.breaks.broken import broken
 
 PRODUCT = (
     broken(
+        "an entry's name begins another's",
+        "kvcompile/targets/aoti/package.py",
+        'Entry("batch_decode", "decode", one=True',
+        'Entry("decode_batch", "decode", one=True',
+        "tests/targets/aoti/test_session.py::test_the_graphs_of_a_package",
+    ),
+    broken(
+        "a package is linked with the C++ library that the compiler finds",
+        "kvcompile/targets/aoti/package.py",
+        "for file in standard[:1]]",
+        "for file in standard[:0]]",
+        "tests/targets/aoti/test_linked.py",
+    ),
+    broken(
+        "arrays of sizes are known by what writes them once",
+        "kvcompile/targets/aoti/int_arrays.py",
+        "methods.setdefault(part, writeline)",
+        "writeline",
+        "tests/targets/aoti/test_int_arrays.py",
+    ),
+    broken(
         "flatten takes one dimension too many",
         "kvcompile/targets/onnx/decompose.py",
         "*sizes.of(source, end + 1, dims, node)])\n\n\ndef _unflatten",
