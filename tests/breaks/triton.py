@@ -28,7 +28,7 @@ TRITON = (
     ),
     broken(
         "latent rows take scales of groups that their pieces have in part",
-        "kernels/triton/tile/tile_loader.py",
+        "kernels/triton/tile/latent.py",
         "return bool(pieces) and all(",
         "return bool(pieces) or all(",
         "tests/kernels/triton/host/test_attention.py",
@@ -168,7 +168,7 @@ TRITON = (
     ),
     broken(
         "values have as many columns as a product has rows",
-        "kernels/triton/tile/tile_loader.py",
+        "kernels/triton/tile/channel_blocks.py",
         "least=2 * piece.block)",
         "least=piece.block)",
         "tests/kernels/triton/test_config.py",

@@ -12,11 +12,12 @@ from kvcompile.kernels.triton.attend.combine import weighed
 from kvcompile.kernels.triton.params import Param, ScalarParam, TensorParam
 from kvcompile.kernels.triton.retention.score import logits_dtype
 from kvcompile.kernels.triton.spec import KernelSpec
-from kvcompile.kernels.triton.tile import cache_positions, scores
+from kvcompile.kernels.triton.tile import cache_positions, latent, scores
 from kvcompile.kernels.triton.tile.addressing import SlotArray
 from kvcompile.kernels.triton.tile.channel_blocks import in_pairs
+from kvcompile.kernels.triton.tile.reader import reader
 from kvcompile.kernels.triton.tile.residual import InFull
-from kvcompile.kernels.triton.tile.tile_loader import TileLoader, latent_by_group, reader
+from kvcompile.kernels.triton.tile.tile_loader import TileLoader
 from kvcompile.kernels.triton.tile.values import Values
 from kvcompile.layouts import Paged, Scored, TopPages
 from kvcompile.specs import RotaryForm
@@ -71,7 +72,7 @@ class Attend:
         # What a scale per channel is folded into would be the queries, not the probabilities; and of each group of
         # channels, a product and weights of its own would take all registers.
         grouped = kept.scale.per == "group" and kept.groups(spec.head_dim) > 1
-        own = kept.channelwise or (grouped and spec.role != "columns" and not latent_by_group(spec))
+        own = kept.channelwise or (grouped and spec.role != "columns" and not latent.by_group(spec))
         return reader(spec, "keys", elementwise=own, cuts=[weighed(spec)])
 
     @property

@@ -21,8 +21,9 @@ from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tile import dequantize
 from kvcompile.kernels.triton.tile.addressing import SlotArray
-from kvcompile.kernels.triton.tile.channel_blocks import between
-from kvcompile.kernels.triton.tile.tile_loader import TileLoader, edges, reader
+from kvcompile.kernels.triton.tile.channel_blocks import between, edges
+from kvcompile.kernels.triton.tile.reader import reader
+from kvcompile.kernels.triton.tile.tile_loader import TileLoader
 from kvcompile.layouts import InKeys, Paged
 
 OPTIONS = {"interpreted"}

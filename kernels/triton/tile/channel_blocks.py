@@ -9,8 +9,11 @@ and one for each group of channels that has a scale of its own. What becomes flo
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+
+from kvcompile.kernels.reference.packing import PLANES
+from kvcompile.layouts import Storage
 
 SMALLEST = 16  # what a product takes at least; narrower pieces are padded with zeros
 
@@ -97,3 +100,24 @@ def in_pairs(dim: int, start: int, rotary_dim: int, interleaved: bool) -> tuple[
 def paired(rotary_dim: int) -> int:
     """How many pieces of `in_pairs` are turned."""
     return 2 * len(split(0, rotary_dim // 2))
+
+
+def edges(kept: Storage, dim: int, stacked: bool = False) -> list[int]:
+    """Channels before which a piece must end. stacked: groups of channels are told apart by rows"""
+    planes = PLANES[kept.element.bits] if kept.element.packed else ()
+    sizes = [dim * width // 8 for width in planes if width != 8]
+    if kept.groups(dim) > 1 and not stacked:
+        sizes.append(dim // kept.groups(dim))
+    return [edge for size in sizes for edge in range(size, dim, size)]
+
+
+def wider(pieces: tuple[ChannelBlock, ...], rows: int) -> tuple[ChannelBlock, ...]:
+    """Pieces with more columns than a product has rows, if that takes no more than twice as many.
+
+    Triton gives all warps of two products in a row to the rows of the second, unless it has more columns: of 16 rows
+    each warp would then compute all of both.
+    """
+    return tuple(
+        replace(piece, least=2 * piece.block) if piece.block <= rows < 2 * piece.block else piece
+        for piece in pieces
+    )

@@ -7,30 +7,25 @@ tokens share per channel (KIVI keys) multiply the queries, once per tile of one 
 
 A tile is read in pieces (`channel_blocks.py`), whose elements `dequantize.py` loads; the pieces with one scale are a
 `Scales`. Where vectors must be whole numbers before the product (keys that rotate when they are read), `elementwise` is
-the plain
-form: every element dequantized.
+the plain form: every element dequantized. What is read how is chosen in `reader.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from kvcompile.kernels.triton.device import Fp8Form
 from kvcompile.kernels.triton.params import Param, TensorParam, taken_as
-from kvcompile.kernels.triton.spec import DotType, KernelSpec
-from kvcompile.kernels.triton.tile import dot_dtype
+from kvcompile.kernels.triton.spec import DotType
 from kvcompile.kernels.triton.tile.addressing import SlotArray
-from kvcompile.kernels.triton.tile.channel_blocks import SMALLEST, ChannelBlock, between, in_words
+from kvcompile.kernels.triton.tile.channel_blocks import SMALLEST, ChannelBlock
 from kvcompile.kernels.triton.tile.code_values import scale_number
-from kvcompile.kernels.triton.tile.stacking import filled, stacks, takes_scales
-from kvcompile.layouts import InKeys, Paged, Storage
+from kvcompile.layouts import Storage
 
 # float16: bits of the mantissa, and the power of two that its least number is one over.
 MANTISSA, LEAST = 10, 24
-PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # as kernels/reference/packing.py packs
 
 
 @dataclass(frozen=True)
@@ -396,164 +391,3 @@ class TileLoader:
     def integers(self) -> bool:
         kind = self.storage.element.kind
         return self.fp8 == "bits" if kind == "fp8" else kind != "float"
-
-
-def reader(
-    spec: KernelSpec,
-    side: str,
-    pieces: tuple[ChannelBlock, ...] | None = None,
-    *,
-    elementwise: bool = False,
-    cuts: Iterable[int] = (),
-) -> TileLoader:
-    """The reader of the site's keys or values.
-
-    pieces: instead of those that suit the storage best; cuts: channels before which one of these must end
-    """
-    stored = spec.layout.keys if side == "keys" else spec.layout.values
-    dim = spec.head_dim if side == "keys" else spec.v_head_dim
-    assert not isinstance(stored, InKeys), "such values are read from the keys"
-    kept = stored.of_slots
-    dot = dot_dtype.of_model(spec) if elementwise or kept.channelwise else dot_dtype.of_codes(kept, spec)
-    own = side == "keys" and not elementwise
-    if kept.channelwise and own and (kept.group % spec.block_n == 0 or several_groups(spec, spec.block_n)):
-        dot = dot_dtype.of_codes(kept, spec)
-    stack = stacks(spec.role, spec.site, spec.head_dim, spec.v_head_dim, spec.group, spec.torch_dtype)
-    by_group = _by_group(spec, kept, dim, dot, elementwise)
-    # Keys that are values as well.
-    shared = spec.layout.in_keys and spec.role != "columns" and not pieces
-    marks = [*edges(kept, dim, stack > 1 or by_group or (elementwise and shared)), *cuts]
-    assembly = "interpreted" not in spec.options and dot == "float16"
-    made = TileLoader(
-        side,
-        kept,
-        dim,
-        (),
-        dot,
-        spec.dtype,
-        spec.fp8,
-        spec.block_n,
-        elementwise,
-        assembly,
-        stack=stack,
-        by_group=by_group,
-        joint=spec.role == "decode",
-        lowest=side == "keys" and spec.role == "decode" and not spec.layout.in_keys,
-    )
-    made = replace(made, once=_once(made, spec, bool(pieces)))
-    if shared and elementwise and made.once:
-        planes = range(0, dim, made.row_bytes)
-        marks += [plane + step for plane in planes for step in range(_WIDEST, made.row_bytes, _WIDEST)]
-    words = () if pieces or not _in_words(made, spec) else in_words(dim, marks)
-    if not pieces:
-        pieces = words or between(dim, marks)
-        if shared or (words and side == "values" and spec.role == "decode"):
-            pieces = _wide(pieces, spec.block_m * stack)
-    return replace(made, pieces=pieces, words=bool(words))
-
-
-def _once(part: TileLoader, spec: KernelSpec, turned: bool) -> bool:
-    """Whether the codes of keys that are values as well become numbers once (`TileLoader.once`).
-
-    Codes of 8 bits alone are so soon in the form of each product that this takes more.
-    """
-    if not spec.layout.in_keys or spec.role == "columns" or turned or part.storage.element.kind == "float":
-        return False
-    return part.elementwise or part.by_group or spec.layout.in_full
-
-
-def _wide(pieces: tuple[ChannelBlock, ...], rows: int) -> tuple[ChannelBlock, ...]:
-    """Pieces with more columns than a product has rows, if that takes no more than twice as many.
-
-    Triton gives all warps of two products in a row to the rows of the second, unless it has more columns: of 16 rows
-    each warp would then compute all of both.
-    """
-    return tuple(
-        replace(piece, least=2 * piece.block) if piece.block <= rows < 2 * piece.block else piece
-        for piece in pieces
-    )
-
-
-def _by_group(spec: KernelSpec, kept: Storage, dim: int, dot: DotType, elementwise: bool) -> bool:
-    """Whether codes take the scales of their groups of channels: those of many queries, if all pieces are whole.
-
-    Of a step, where its heads fill the rows of a product (`stacking.filled`).
-    """
-    if elementwise or dot != "float16":
-        return False
-    if spec.layout.in_keys:
-        return latent_by_group(spec)
-    step = spec.role == "decode"
-    if step and not filled(
-        spec.role, spec.site, spec.head_dim, spec.v_head_dim, spec.group, spec.torch_dtype
-    ):
-        return False
-    return takes_scales(kept, dim, spec.torch_dtype)
-
-
-def latent_by_group(spec: KernelSpec) -> bool:
-    """Whether codes that are keys and values at once take the scales of their groups in float16: those of a step, if
-    pieces have whole groups."""
-    kept, dim = spec.layout.keys.of_slots, spec.head_dim
-    element, count = kept.element, kept.groups(dim)
-    plain = element.kind == "uint" and element.bits in (4, 8) and kept.scale.dtype == "float16"
-    if (
-        spec.role != "decode"
-        or kept.scale.per != "group"
-        or count == 1
-        or not plain
-        or spec.dtype == "float32"
-    ):
-        return False
-    size = dim // count
-    pieces = in_words(dim, [*edges(kept, dim, True), spec.v_head_dim])
-    return bool(pieces) and all(
-        (piece.start - piece.start % 2) % size == 0 and 2 * piece.width % size == 0 for piece in pieces
-    )
-
-
-def several_groups(spec: KernelSpec, block_n: int) -> bool:
-    """Whether a tile of so many slots has several whole groups of keys that share scales per channel (`affine`)."""
-    kept, placement = spec.layout.keys.of_slots, spec.layout.placement
-    dense = not isinstance(placement, Paged) or placement.page_size % block_n == 0
-    whole = kept.channelwise and block_n % kept.group == 0 and block_n > kept.group
-    plain = kept.element.kind == "uint" and kept.element.bits in (4, 8) and kept.scale.dtype == "float16"
-    packs = spec.head_dim * kept.element.bits % 16 == 0 and spec.head_dim % 2 == 0
-    chosen = "chosen" in spec.options
-    return (
-        whole
-        and dense
-        and plain
-        and packs
-        and spec.role != "columns"
-        and spec.dtype != "float32"
-        and not chosen
-    )
-
-
-# Channels of a piece that is dequantized element by element and made once, at most: in float32 it takes registers.
-_WIDEST = 128
-# Bytes of a row of 2 bits, below which the words of one plane are too few columns for four warps.
-_NARROW = 64
-
-
-def _in_words(part: TileLoader, spec: KernelSpec) -> bool:
-    """Whether codes become float16 as they stand, so that two of a word fill the two halves of two registers."""
-    element = part.storage.element
-    if part.storage.channelwise and part.side == "keys" and not part.elementwise and not part.folded:
-        return several_groups(spec, spec.block_n)
-    plain = element.kind in ("int", "uint", "fp8") and element.bits in (2, 4, 8)
-    if element.bits == 2 and part.row_bytes < _NARROW:
-        return False
-    # Pieces of one group are too narrow to be halved.
-    alone = part.stack > 1 or part.by_group or element.bits == 8 or part.storage.groups(part.dim) == 1
-    return plain and alone and part.dot == "float16" and not part.by_element and part.row_bytes % 2 == 0
-
-
-def edges(kept: Storage, dim: int, stacked: bool = False) -> list[int]:
-    """Channels before which a piece must end. stacked: groups of channels are told apart by rows"""
-    planes = PLANES[kept.element.bits] if kept.element.packed else ()
-    sizes = [dim * width // 8 for width in planes if width != 8]
-    if kept.groups(dim) > 1 and not stacked:
-        sizes.append(dim // kept.groups(dim))
-    return [edge for size in sizes for edge in range(size, dim, size)]

@@ -25,7 +25,7 @@ from kvcompile.kernels.triton.config import (
 from kvcompile.kernels.triton.device import INTERPRETER, Device, device_of
 from kvcompile.kernels.triton.roles import ROLES
 from kvcompile.kernels.triton.spec import KernelSpec, Role
-from kvcompile.kernels.triton.tile.tile_loader import reader
+from kvcompile.kernels.triton.tile.reader import reader
 from kvcompile.layouts import (
     CacheLayout,
     InKeys,

@@ -18,7 +18,7 @@ import torch
 
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.spec import KernelSpec
-from kvcompile.kernels.triton.tile.tile_loader import reader
+from kvcompile.kernels.triton.tile.reader import reader
 from kvcompile.layouts import CacheLayout, uint
 
 HALF = np.float16

@@ -6,9 +6,8 @@ w of byte c.
 
 from __future__ import annotations
 
+from kvcompile.kernels.reference.packing import PLANES
 from kvcompile.kernels.triton.append.encode.tile import Store, Tile, power_of_two
-
-PLANES: dict[int, tuple[int, ...]] = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
 
 
 def packed(codes: str, bits: int, tile: Tile) -> tuple[list[str], tuple[Store, ...]]:
