@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from kvcompile.compile import ahead, gemv, linear_forms
+from kvcompile.compile.rounding import rounding
 from kvcompile.errors import CompileError
 from kvcompile.util.code_digest import code_digest
 from kvcompile.util.faking import faking
@@ -126,7 +127,7 @@ def compile_region(module: GraphModule, inputs: Sequence[Any], tracer: Tracer, m
     _import_inductor()
 
     def compiled() -> Compiled:
-        with torch.no_grad(), tracing(TracingContext(tracer.mode)), _cached_for_this_code():
+        with torch.no_grad(), tracing(TracingContext(tracer.mode)), _cached_for_this_code(), rounding():
             return torch._inductor.standalone_compile(
                 module,
                 list(inputs),

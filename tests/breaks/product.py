@@ -27,6 +27,20 @@ PRODUCT = (
         "tests/targets/aoti/test_int_arrays.py",
     ),
     broken(
+        "an older PyTorch takes a number for the one that is stored",
+        "kvcompile/compile/rounding.py",
+        'mock.patch.object(cpp.CppKernel, "cache_dtype_convert", lambda *_: None)',
+        'mock.patch.object(cpp.CppKernel, "cache_dtype_convert", cpp.CppKernel.cache_dtype_convert)',
+        "tests/compile/test_rounding.py",
+    ),
+    broken(
+        "of numbers of 8 bits, one form is not known in C++",
+        "kvcompile/targets/aoti/float8.py",
+        '("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")',
+        '("e4m3fn", "e4m3fnuz", "e5m2fnuz")',
+        "tests/targets/aoti/test_float8.py",
+    ),
+    broken(
         "flatten takes one dimension too many",
         "kvcompile/targets/onnx/decompose.py",
         "*sizes.of(source, end + 1, dims, node)])\n\n\ndef _unflatten",

@@ -29,10 +29,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from kvcompile.compile import ahead, gemv, linear_forms
+from kvcompile.compile.rounding import rounding
 from kvcompile.errors import ExportError
 from kvcompile.kernels.cpp.host.source import KernelText
 from kvcompile.kernels.cpp.isa import Isa
-from kvcompile.targets.aoti import kernels
+from kvcompile.targets.aoti import float8, kernels
 from kvcompile.targets.aoti.int_arrays import kept_apart
 from kvcompile.targets.functional import Functional, Phase, example, traced
 from kvcompile.util.tracing import quiet
@@ -130,7 +131,7 @@ def compiled(function: Functional, entry: Entry, mode: str, level: str, folder: 
     given = example(function, entry.one, entry.alone)
 
     def make() -> Any:
-        with torch.no_grad(), quiet("torch._inductor"), kept_apart():
+        with torch.no_grad(), quiet("torch._inductor"), kept_apart(), float8.known(), rounding():
             return torch._inductor.aot_compile(
                 module, given, options=_options(entry, mode, level, folder) | linked
             )
