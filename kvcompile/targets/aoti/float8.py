@@ -9,7 +9,8 @@ from unittest import mock
 import torch
 from torch.torch_version import TorchVersion
 
-_KNOWN_SINCE = (2, 13)
+_KNOWN_SINCE = "2.13"
+_ASKED = "get_device_include_path"  # which newer versions do not have
 _HEADERS = [f"#include <c10/util/Float8_{form}.h>" for form in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")]
 
 
@@ -21,10 +22,10 @@ def known() -> Iterator[None]:
         return
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
-    own = CppWrapperCpu.get_device_include_path
+    own = getattr(CppWrapperCpu, _ASKED)
 
     def included(device: str) -> str:
         return "\n".join([own(device), *_HEADERS])
 
-    with mock.patch.object(CppWrapperCpu, "get_device_include_path", staticmethod(included)):
+    with mock.patch.object(CppWrapperCpu, _ASKED, staticmethod(included)):
         yield
