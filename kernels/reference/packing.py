@@ -15,8 +15,7 @@ from torch import Tensor
 
 from kvcompile.kernels.shared.dialect import current
 
-# Bits of the planes that codes of so many bits are packed in.
-PLANES: dict[int, tuple[int, ...]] = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
+_PLANES: dict[int, tuple[int, ...]] = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -24,7 +23,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if current().portable:
         return as_byte(_packed(codes.float(), bits))
     planes, low = [], 0
-    for width in PLANES[bits]:
+    for width in _PLANES[bits]:
         plane = (codes >> low) & (2**width - 1)
         first, *others = plane.chunk(8 // width, dim=-1)
         for place, chunk in enumerate(others, start=1):
@@ -40,7 +39,7 @@ def unpack(data: Tensor, bits: int) -> Tensor:
         return _unpacked(from_byte(data), bits)
     codes: Tensor | None = None
     channels, start, low = data.shape[-1] * 8 // bits, 0, 0
-    for width in PLANES[bits]:
+    for width in _PLANES[bits]:
         size = channels * width // 8
         plane = data[..., start : start + size]
         parts = [(plane >> shift) & (2**width - 1) for shift in range(0, 8, width)]
@@ -66,7 +65,7 @@ def from_byte(data: Tensor) -> Tensor:
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
     planes, low = [], 0
-    for width in PLANES[bits]:
+    for width in _PLANES[bits]:
         chunks = _field(codes, low, width).chunk(8 // width, dim=-1)
         weights = range(0, 8, width)
         planes.append(torch.stack([c * 2.0**w for c, w in zip(chunks, weights, strict=True)]).sum(0))
@@ -77,7 +76,7 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 def _unpacked(data: Tensor, bits: int) -> Tensor:
     codes: Tensor | None = None
     channels, start, low = data.shape[-1] * 8 // bits, 0, 0
-    for width in PLANES[bits]:
+    for width in _PLANES[bits]:
         size = channels * width // 8
         plane = data[..., start : start + size]
         found = torch.cat([_field(plane, shift, width) for shift in range(0, 8, width)], dim=-1) * 2.0**low

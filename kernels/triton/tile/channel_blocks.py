@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from kvcompile.kernels.reference.packing import PLANES
 from kvcompile.layouts import Storage
 
+# Bits of the planes that codes of so many bits are packed in, as kernels/reference/packing.py packs.
+PLANES: dict[int, tuple[int, ...]] = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
 SMALLEST = 16  # what a product takes at least; narrower pieces are padded with zeros
 
 

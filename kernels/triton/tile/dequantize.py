@@ -15,9 +15,8 @@ Where scales multiply elements (`TileLoader.by_element`), every one is dequantiz
 
 from __future__ import annotations
 
-from kvcompile.kernels.reference.packing import PLANES
 from kvcompile.kernels.triton.tile.addressing import SlotArray
-from kvcompile.kernels.triton.tile.channel_blocks import ChannelBlock
+from kvcompile.kernels.triton.tile.channel_blocks import PLANES, ChannelBlock
 from kvcompile.kernels.triton.tile.code_values import codebook_number, scale_number
 from kvcompile.kernels.triton.tile.tile_loader import MANTISSA, TileLoader
 

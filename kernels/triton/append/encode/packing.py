@@ -6,8 +6,8 @@ w of byte c.
 
 from __future__ import annotations
 
-from kvcompile.kernels.reference.packing import PLANES
 from kvcompile.kernels.triton.append.encode.tile import Store, Tile, power_of_two
+from kvcompile.kernels.triton.tile.channel_blocks import PLANES
 
 
 def packed(codes: str, bits: int, tile: Tile) -> tuple[list[str], tuple[Store, ...]]:
