@@ -80,8 +80,10 @@ def test_weights_are_read_as_fast_as_they_come(arch: int, name: str, dtype: torc
     held += 2 * columns / (32 * warps) if "eps" in how else 0
     code = turns or sum(made.opcodes.values())
     if not turns:
-        assert code <= 6 * held + (500 if "eps" in how else 300), (code, held)
+        # Besides the sums: a norm, or the polynomials of an error function.
+        behind = 500 if "eps" in how else 300 if activation == "gelu" else 250
+        assert code <= 6 * held + behind, (code, held)
     else:
-        assert code <= 7 * role.IN_TURN * 16 // dtype.itemsize, code
+        assert code <= 6 * role.IN_TURN * 16 // dtype.itemsize + 30, code
     # Two programs are on a multiprocessor at least, so that one reads while the other sums up.
     assert made.registers * 32 * warps <= 65536 // 2
