@@ -33,11 +33,21 @@ def bounds(attend: Attend, source: SlotArray) -> block_bounds.Bounds:
     return block_bounds.unordered(spec, held, not _conditions(attend, source) and not attend.mixed)
 
 
-def inside(source: SlotArray) -> str:
-    """The line that defines which slots of a tile hold tokens; new ones may begin with padding."""
+def inside(attend: Attend, source: SlotArray) -> str:
+    """The line that defines which slots of a tile hold tokens; new ones may begin with padding.
+
+    Pages behind a window may have been given back: what their places in the table of pages name is of nobody, and may
+    be no number, which a probability of 0 would not make 0.
+    """
     if source.prefix:
         return "inside = (start + n < end) & (start + n >= -first)"
-    return "inside = start + n < end"
+    released = attend.spec.layout.released
+    if released is None:
+        return "inside = start + n < end"
+    kept = "(start + n >= low)"
+    if released.sinks:
+        kept = f"({kept} | (start + n < {released.sinks}))"
+    return f"inside = (start + n < end) & {kept}"
 
 
 def visible(attend: Attend, source: SlotArray) -> str:

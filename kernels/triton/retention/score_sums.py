@@ -57,7 +57,7 @@ def generate(spec: KernelSpec) -> KernelSource:
     params = _params(attend, source)
     part, rows = attend.keys, attend.full("keys")
     constants = part.constants() + cache_positions.prologue(spec, True)
-    before = [*fixed_scale(attend, part), keys.inside(source)]
+    before = [*fixed_scale(attend, part), keys.inside(attend, source)]
     if attend.mixed or attend.needs_key or source.prefix:
         before += keys.positions(attend, source, True)
     if attend.needs_place:

@@ -11,6 +11,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from kvcompile.layouts import (
     CacheLayout,
     InKeys,
+    Paged,
+    SinkWindow,
+    Window,
     fp8,
     int8,
     mxfp4,
@@ -127,3 +130,24 @@ FULL_ROWS = {
 def test_heads_that_fill_the_rows_of_a_product(name: str) -> None:
     """Against the oracle: a group's scale taken for another's is far out of the budget."""
     check(replace(FULL_ROWS[name], dtype=torch.float16, chunks=(9, 1), pads=(0,)))
+
+
+# A tile of 16 slots is two pages, or four; chunks end within pages, at their ends, and reach over a window.
+GIVEN_BACK = {
+    "window": Case(
+        CacheLayout(int8(), int8(), Paged(8, released=True), Window(7)),
+        chunks=(1, 1, 12, 1, 9, 1, 1),
+        pads=(2, 0),
+    ),
+    "sinks": Case(
+        CacheLayout(placement=Paged(4, released=True), retention=SinkWindow(3, 6)),
+        chunks=(9, 1, 1, 14, 1, 1),
+        pads=(0, 5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN_BACK)
+def test_pages_that_were_given_back_are_not_multiplied(name: str) -> None:
+    """Their places name a page of nobody, which holds no numbers; what no query sees of them has a probability of 0."""
+    check(GIVEN_BACK[name])
