@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.breaks.attend import ATTEND
 from tests.breaks.broken import Break
 from tests.breaks.cpp import CPP
 from tests.breaks.graphs import GRAPHS
@@ -27,6 +28,7 @@ from tests.breaks.kernels import KERNELS
 from tests.breaks.linear import LINEAR
 from tests.breaks.packed import PACKED
 from tests.breaks.parallel import PARALLEL
+from tests.breaks.predict import PREDICT
 from tests.breaks.product import PRODUCT
 from tests.breaks.replicas import REPLICAS
 from tests.breaks.serving import SERVING
@@ -36,6 +38,8 @@ from tests.breaks.triton import TRITON
 ROOT = Path(__file__).resolve().parents[2]
 ALL = (
     *KERNELS,
+    *ATTEND,
+    *PREDICT,
     *LINEAR,
     *CPP,
     *GRAPHS,

@@ -1,4 +1,4 @@
-"""Breaks of generated Triton kernels, and of what reads their TTGIR; `kernels.py` has more."""
+"""Breaks of generated Triton kernels, and of what reads their TTGIR; `attend.py` has more."""
 
 from __future__ import annotations
 

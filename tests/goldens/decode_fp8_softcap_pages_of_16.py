@@ -139,14 +139,16 @@ def decode_attention(
         s = s + v_exponent[None, :]
         v_unit = tl.exp2(-v_exponent)[None, :]
         highest = tl.maximum(top, tl.max(s, 1) - 12.0)
+        moved = (highest != top).to(tl.int32)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
         top = highest
         e = p
         p = p * v_unit
         total = total * alpha[:, None] + p
-        acc0 = acc0 * alpha[:, None]
-        acc1 = acc1 * alpha[:, None]
+        if tl.max(moved, 0) > 0:
+            acc0 = acc0 * alpha[:, None]
+            acc1 = acc1 * alpha[:, None]
         w = e.to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
         acc1 = tl.dot(w, v1, acc1)
@@ -178,14 +180,16 @@ def decode_attention(
         s = s + v_exponent[None, :]
         v_unit = tl.exp2(-v_exponent)[None, :]
         highest = tl.maximum(top, tl.max(s, 1) - 12.0)
+        moved = (highest != top).to(tl.int32)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
         top = highest
         e = p
         p = p * v_unit
         total = total * alpha[:, None] + p
-        acc0 = acc0 * alpha[:, None]
-        acc1 = acc1 * alpha[:, None]
+        if tl.max(moved, 0) > 0:
+            acc0 = acc0 * alpha[:, None]
+            acc1 = acc1 * alpha[:, None]
         w = e.to(tl.float16)
         acc0 = tl.dot(w, v0, acc0)
         acc1 = tl.dot(w, v1, acc1)

@@ -59,7 +59,7 @@ def decode_attention(
         s = s * 0.18033688011112042
         highest = tl.maximum(top, tl.max(s, 1))
         level = tl.where(level > -1.0e30, level, highest)
-        tl.store(logits_ptr + ((batch * 3 + head) * 3 + m)[:, None] * 1024 + (start + n)[None, :], (s - level[:, None]).to(tl.float16), mask=real[:, None] & (start + n < 1024)[None, :])
+        tl.store(logits_ptr + ((batch * 3 + head) * 3 + m)[:, None] * 1024 + (start + n)[None, :], (s - level[:, None]).to(tl.float16), mask=real[:, None] & (start + n < 1024)[None, :], eviction_policy="evict_last")
         v0 = tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
@@ -82,7 +82,7 @@ def decode_attention(
         s = tl.where(inside[None, :], s, float("-inf"))
         highest = tl.maximum(top, tl.max(s, 1))
         level = tl.where(level > -1.0e30, level, highest)
-        tl.store(logits_ptr + ((batch * 3 + head) * 3 + m)[:, None] * 1024 + (start + n)[None, :], (s - level[:, None]).to(tl.float16), mask=real[:, None] & (start + n < 1024)[None, :])
+        tl.store(logits_ptr + ((batch * 3 + head) * 3 + m)[:, None] * 1024 + (start + n)[None, :], (s - level[:, None]).to(tl.float16), mask=real[:, None] & (start + n < 1024)[None, :], eviction_policy="evict_last")
         v0 = tl.load(values_data_ptr + base * 64 + n[:, None] * 64 + vc0, mask=inside[:, None], other=0.0)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])

@@ -195,16 +195,18 @@ def decode_attention(
         s = s + v_exponent
         v_unit = tl.exp2(-v_exponent)
         highest = tl.maximum(top, tl.max(s, 1) - 12.0)
+        moved = (highest != top).to(tl.int32)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
         top = highest
         p = p * v_unit
         total = total * alpha[:, None] + p
         alpha = tl.reshape(tl.broadcast_to(alpha[None, :], [4, 4]), [16])
-        acc0 = acc0 * alpha[:, None]
-        acc1 = acc1 * alpha[:, None]
-        acc2 = acc2 * alpha[:, None]
-        acc3 = acc3 * alpha[:, None]
+        if tl.max(moved, 0) > 0:
+            acc0 = acc0 * alpha[:, None]
+            acc1 = acc1 * alpha[:, None]
+            acc2 = acc2 * alpha[:, None]
+            acc3 = acc3 * alpha[:, None]
         v_minima = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_minimum, [32, 2, 2]), [2, 1, 0]), [4, 32])[:, None, :], [4, 4, 32]), [16, 32])
         minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 32]), [16, 32]) * v_minima
         w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 32]), [16, 32]) * v_scales).to(tl.float16)
@@ -250,16 +252,18 @@ def decode_attention(
         s = s + v_exponent
         v_unit = tl.exp2(-v_exponent)
         highest = tl.maximum(top, tl.max(s, 1) - 12.0)
+        moved = (highest != top).to(tl.int32)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
         top = highest
         p = p * v_unit
         total = total * alpha[:, None] + p
         alpha = tl.reshape(tl.broadcast_to(alpha[None, :], [4, 4]), [16])
-        acc0 = acc0 * alpha[:, None]
-        acc1 = acc1 * alpha[:, None]
-        acc2 = acc2 * alpha[:, None]
-        acc3 = acc3 * alpha[:, None]
+        if tl.max(moved, 0) > 0:
+            acc0 = acc0 * alpha[:, None]
+            acc1 = acc1 * alpha[:, None]
+            acc2 = acc2 * alpha[:, None]
+            acc3 = acc3 * alpha[:, None]
         v_minima = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_minimum, [32, 2, 2]), [2, 1, 0]), [4, 32])[:, None, :], [4, 4, 32]), [16, 32])
         minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 32]), [16, 32]) * v_minima
         w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 32]), [16, 32]) * v_scales).to(tl.float16)

@@ -60,11 +60,13 @@ def decode_attention(
         s = tl.dot(q1, tl.trans(k1), s)
         s = s * 0.06011229337037347
         highest = tl.maximum(top, tl.max(s, 1))
+        moved = (highest != top).to(tl.int32)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
         top = highest
         total = total * alpha[:, None] + p
-        acc0 = acc0 * alpha[:, None]
+        if tl.max(moved, 0) > 0:
+            acc0 = acc0 * alpha[:, None]
         w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, k0, acc0)
     # Tiles before and after those, in which not every key is seen.
@@ -82,11 +84,13 @@ def decode_attention(
         s = s * 0.06011229337037347
         s = tl.where(inside[None, :], s, float("-inf"))
         highest = tl.maximum(top, tl.max(s, 1))
+        moved = (highest != top).to(tl.int32)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
         top = highest
         total = total * alpha[:, None] + p
-        acc0 = acc0 * alpha[:, None]
+        if tl.max(moved, 0) > 0:
+            acc0 = acc0 * alpha[:, None]
         w = p.to(tl.bfloat16)
         acc0 = tl.dot(w, k0, acc0)
 

@@ -21,6 +21,8 @@ Options of the two roles
     listed        decode: a program takes its share of the tiles of all sequences (`work_list.py`), else of one
     cascade       decode over a list: tiles that sequences have in common are read once for these (`cascade.py`)
     joined        decode over a list: the last program of a head joins its parts, and no `combine` is launched
+    scored        decode that joins, with option logits: that program adds the shares of the head's slots to `score`
+                  (`retention/score.py`), and no `score` is launched
     lse           prefill: the log-sum-exp in base 2 of each query is stored, [B, Hq, tokens] float32, for `columns`
     slots16       the slots of a sequence are a multiple of 16, and come divided by it (`slots_16`), so that Triton sees
                   that rows of scales are aligned and copies them ahead
@@ -63,7 +65,8 @@ from kvcompile.kernels.triton.attend.softmax_pv import (
 from kvcompile.kernels.triton.dead_lines import tidy
 from kvcompile.kernels.triton.params import KernelSource
 from kvcompile.kernels.triton.render import rendered
-from kvcompile.kernels.triton.retention.score import logits_dtype
+from kvcompile.kernels.triton.retention import score
+from kvcompile.kernels.triton.retention.score import SCORED, logits_dtype
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tile import cache_positions, scores
 from kvcompile.kernels.triton.tile.addressing import SlotArray
@@ -110,6 +113,8 @@ def generate(spec: KernelSpec) -> KernelSource:
         cascade=attend.cascade,
         joined=work_list.JOINED in spec.options,
         join=join(spec) if work_list.JOINED in spec.options else "",
+        lse=attend.leaves_lse,
+        scored=_scored(spec),
         tiles_of=work_list.tiles_of(loops[0]["bounds"].lines) if listed else "",
         rows=work_list.heads(spec),
         members=work_list.members(spec),
@@ -158,17 +163,24 @@ def join(spec: KernelSpec) -> str:
         segments=2 * work_list.heads(spec),
         at_once=work_list.together(spec, dim),
         sinks=spec.site.score.sinks,
-        lse="logits" in spec.options,
+        lse=Attend(spec).leaves_lse,
+        scored=SCORED in spec.options,
         log2e=scores.LOG2E,
         turned=helpers.hadamard("out", rows, block, dim) if turns(spec) else "",
         stored=helpers.stored("out", spec.dtype, "interpreted" in spec.options),
     ).rstrip()
 
 
+def _scored(spec: KernelSpec) -> str:
+    """The function of a kernel's file that adds the shares of a head (`templates/scored.jinja`), if it is asked for."""
+    rows = work_list.power_above(work_list.joined_heads(spec))
+    return score.function(spec, rows) if SCORED in spec.options else ""
+
+
 def tile(attend: Attend, source: SlotArray, masked: bool) -> list[str]:
     """Lines of one tile, `start` its first slot. masked: some slots are not seen, or read in full."""
     spec = attend.spec
-    lines = [keys.inside(source)] if masked else []
+    lines = [keys.inside(attend, source)] if masked else []
     lines += keys.chosen(attend, source, masked)
     if masked or attend.needs_key:
         lines += keys.positions(attend, source, masked)
@@ -195,11 +207,15 @@ def tile(attend: Attend, source: SlotArray, masked: bool) -> list[str]:
 
 
 def _logits(attend: Attend, source: SlotArray, masked: bool) -> list[str]:
-    """Lines that store the scores of a tile, less the level of this program's tiles."""
+    """Lines that store the scores of a tile, less the level of this program's tiles.
+
+    They are read once more soon, when many more bytes of keys and values have gone by: the L2 cache is asked to keep
+    them (`evict_last`), so that memory neither takes nor gives them.
+    """
     spec = attend.spec
     row = f"((batch * {spec.num_kv_heads} + head) * {spec.group} + m)"
     inside = f"real[:, None] & (start + n < {source.slots})[None, :]"
     at = f"logits_ptr + {row}[:, None] * {source.slots} + (start + n)[None, :]"
     dtype = str(logits_dtype(spec)).removeprefix("torch.")
     lines, own = relative(attend, masked)
-    return [*lines, f"tl.store({at}, ({own}).to(tl.{dtype}), mask={inside})"]
+    return [*lines, f'tl.store({at}, ({own}).to(tl.{dtype}), mask={inside}, eviction_policy="evict_last")']

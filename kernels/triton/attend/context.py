@@ -10,7 +10,7 @@ from kvcompile.kernels.triton import packed
 from kvcompile.kernels.triton.attend import cascade, work_list
 from kvcompile.kernels.triton.attend.combine import weighed
 from kvcompile.kernels.triton.params import Param, ScalarParam, TensorParam
-from kvcompile.kernels.triton.retention.score import logits_dtype
+from kvcompile.kernels.triton.retention.score import SCORED, logits_dtype
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tile import cache_positions, latent, scores
 from kvcompile.kernels.triton.tile.addressing import SlotArray
@@ -222,7 +222,13 @@ class Attend:
             return [*found, *([TensorParam("spans", torch.int32)] if work_list.LISTED in options else [])]
         found += [TensorParam("arrivals", torch.int32), TensorParam("out", self.spec.torch_dtype)]
         found += [TensorParam("sinks", torch.float32)] if self.spec.site.score.sinks else []
-        return [*found, *([TensorParam("lse", torch.float32)] if "logits" in options else [])]
+        found += [TensorParam("lse", torch.float32)] if self.leaves_lse else []
+        return [*found, *([TensorParam("score", torch.float32, 3)] if SCORED in options else [])]
+
+    @property
+    def leaves_lse(self) -> bool:
+        """Whether decode, which joins, stores the log-sum-exp, for who adds shares to scores in another launch."""
+        return "logits" in self.spec.options and SCORED not in self.spec.options
 
     @property
     def of_slots(self) -> tuple[Param, ...]:

@@ -26,6 +26,9 @@ from kvcompile.kernels.triton.tile.residual import InFull
 HEADROOM = 12
 # Numbers that summed up late take registers: of a program's, so many at most.
 _LATE = 2048
+# Sums of a program, for each slot of a tile, from which on it pays to see whether they must be scaled down: 64 and more
+# multiplications of a thread (32 slots, one warp), beside some ten instructions to see it.
+_SUMS = 64
 # Scales below are taken for it: what they scale is 0, or no scale could tell. float16 has no smaller one.
 _SMALLEST = {"float16": 2.0**-24}
 _SMALLEST_WIDE = 2.0**-80
@@ -34,6 +37,16 @@ _SMALLEST_WIDE = 2.0**-80
 def summed_late(attend: Attend) -> bool:
     """Whether rows are summed up behind the loops."""
     return not attend.many and attend.spec.block_m * attend.spec.block_n <= _LATE
+
+
+def scaled_seldom(attend: Attend) -> bool:
+    """Whether sums are scaled down only in a tile that has a larger score than all before it.
+
+    A factor of 1 leaves them as they are, and few tiles have a larger one: of scores in no order, the n-th with a
+    probability of 1/n. What it takes to look is a maximum of all rows, and a branch, in each tile.
+    """
+    sums = attend.rows * sum(attend.values.of.pieces[i].block for i in attend.values.indices)
+    return not attend.many and sums >= _SUMS * attend.spec.block_n
 
 
 def accumulators(attend: Attend) -> list[str]:
@@ -79,7 +92,10 @@ def highest(attend: Attend, masked: bool) -> list[str]:
 def softmax(attend: Attend) -> list[str]:
     """Lines that make weights `w` and probabilities `p` of `s` and `highest`, and scale the sums down to that."""
     values = attend.values
-    lines = [
+    seldom = scaled_seldom(attend)
+    # Of a score that is no number as well.
+    lines = ["moved = (highest != top).to(tl.int32)"] if seldom else []
+    lines += [
         "alpha = tl.exp2(top - highest)",
         "p = tl.exp2(s - highest[:, None])",
         "top = highest",
@@ -89,8 +105,11 @@ def softmax(attend: Attend) -> list[str]:
     lines.append(_summed(attend, "total", "p"))
     if attend.stack > 1:
         lines.append(f"alpha = {stacking.repeated('alpha', attend.stack, attend.spec.block_m)}")
-    lines += [f"acc{i} = acc{i} * alpha[:, None]" for i in values.indices]
-    return lines
+    scaled = [f"acc{i} = acc{i} * alpha[:, None]" for i in values.indices]
+    if seldom:
+        lines.append("if tl.max(moved, 0) > 0:")
+        return [*lines, *(f"    {line}" for line in scaled)]
+    return lines + scaled
 
 
 def relative(attend: Attend, masked: bool) -> tuple[list[str], str]:

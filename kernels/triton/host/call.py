@@ -24,6 +24,7 @@ from kvcompile.kernels.triton.device import device_of
 from kvcompile.kernels.triton.host import ops_attend, ops_write
 from kvcompile.kernels.triton.host.site_kernels import Kernels
 from kvcompile.kernels.triton.params import taken_as
+from kvcompile.kernels.triton.retention import score
 from kvcompile.kernels.triton.tile import cache_positions
 from kvcompile.layouts import Paged, TopPages
 
@@ -144,6 +145,8 @@ def decode(
 ) -> list[Tensor]:
     """The output of one query a sequence, [B, Hq, 1, Dv], and with option logits, the log-sum-exp, logits and levels.
 
+    Of these three, none where the launch that joins the parts has added what they give to scores.
+
     new: the query, and what programs count themselves by, where they do
     slots: of one sequence, at most
     pages: those that are read, int32 [B, Hkv, K]; None: all slots are read
@@ -158,7 +161,8 @@ def decode(
     if alone and arrivals is None:  # of a site whose tokens another has written
         arrivals = q.new_zeros(q.shape[:2], dtype=torch.int32)
     common = (cascade.CASCADE,) if new.prefixes is not None else ()
-    spec = made.spec("decode", (*options, *wide, *few, *call.whole, *shared.options, *alone, *common))
+    added = (score.SCORED,) if alone and "logits" in options and score.adds(made.spec("decode")) else ()
+    spec = made.spec("decode", (*options, *wide, *few, *call.whole, *shared.options, *alone, *added, *common))
     heads = q.shape[0] * work_list.heads(spec)
     most = most_read(call.site, slots, own.block_n)
     selection = call.site.layout.selection
@@ -179,6 +183,7 @@ def decode(
         pages,
         call.sinks if alone else None,
         arrivals,
+        call.notes[1] if added else None,
         programs,
         own.num_warps,
         own.num_stages,

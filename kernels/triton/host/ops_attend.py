@@ -26,12 +26,12 @@ from kvcompile.kernels.triton.attend.combine import pieces, weighed
 from kvcompile.kernels.triton.host.launch import launch
 from kvcompile.kernels.triton.host.source import Kernel, kernel_of
 from kvcompile.kernels.triton.retention import score_sums as columns_role
-from kvcompile.kernels.triton.retention.score import logits_dtype
+from kvcompile.kernels.triton.retention.score import SCORED, logits_dtype
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tile import expression
 
 
-@torch.library.triton_op("kvcompile::triton_decode", mutates_args={"arrivals"})
+@torch.library.triton_op("kvcompile::triton_decode", mutates_args={"arrivals", "score"})
 def decode(
     q: Tensor,
     buffers: list[Tensor],
@@ -45,6 +45,7 @@ def decode(
     pages: Tensor | None,
     sinks: Tensor | None,
     arrivals: Tensor | None,
+    score: Tensor | None,
     splits: int,
     num_warps: int,
     num_stages: int,
@@ -62,6 +63,7 @@ def decode(
         page_table: int32 [B, pages]; token, place: int32 [B, Hkv or 1, slots], where the spec has them.
         pages: int32 [B, Hkv, K], with option chosen.
         sinks, arrivals: with option joined: float32 [Hq], where the site has sink logits; int32 [B, Hq], zeros.
+        score: with option scored: float32 [B, Hkv, slots], to which shares are added.
         splits: with option listed, all programs.
         prefixes: with option cascade: int32 [B, 4], what sequences have in common (`attend/cascade.py`).
 
@@ -70,8 +72,8 @@ def decode(
         (top and total), and with option logits, logits [B, Hkv, G, slots] and levels float32 [B, Hkv, G, tiles]
         (`retention/score.py`). With option listed, partial [parts, M, Dv]
         and sums [parts, M, 2] of M heads, then spans int32 [B, R, 2] (`attend/work_list.py`; anything of padding). With
-        option joined what `combine` returns, and then logits and levels. With option cascade M is all rows of a tile,
-        and spans are [B, 2 R, 2]: of common and of own tiles.
+        option joined what `combine` returns, and then logits and levels; with option scored, the output alone. With
+        option cascade M is all rows of a tile, and spans are [B, 2 R, 2]: of common and of own tiles.
     """
     kernel = kernel_of(spec)
     own = kernel.spec
@@ -87,23 +89,26 @@ def decode(
         "partial": q.new_empty((*shape, weighed(own)), dtype=torch.float32),
         "sums": q.new_empty((*shape, 2), dtype=torch.float32),
     }
-    joined = work_list.JOINED in own.options
+    joined, scored = work_list.JOINED in own.options, SCORED in own.options
     parts = outs
     if joined:
         outs = {"out": q.new_empty((batch, own.num_qo_heads, 1, own.v_head_dim), dtype=own.torch_dtype)}
-        if "logits" in own.options:
+        if "logits" in own.options and not scored:
             outs["lse"] = q.new_empty((batch, own.num_qo_heads), dtype=torch.float32)
     spans = {"spans": q.new_empty((batch, segments, 2), dtype=torch.int32)} if listed else {}
     if not joined:
         outs |= spans
+    given = {}
     if "logits" in own.options:
         # Of slots that hold nothing yet nothing is written, and nobody asks.
         slots = own.layout.slots(None)
-        outs["logits"] = q.new_empty((batch, heads, group, slots), dtype=logits_dtype(own))
+        given["logits"] = q.new_empty((batch, heads, group, slots), dtype=logits_dtype(own))
         tiles = -(-slots // own.block_n)
-        outs["levels"] = q.new_empty((batch, heads, group, tiles), dtype=torch.float32)
-    given = {"q": q, "positions": positions, "bias": bias, "page_table": page_table, **parts, **outs}
-    given |= {"slots_token": token, "slots_place": place, "pages_read": pages}
+        given["levels"] = q.new_empty((batch, heads, group, tiles), dtype=torch.float32)
+    if not scored:
+        outs |= given
+    given |= {"q": q, "positions": positions, "bias": bias, "page_table": page_table, **parts, **outs}
+    given |= {"slots_token": token, "slots_place": place, "pages_read": pages, "score": score}
     given |= {"sinks": sinks, "arrivals": arrivals, "prefixes": prefixes, **spans}
     given |= {**_tables(rope), **parts_of(kernel, buffers)}
     given |= _leaves(kernel, leaves)

@@ -27,6 +27,7 @@ from kvcompile.kernels.triton.attend import cascade
 from kvcompile.kernels.triton.linear.linear import loop, numbers
 from kvcompile.kernels.triton.predict import memory
 from kvcompile.kernels.triton.predict.recorded import Made, Shape
+from kvcompile.kernels.triton.retention.score import SCORED
 
 # Shares that a program of role combine reads at once, of so many numbers (`templates/combine.py.jinja`).
 _SHARES, _NUMBERS, _FEW = 64, 8192, 16
@@ -76,13 +77,25 @@ def _decode(made: Made, shape: Shape) -> Work:
         programs = _listed(_segments(tiles, heads, common, bundle), made.grid[0])
     else:
         programs = _split(tiles, heads, made.grid[0])
-    turns, near = sum(programs), spec.block_n * memory.slot_bytes(shape)
+    near, tiled = spec.block_n * memory.slot_bytes(shape), sum(programs)
+    if SCORED in spec.options:
+        programs = _with_shares(programs, made, near)
+    turns = sum(programs)
     others = memory.other_bytes(made, shape) * _filled(programs) / turns
-    own = near / row_tiles
+    own = near / row_tiles * tiled / turns  # turns of shares read no slots
     if shape.kept:
         own = near * shape.heads[1] * (sum(tiles) - common * (len(tiles) - 1)) / turns
     lookups = (shape.site.layout.placement.kind == "paged") + shape.site.layout.selection.selects
     return Work(tuple(programs), own + others, near + others, _BEFORE + lookups, 0)
+
+
+def _with_shares(programs: list[float], made: Made, near: float) -> list[float]:
+    """Turns with those of shares: who ends a head adds them to scores, as many tiles as they have bytes."""
+    read = sum(made.bytes[name] for name in ("logits", "levels", "score")) + made.bytes["score"]
+    ends = made.bytes["arrivals"] // 4 // made.spec.group
+    each = -(-read / ends // near)
+    all_end, more = divmod(ends, len(programs))
+    return [turns + each * (all_end + (place < more)) for place, turns in enumerate(programs)]
 
 
 def _segments(tiles: list[int], heads: int, common: int, bundle: int) -> list[int]:

@@ -11,6 +11,11 @@ none of these bits. Half as many bytes are written, and read again.
 Granularity `layer` pools over KV heads too. Slots that hold no token are left alone, and sequences whose token is
 padding.
 
+Where decode joins the parts of a head itself (`attend/work_list.py`), the program that does so knows the log-sum-exp,
+and all logits of the head are there: it adds the shares as well (`adds`, `function`), and `score` is not launched. Of
+many slots it is, since one program would read for long; and of granularity `layer`, as no program knows that all heads
+are there.
+
 Options: interpreted. spec.block_n: slots of a tile; spec.block_m: slots that share a level (a tile of decode).
 Launch: grid(spec, batch). logits [B, Hkv, G, slots] of `logits_dtype`; levels float32 [B, Hkv, G, tiles]; lse float32
 [B, Hq]; positions int64 [B, 1]; score float32 [B, Hkv or 1, slots].
@@ -30,6 +35,11 @@ from kvcompile.layouts import Scored
 OPTIONS = {"interpreted"}
 # Slots, of each head of a group: of 4,096 the registers of one program fill a multiprocessor.
 _LARGEST_TILE = 1024
+# The option of decode whose last program of a head adds the shares: of so many slots at most, some two microseconds.
+SCORED = "scored"
+_ONE_PROGRAM = 16384
+# Tiles of a head whose loads are under way at once, of decode.
+_AHEAD = 4
 
 
 def logits_dtype(spec: KernelSpec) -> torch.dtype:
@@ -77,6 +87,34 @@ def generate(spec: KernelSpec) -> KernelSource:
         count=spec.group * heads,
     )
     return KernelSource("score", params, module(text))
+
+
+def adds(spec: KernelSpec) -> bool:
+    """Whether decode, which joins the parts of a head, adds the shares of its slots as well."""
+    retention = spec.layout.retention
+    assert isinstance(retention, Scored)
+    return (
+        retention.granularity != "layer" and spec.group <= spec.block_m and retention.tokens <= _ONE_PROGRAM
+    )
+
+
+def function(spec: KernelSpec, rows: int) -> str:
+    """The function of decode's file that adds the shares of a head, of `rows` log-sum-exps, a power of two."""
+    retention = spec.layout.retention
+    assert isinstance(retention, Scored)
+    block = max(block_n(retention.tokens), spec.block_n)
+    return rendered(
+        "scored.jinja",
+        retention=retention,
+        block=block,
+        tile=spec.block_n,
+        levels=-(-retention.tokens // spec.block_n),
+        stages=min(-(-retention.tokens // block), _AHEAD) + 1,
+        group=spec.group,
+        rows=rows,
+        pool="tl.max" if retention.pooling == "max" else "tl.sum",
+        count=spec.group,
+    ).rstrip()
 
 
 def block_n(slots: int) -> int:

@@ -69,7 +69,7 @@ class Assembled:
     spills:       loads and stores of it
     loop_spills:  those of them in the main loop
     shared:       bytes of shared memory of a program
-    instructions: of one thread, in one turn of the main loop; None: it has none
+    instructions: of one thread, in one turn of the main loop (`sass.Loop.turn`); None: it has none
     per_element:  thread-instructions of the main loop per element of the cache that it reads; None where a role's loop
                   is not over slots
     products:     of the instructions, those that are matrix products
@@ -80,7 +80,7 @@ class Assembled:
     overtaken:    buffers that a copy may fill before they are read, by its TTGIR (`ttgir.overtaken`)
     lost:         products that read another tile than they were given, by its machine code (`descriptors.lost`)
     pipeline:     of the main loop, by its TTGIR (`ttgir.Pipeline`); None: it has no product
-    opcodes:      with their modifiers, of the main loop (or, where there is none, of all of it) -> how many
+    opcodes:      with their modifiers, of a turn of the main loop (or, where there is none, of all of it) -> how many
     outside:      instructions that are in no loop
     waits:        for global memory, one after another, where the code runs straight through (`sass.waits`)
     """
@@ -235,7 +235,7 @@ def _assembled(request: Request, listing: bool) -> Assembled:
         barriers=0 if loop is None else loop.barriers,
         byte_loads=0 if loop is None else loop.byte_loads,
         pipeline=ttgir.pipeline(compiled.asm["ttgir"]),
-        opcodes=sass.full_opcodes(code if loop is None else loop.body),
+        opcodes=sass.full_opcodes(code if loop is None else loop.turn),
         outside=sass.outside(code, loops),
         waits=sass.waits(code),
         handovers=ptx.handovers(compiled.asm["ptx"]),

@@ -2,7 +2,8 @@
 
 A program that counts itself has stored something that the last one loads (`attend/work_list.py`). By PTX's memory model
 it is there if every store is before a barrier of the program, that before an atomic which acquires and releases for the
-whole GPU, and that before a barrier behind which the loads are; and if no load goes by a path that is not coherent.
+whole GPU, and that before a barrier behind which the loads are, copies to shared memory among them; and if no load goes
+by a path that is not coherent.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import re
 
 _EVENT = re.compile(
-    r"\b(?:(st\.global)|(ld\.global(?:\.[\w:]+)*)|(bar(?:rier)?\.(?:cta\.)?sync)|(atom(?:\.\w+)+))"
+    r"\b(?:(st\.global)|((?:ld|cp\.async\.c[ag]\.shared)\.global(?:\.[\w:]+)*)|(bar(?:rier)?\.(?:cta\.)?sync)|(atom(?:\.\w+)+))"
 )
 
 
@@ -34,7 +35,7 @@ def _problem(events: list[str], place: int) -> str:
         return f"{events[place]} does not acquire and release for the GPU"
     if "store" not in before or "barrier" not in before or _last(before, "store") > _last(before, "barrier"):
         return "no barrier between the stores and the atomic"
-    loads = [at for at, event in enumerate(after) if event.startswith("ld")]
+    loads = [at for at, event in enumerate(after) if event.startswith(("ld", "cp"))]
     if not loads or "barrier" not in after or after.index("barrier") > loads[0]:
         return "no barrier between the atomic and the loads"
     if any(event.endswith(".nc") or ".nc." in event for event in after):

@@ -2,7 +2,9 @@
 
 A loop is what a backward branch closes; the main loop is the innermost one that has a matrix product, of several the
 shortest (the tiles without masks), and in kernels without products the longest innermost one. Instructions are those of
-one thread: a tile takes `instructions * threads / elements` of them per element that it reads.
+one thread: a tile takes `instructions * threads / elements` of them per element that it reads. A turn of a loop steps
+over what its branches ask for seldom, arithmetic alone, such as the sums that only a new largest score scales down
+(`Loop.turn`): those instructions are in the loop, and are not counted.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ _RESOURCES = re.compile(r"\b(REG|STACK|SHARED|LOCAL):(\d+)")
 _REGISTER = re.compile(r"(?<![A-Z])R(\d+)(\.64)?")
 _MATRIX = ("HMMA", "IMMA", "QMMA", "BMMA", "HGMMA", "IGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "UTCIMMA", "OMMA")
 _GLOBAL = ("LDG", "LDGSTS", "LD")
+_MEMORY = (*_GLOBAL, "STG", "ST", "LDS", "STS", "LDSM", "STSM", "ATOM", "ATOMG", "RED", "BAR", "LDL", "STL")
 _BULK = ("UBLKCP", "UTMALDG")
 _WIDTH = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
 
@@ -72,8 +75,22 @@ class Loop:
     body: tuple[Instruction, ...]
 
     @property
+    def turn(self) -> tuple[Instruction, ...]:
+        """The body without what branches forward step over, where that is arithmetic: no memory, no matrix."""
+        last = self.body[-1].address
+        skipped: set[int] = set()
+        for one in self.body:
+            target = one.target
+            if target is None or not one.address < target <= last:
+                continue
+            over = [i for i in self.body if one.address < i.address < target]
+            if not any(i.matrix or i.name in _MEMORY for i in over):
+                skipped |= {i.address for i in over}
+        return tuple(i for i in self.body if i.address not in skipped)
+
+    @property
     def instructions(self) -> int:
-        return sum(instruction.name != "NOP" for instruction in self.body)
+        return sum(instruction.name != "NOP" for instruction in self.turn)
 
     @property
     def products(self) -> int:

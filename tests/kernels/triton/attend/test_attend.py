@@ -122,7 +122,13 @@ def spec_of(call: Call, role: Any, *options: str, **changes: Any) -> str:
 
 
 def decoded(
-    call: Call, splits: int, block: int, *options: str, arrivals: Tensor | None = None, **sizes: int
+    call: Call,
+    splits: int,
+    block: int,
+    *options: str,
+    arrivals: Tensor | None = None,
+    score: Tensor | None = None,
+    **sizes: int,
 ) -> tuple[Tensor, ...]:
     """Partial results, tops and totals of the last token (and spans, logits; joined, the output), without an append."""
     q = transformed(call)
@@ -140,6 +146,7 @@ def decoded(
             None,
             call.sinks if "joined" in options else None,
             arrivals,
+            score,
             splits,
             4,
             2,

@@ -219,6 +219,7 @@ def covers(sequences: list[tuple[int, int]], programs: int) -> None:
                 None,
                 None,
                 arrivals,
+                None,
                 programs,
                 1,
                 1,

@@ -83,6 +83,7 @@ def counted(
         None,
         None,
         None,
+        None,
         programs,
         1,
         1,

@@ -44,7 +44,12 @@ def roles(recipe: str, tokens: int, attention: str = "causal") -> list[str]:
         ("streaming", ["append", "decode"], ["append", "prefill", "append"]),
         (
             "h2o",
-            ["append", "decode", "score"],
+            ["append", "decode"],
+            ["append", "prefill", "columns", "columns", "append"],
+        ),
+        (
+            "sinks_h2o_fp8",
+            ["append", "decode", "combine", "score"],
             ["append", "prefill", "columns", "columns", "append"],
         ),
         ("quest", ["append", "page_bounds", "decode", "combine"], ["append", "prefill"]),
@@ -139,7 +144,7 @@ def test_what_is_assembled_is_what_a_launch_specialises_for() -> None:
     from triton.backends.compiler import BaseBackend
 
     seen = set()
-    for recipe in ("int8", "paged_int8", "int4", "kivi4", "h2o_int8", "quest"):
+    for recipe in ("int8", "paged_int8", "int4", "kivi4", "h2o_int8", "sinks_h2o_fp8", "quest"):
         layout = recipe_layouts(recipe)["causal"]
         for tokens in (1, 128):
             with recording() as found, acting_as(H200), FakeTensorMode():

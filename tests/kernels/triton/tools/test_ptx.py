@@ -13,6 +13,8 @@ RIGHT = """
     bar.sync    0;
     @%p69 ld.global.b32 { %r1340 }, [ %rd332 + 0 ];
 """
+COPY = "    cp.async.cg.shared.global [ %r732 + 0 ], [ %rd105 + 0 ], 0x10, %r331;\n"
+BARRIER_AND_LOAD = RIGHT.partition("%r1306;\n")[2]
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,8 @@ RIGHT = """
         ("};\n    bar.sync    0;", "};", "between the stores and the atomic"),
         ("%r1306;\n    bar.sync    0;", "%r1306;", "between the atomic and the loads"),
         ("ld.global.b32", "ld.global.nc.b32", "not coherent"),
+        (BARRIER_AND_LOAD, f"{COPY}{BARRIER_AND_LOAD}", "between the atomic and the loads"),
+        (BARRIER_AND_LOAD, BARRIER_AND_LOAD + COPY, ""),
         ("st.global.b32", "st.shared.b32", "between the stores and the atomic"),
     ],
 )

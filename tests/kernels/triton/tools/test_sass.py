@@ -60,6 +60,28 @@ def test_without_products_it_is_the_longest_innermost_that_reads() -> None:
     assert main_loop(loops(instructions("/*0000*/  EXIT ;\n/*0010*/  BRA 0x10 ;"))) is None
 
 
+# In a loop, a branch steps over two products of numbers, another over a load, and a third over the loop's end.
+SELDOM = """
+        /*0000*/                   HMMA.16816.F32 R24, R4, R8, R24 ;
+        /*0010*/              @!P2 BRA 0x40 ;
+        /*0020*/                   FMUL R24, R24, R9 ;
+        /*0030*/                   FMUL R25, R25, R9 ;
+        /*0040*/               @P3 BRA 0x60 ;
+        /*0050*/                   LDG.E R3, desc[UR4][R2.64] ;
+        /*0060*/               @P4 BRA 0x90 ;
+        /*0070*/                   FADD R6, R6, R3 ;
+        /*0080*/               @P0 BRA 0x0 ;
+        /*0090*/                   EXIT ;
+"""
+
+
+def test_arithmetic_that_a_branch_steps_over_is_no_part_of_a_turn() -> None:
+    main = main_loop(loops(instructions(SELDOM)))
+    assert main is not None and len(main.body) == 9
+    assert [one.address for one in main.turn] == [0x0, 0x10, 0x40, 0x50, 0x60, 0x70, 0x80]
+    assert main.instructions == 7 and main.loads == {32: 1} and main.opcodes["FMUL"] == 2
+
+
 def test_opcodes_with_their_modifiers_and_what_is_in_no_loop() -> None:
     code = instructions(LISTING)
     main = main_loop(loops(code))
