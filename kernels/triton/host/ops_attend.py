@@ -98,16 +98,16 @@ def decode(
     spans = {"spans": q.new_empty((batch, segments, 2), dtype=torch.int32)} if listed else {}
     if not joined:
         outs |= spans
-    given = {}
+    seen = {}
     if "logits" in own.options:
         # Of slots that hold nothing yet nothing is written, and nobody asks.
         slots = own.layout.slots(None)
-        given["logits"] = q.new_empty((batch, heads, group, slots), dtype=logits_dtype(own))
+        seen["logits"] = q.new_empty((batch, heads, group, slots), dtype=logits_dtype(own))
         tiles = -(-slots // own.block_n)
-        given["levels"] = q.new_empty((batch, heads, group, tiles), dtype=torch.float32)
+        seen["levels"] = q.new_empty((batch, heads, group, tiles), dtype=torch.float32)
     if not scored:
-        outs |= given
-    given |= {"q": q, "positions": positions, "bias": bias, "page_table": page_table, **parts, **outs}
+        outs |= seen
+    given = {"q": q, "positions": positions, "bias": bias, "page_table": page_table, **parts, **seen, **outs}
     given |= {"slots_token": token, "slots_place": place, "pages_read": pages, "score": score}
     given |= {"sinks": sinks, "arrivals": arrivals, "prefixes": prefixes, **spans}
     given |= {**_tables(rope), **parts_of(kernel, buffers)}
