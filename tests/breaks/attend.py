@@ -294,4 +294,18 @@ ATTEND = (
         "    if True:\n",
         "tests/kernels/triton/host/test_attention.py",
     ),
+    broken(
+        "a program looks for its sequence from the first one on, and counts those before twice",
+        "kernels/triton/templates/attend.py.jinja",
+        "    for turn in range(first, batches, {{ looked_at }}):",
+        "    for turn in range(0, batches, {{ looked_at }}):",
+        "tests/kernels/triton/attend/test_work_list.py",
+    ),
+    broken(
+        "sums over channels are of the last piece of a width",
+        "kernels/triton/attend/queries.py",
+        "found[width] = _joined(found[width], block, joined) if width in found else block",
+        "found[width] = block",
+        "tests/kernels/triton/attend/test_queries.py",
+    ),
 )

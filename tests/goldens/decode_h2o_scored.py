@@ -89,30 +89,36 @@ def scored(logits_ptr, levels_ptr, score_ptr, lse, pos):
 
 
 @triton.jit
+def tiles_of_each(row, positions_ptr, positions_s0, batches):
+    """How many tiles the queries of sequences `row` read, in one head; none behind the last sequence."""
+    position = tl.load(positions_ptr + row.to(tl.int64) * positions_s0, mask=row < batches, other=-1)
+    return tiles_of(position.to(tl.int32))
+
+
+@triton.jit
 def tiles_of_all(positions_ptr, positions_s0, batches):
-    """How many tiles the queries of all sequences read."""
+    """How many tiles all sequences have, in one head."""
     found = 0
     for first in range(0, batches, 128):
         row = first + tl.arange(0, 128)
-        position = tl.load(positions_ptr + row.to(tl.int64) * positions_s0, mask=row < batches, other=-1)
-        found += tl.sum(tiles_of(position.to(tl.int32)), 0)
+        found += tl.sum(tiles_of_each(row, positions_ptr, positions_s0, batches), 0)
     return found
 
 
 @triton.jit
-def sequence_of(here, positions_ptr, positions_s0, batches):
-    """The sequence whose tiles number `here` is one of, and how many tiles those before it have, in all heads."""
-    sequence = 0
-    before = 0
-    found = 0
-    for first in range(0, batches, 128):
-        row = first + tl.arange(0, 128)
-        position = tl.load(positions_ptr + row.to(tl.int64) * positions_s0, mask=row < batches, other=-1)
-        own = tiles_of(position.to(tl.int32))
+def sequence_of(here, first, before, positions_ptr, positions_s0, batches):
+    """The sequence whose tiles number `here` is one of, and how many tiles those before it have, in all heads.
+
+    It is none before `first`, and those have `before`.
+    """
+    sequence = first
+    found = before // 8
+    for turn in range(first, batches, 32):
+        own = tiles_of_each(turn + tl.arange(0, 32), positions_ptr, positions_s0, batches)
         ends = (found + tl.cumsum(own, 0)) * 8
         # Sequences of no tiles end where the one before them does.
         passed = ends <= here
-        sequence += tl.sum(tl.where(passed, 1, 0), 0)
+        sequence += tl.sum(passed.to(tl.int32), 0)
         before = tl.maximum(before, tl.max(tl.where(passed, ends, 0), 0))
         found += tl.sum(own, 0)
     return sequence, before
@@ -140,9 +146,11 @@ def decode_attention(
     here = tl.program_id(0) * share
     beyond = tl.minimum(here + share, work)
     empty(positions_ptr, positions_s0, batches, out_ptr)
+    sequence = 0
+    before = 0
     while here < beyond:
         # Its tiles in one head of one sequence.
-        sequence, before = sequence_of(here, positions_ptr, positions_s0, batches)
+        sequence, before = sequence_of(here, sequence, before, positions_ptr, positions_s0, batches)
         batch = sequence.to(tl.int64)
         position = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
         length = position + 1

@@ -129,7 +129,7 @@ def decode_attention(
     q1 = q1.to(tl.float32)
     q2 = q2.to(tl.float32)
     q3 = q3.to(tl.float32)
-    norm = tl.maximum(tl.maximum(tl.maximum(tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1)), tl.max(tl.abs(q2), 1)), tl.max(tl.abs(q3), 1)), 1e-30)
+    norm = tl.maximum(tl.max(tl.maximum(tl.maximum(tl.maximum(tl.abs(q0), tl.abs(q1)), tl.abs(q2)), tl.abs(q3)), 1), 1e-30)
     q0 = q0 / norm[:, None]
     q1 = q1 / norm[:, None]
     q2 = q2 / norm[:, None]
@@ -139,7 +139,7 @@ def decode_attention(
     q1 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == (((((kc1 // 32) >> 0 & 1) << 1) | (((kc1 // 32) >> 1 & 1) << 0)))[None, :, :]), q1[None, :, :], 0.0), [16, 32])
     q2 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == (((((kc2 // 32) >> 0 & 1) << 1) | (((kc2 // 32) >> 1 & 1) << 0)))[None, :, :]), q2[None, :, :], 0.0), [16, 32])
     q3 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == (((((kc3 // 32) >> 0 & 1) << 1) | (((kc3 // 32) >> 1 & 1) << 0)))[None, :, :]), q3[None, :, :], 0.0), [16, 32])
-    q_sum0 = (tl.sum(q0, 1) + tl.sum(q1, 1) + tl.sum(q2, 1) + tl.sum(q3, 1)) * 9.5367431640625e-07
+    q_sum0 = (tl.sum(q0 + q1 + q2 + q3, 1)) * 9.5367431640625e-07
     q0 = (q0 * 16.0).to(tl.float16)
     q1 = (q1 * 16.0).to(tl.float16)
     q2 = q2.to(tl.float16)

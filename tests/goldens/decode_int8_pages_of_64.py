@@ -158,32 +158,37 @@ def empty(positions_ptr, positions_s0, batches, out_ptr):
 
 
 @triton.jit
+def tiles_of_each(row, positions_ptr, positions_s0, batches, prefixes_ptr):
+    """How many tiles are read for sequences `row` have, in one head; none behind the last sequence."""
+    position = tl.load(positions_ptr + row.to(tl.int64) * positions_s0, mask=row < batches, other=-1)
+    common = tl.load(prefixes_ptr + row * 4, mask=row < batches, other=0) // 16
+    return tiles_of(position.to(tl.int32)) - common
+
+
+@triton.jit
 def tiles_of_all(positions_ptr, positions_s0, batches, prefixes_ptr):
-    """How many tiles are read for the queries of all sequences."""
+    """How many tiles all sequences have, in one head."""
     found = 0
     for first in range(0, batches, 128):
         row = first + tl.arange(0, 128)
-        position = tl.load(positions_ptr + row.to(tl.int64) * positions_s0, mask=row < batches, other=-1)
-        own = tiles_of(position.to(tl.int32)) - tl.load(prefixes_ptr + row * 4, mask=row < batches, other=0) // 16
-        found += tl.sum(own, 0)
+        found += tl.sum(tiles_of_each(row, positions_ptr, positions_s0, batches, prefixes_ptr), 0)
     return found
 
 
 @triton.jit
-def sequence_of(here, positions_ptr, positions_s0, batches, prefixes_ptr):
-    """The sequence whose tiles number `here` is one of, and how many tiles those before it have, in all heads."""
-    sequence = 0
-    before = 0
-    found = 0
-    for first in range(0, batches, 128):
-        row = first + tl.arange(0, 128)
-        position = tl.load(positions_ptr + row.to(tl.int64) * positions_s0, mask=row < batches, other=-1)
-        own = tiles_of(position.to(tl.int32))
-        own -= tl.load(prefixes_ptr + row * 4, mask=row < batches, other=0) // 16
+def sequence_of(here, first, before, positions_ptr, positions_s0, batches, prefixes_ptr):
+    """The sequence whose tiles number `here` is one of, and how many tiles those before it have, in all heads.
+
+    It is none before `first`, and those have `before`.
+    """
+    sequence = first
+    found = before // 8
+    for turn in range(first, batches, 32):
+        own = tiles_of_each(turn + tl.arange(0, 32), positions_ptr, positions_s0, batches, prefixes_ptr)
         ends = (found + tl.cumsum(own, 0)) * 8
         # Sequences of no tiles end where the one before them does.
         passed = ends <= here
-        sequence += tl.sum(tl.where(passed, 1, 0), 0)
+        sequence += tl.sum(passed.to(tl.int32), 0)
         before = tl.maximum(before, tl.max(tl.where(passed, ends, 0), 0))
         found += tl.sum(own, 0)
     return sequence, before
@@ -213,9 +218,11 @@ def decode_attention(
     here = tl.program_id(0) * share
     beyond = tl.minimum(here + share, work)
     empty(positions_ptr, positions_s0, batches, out_ptr)
+    sequence = 0
+    before = 0
     while here < beyond:
         # Its tiles in one head of one sequence.
-        sequence, before = sequence_of(here, positions_ptr, positions_s0, batches, prefixes_ptr)
+        sequence, before = sequence_of(here, sequence, before, positions_ptr, positions_s0, batches, prefixes_ptr)
         batch = sequence.to(tl.int64)
         position = tl.load(positions_ptr + batch * positions_s0).to(tl.int32)
         near = position
@@ -259,13 +266,13 @@ def decode_attention(
         q1 = tl.load(q_ptr + row_batch[:, None] * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc1, mask=real[:, None], other=0.0)
         q0 = q0.to(tl.float32)
         q1 = q1.to(tl.float32)
-        norm = tl.maximum(tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1)), 1e-30)
+        norm = tl.maximum(tl.max(tl.maximum(tl.abs(q0), tl.abs(q1)), 1), 1e-30)
         q0 = q0 / norm[:, None]
         q1 = q1 / norm[:, None]
         row_scale = norm * 2139387.48070935
         q0 = q0.to(tl.float16)
         q1 = q1.to(tl.float16)
-        q_lowest = (tl.sum(q0.to(tl.float32), 1) + tl.sum(q1.to(tl.float32), 1)) * -7.62939453125e-06
+        q_lowest = (tl.sum(q0.to(tl.float32) + q1.to(tl.float32), 1)) * -7.62939453125e-06
         q_lowest = q_lowest[:, None] + tl.zeros([16, 16], tl.float32)
         top = tl.full([16], -1.0e30, tl.float32)
         total = tl.zeros([16, 16], tl.float32)

@@ -200,7 +200,7 @@ def prefill_attention(
     q1 = q1.to(tl.float32)
     q2 = q2.to(tl.float32)
     q3 = q3.to(tl.float32)
-    norm = tl.maximum(tl.maximum(tl.maximum(tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1)), tl.max(tl.abs(q2), 1)), tl.max(tl.abs(q3), 1)), 1e-30)
+    norm = tl.maximum(tl.max(tl.maximum(tl.maximum(tl.maximum(tl.abs(q0), tl.abs(q1)), tl.abs(q2)), tl.abs(q3)), 1), 1e-30)
     q0 = q0 / norm[:, None]
     q1 = q1 / norm[:, None]
     q2 = q2 / norm[:, None]

@@ -98,7 +98,7 @@ def prefill_attention(
     q1 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + token[:, None].to(tl.int64) * q_s2 + kc1, mask=real[:, None], other=0.0)
     q0 = q0.to(tl.float32)
     q1 = q1.to(tl.float32)
-    norm = tl.maximum(tl.maximum(tl.max(tl.abs(q0), 1), tl.max(tl.abs(q1), 1)), 1e-30)
+    norm = tl.maximum(tl.max(tl.maximum(tl.abs(q0), tl.abs(q1)), 1), 1e-30)
     q0 = q0 / norm[:, None]
     q1 = q1 / norm[:, None]
     row_scale = norm * 0.12751743082459868

@@ -119,6 +119,7 @@ def generate(spec: KernelSpec) -> KernelSource:
         rows=work_list.heads(spec),
         members=work_list.members(spec),
         at_once=work_list.AT_ONCE,
+        looked_at=work_list.LOOKED_AT,
         options=spec.options,
         queries=[*constants(attend), *scale, *queries(attend)],
         accumulators=(continued if "continued" in spec.options else accumulators)(attend),

@@ -49,6 +49,9 @@ LISTED, JOINED = "listed", "joined"
 # What a plan says of it.
 SAID = "each program of a decode step takes as many tiles as the others, whatever lengths sequences have"
 AT_ONCE = 128  # sequences whose tiles a program counts in one turn
+# Sequences among which it looks for its own, from the last one on: as many as a warp has threads, which wait for no
+# other warps of the program then.
+LOOKED_AT = 32
 _apart: ContextVar[bool] = ContextVar("parts are joined by a launch of their own", default=False)
 
 # Numbers of a part, up to which the program that is last joins a head: it alone reads all of its parts.

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvcompile.kernels.triton.attend.queries import over_channels
 from kvcompile.kernels.triton.generate import generate
 from kvcompile.kernels.triton.host.call import New, prefill
 from kvcompile.kernels.triton.host.site_kernels import kernels_of
@@ -93,3 +94,25 @@ def test_large_queries_over_codes(bits: int) -> None:
     far = decoded(replace(call, q=large, kernels=made), 1, 16)
     assert times > 2**10 and large.abs().max() > 2**14
     assert all(torch.equal(a, b) for a, b in zip(near, far, strict=True)) and near[0].abs().max() > 0
+
+
+@given(widths=st.lists(st.sampled_from((16, 32, 64)), min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_all_pieces_of_a_query_count_over_its_channels(widths: list[int], seed: int) -> None:
+    """Those of one width are joined before they are reduced: a reduction for each width, in any order of pieces."""
+    g = torch.Generator().manual_seed(seed)
+    blocks = [torch.randint(-9, 9, (4, width), generator=g) for width in widths]
+    attend = SimpleNamespace(keys=SimpleNamespace(pieces=[SimpleNamespace(block=width) for width in widths]))
+    tl = SimpleNamespace(
+        max=lambda x, axis: x.amax(axis),
+        sum=lambda x, axis: x.sum(axis),
+        maximum=torch.maximum,
+        abs=torch.abs,
+    )
+    names: dict[str, object] = {"tl": tl} | {f"q{place}": block for place, block in enumerate(blocks)}
+    of = list(range(len(widths)))
+    whole = torch.cat(blocks, 1)
+    total = over_channels(attend, [(i, f"q{i}") for i in of], "tl.sum", "add")  # type: ignore[arg-type]
+    largest = over_channels(attend, [(i, f"tl.abs(q{i})") for i in of], "tl.max", "tl.maximum")  # type: ignore[arg-type]
+    assert total.count("tl.sum") == largest.count("tl.max(") == len({*widths})
+    assert torch.equal(eval(total, names), whole.sum(1))
+    assert torch.equal(eval(largest, names), whole.abs().amax(1))

@@ -36,10 +36,14 @@ CHANNELS = 16
 SLOTS = TILE * MOST
 
 
-@pytest.fixture(params=[4, work_list.AT_ONCE], ids="{} sequences at once".format)
+@pytest.fixture(
+    params=[(4, 2), (work_list.AT_ONCE, work_list.LOOKED_AT)], ids="{0[0]} sequences at once".format
+)
 def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels that count the tiles of few sequences in a turn, and so of a batch in several, or of all in one."""
-    monkeypatch.setattr(work_list, "AT_ONCE", request.param)
+    at_once, looked_at = request.param
+    monkeypatch.setattr(work_list, "AT_ONCE", at_once)
+    monkeypatch.setattr(work_list, "LOOKED_AT", looked_at)
     with forgotten():
         yield
 
