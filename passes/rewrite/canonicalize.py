@@ -59,6 +59,8 @@ def canonicalize(captured: Captured, detection: Detection) -> Canonical:
             new = call(graph, torch.ops.kvcompile.attention.default, args, old, more, val)
             known.setdefault(form, new.meta.get("val"))
             result = _in_shape_of(old, new, moved.q, batch, seq)
+            if old.meta["val"].dtype != moved.dtype:
+                result = call(graph, aten.to.dtype, (result, old.meta["val"].dtype), old)
         old.replace_all_uses_with(result)
         graph.erase_node(old)
         sites.append(replace(moved, out=new))
