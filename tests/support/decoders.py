@@ -156,6 +156,12 @@ def sdpa_scaled_query(q: Tensor, k: Tensor, v: Tensor, layer: Layer) -> Tensor:
     return merged(F.scaled_dot_product_attention(*heads_first(q * 0.3, k, v), is_causal=True, scale=1.0))
 
 
+def sdpa_twice(q: Tensor, k: Tensor, v: Tensor, layer: Layer) -> Tensor:
+    """What the first gives is what the second attends to, as it is."""
+    first = F.scaled_dot_product_attention(*heads_first(q, k, v), is_causal=True)
+    return merged(F.scaled_dot_product_attention(q.transpose(1, 2), first, first, is_causal=True))
+
+
 # Products
 
 
@@ -301,6 +307,7 @@ FORMS: dict[str, Form] = {
     "sdpa, enable_gqa": Form(sdpa_gqa, kv_heads=2),
     "sdpa, scale": Form(by_mask(causal, scale=0.2)),
     "sdpa, scaled queries": Form(sdpa_scaled_query),
+    "sdpa, twice": Form(sdpa_twice),
     "sdpa, sliding": Form(by_mask(lambda n: causal(n) & (distance(n) < 6))),
     "sdpa, chunked": Form(
         by_mask(lambda n: causal(n) & (torch.arange(n)[:, None] // 6 == torch.arange(n) // 6))

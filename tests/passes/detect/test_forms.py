@@ -45,6 +45,10 @@ def test_forms(name: str) -> None:
     check(FORMS[name])
 
 
+def test_a_site_attends_to_what_another_one_gives() -> None:
+    check(FORMS["sdpa, twice"])
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_forms(name: str) -> None:
     """Refused with the reason, or, where the mistake is another exact attention, handled as such."""
