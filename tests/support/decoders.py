@@ -307,7 +307,6 @@ FORMS: dict[str, Form] = {
     "sdpa, enable_gqa": Form(sdpa_gqa, kv_heads=2),
     "sdpa, scale": Form(by_mask(causal, scale=0.2)),
     "sdpa, scaled queries": Form(sdpa_scaled_query),
-    "sdpa, twice": Form(sdpa_twice),
     "sdpa, sliding": Form(by_mask(lambda n: causal(n) & (distance(n) < 6))),
     "sdpa, chunked": Form(
         by_mask(lambda n: causal(n) & (torch.arange(n)[:, None] // 6 == torch.arange(n) // 6))
