@@ -87,7 +87,7 @@ def identity_of(model: nn.Module) -> str:
         files.update(file for kind in type(module).__mro__ for file in _file_of(kind))
         for name, value in vars(module).items():
             if name not in _HANDLED:
-                told.append(f"{path}.{name}={_told(value, files, f'{path}.{name}')}")
+                told.append(f"{path}.{name}={_read(value, files, f'{path}.{name}')}")
         told.append(f"{path}: {type(module).__module__}.{type(module).__qualname__} {module.training}")
     told += [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(files)]
     told.append(_of_weights(model))
@@ -116,6 +116,16 @@ def _of_weights(model: nn.Module) -> str:
 
     with ThreadPoolExecutor(_THREADS) as pool:
         return "\0".join(sorted(pool.map(told, named.values())))
+
+
+def _read(value: Any, files: set[str], where: str) -> str:
+    """`_told`; an object that does not let itself be read is one that cannot be told."""
+    try:
+        return _told(value, files, where)
+    except Untold:
+        raise
+    except Exception as error:  # somebody's own attributes raise anything
+        raise Untold(f"{where} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _told(value: Any, files: set[str], where: str) -> str:
@@ -151,10 +161,12 @@ def _nested(value: Any, files: set[str], where: str) -> str:
         return repr([(_told(k, files, where), _told(v, files, where)) for k, v in value.items()])
     if is_dataclass(value) or type(value) is SimpleNamespace:  # configs that somebody writes himself
         files.update(_file_of(type(value)))
-        own = (
-            {field.name: getattr(value, field.name) for field in fields(value)} if is_dataclass(value) else {}
+        own = dict(getattr(value, "__dict__", {}))
+        # Only what is not there is asked for: some configs have attributes that cannot be (Gemma 4's, by layer).
+        slots = (
+            [field.name for field in fields(value) if field.name not in own] if is_dataclass(value) else []
         )
-        own |= getattr(value, "__dict__", {})
+        own |= {name: getattr(value, name) for name in slots}
         return f"{type(value).__module__}.{type(value).__qualname__} {_told(own, files, where)}"
     as_json: Callable[[], str] | None = getattr(value, "to_json_string", None)  # transformers' configs
     if as_json is not None:

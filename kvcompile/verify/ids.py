@@ -45,6 +45,19 @@ _LOOK_UPS = {"embedding": (0, 1), "index_select": (0, 2), "gather": (0, 2), "tak
 _BEYOND = 4  # times the largest table: ids where all are made to fit into it first
 _KINDS = 16  # values that tell kinds of ids apart, at most; and values that one node has for an id
 _OF_A_KIND = 2  # ids of each
+_SHAPES = (
+    "reshape",
+    "view",
+    "_unsafe_view",
+    "unsqueeze",
+    "squeeze",
+    "flatten",
+    "unflatten",
+    "clone",
+    "contiguous",
+    "to",
+    "_to_copy",
+)
 _MOST_SPECIAL = 64
 _MOST_IDS = 1 << 20  # a vocabulary is not larger
 _TRIAL = 11  # ids by which it is seen what treats each by itself
@@ -103,8 +116,15 @@ def vocabulary(front: Front, model: nn.Module | None = None) -> Vocabulary:
 def bounds(front: Front) -> tuple[int, int] | None:
     """The least and the largest id that the tables have into which ids go as they are; None: there is no such table."""
     graph = IdGraph(front.captured.graph_module)
-    found = [(lowest, rows - 1) for rows, node, lowest in graph.look_ups if node is graph.start]
+    found = [(lowest, rows - 1) for rows, node, lowest in graph.look_ups if _unmoved(node) is graph.start]
     return (max(low for low, _ in found), min(high for _, high in found)) if found else None
+
+
+def _unmoved(node: Node) -> Node:
+    """What a tensor has all of its numbers of, in another shape or width: GPT-2 looks up `input_ids.view(-1, S)`."""
+    while target_name(node) in _SHAPES and isinstance(node.args[0], Node) and _is_number(node):
+        node = node.args[0]
+    return node
 
 
 def _sizes(config: Any) -> list[int]:

@@ -10,7 +10,9 @@ import logging
 import math
 import time
 from dataclasses import dataclass, replace
+from functools import reduce
 
+import torch
 from torch.fx import Node
 
 from kvcompile.errors import DetectionError
@@ -20,7 +22,7 @@ from kvcompile.passes.detect.position_limits import PositionLimit, position_limi
 from kvcompile.passes.graph import module_path, shape, source_line
 from kvcompile.passes.probe.probe import Prober
 from kvcompile.passes.records import AttentionSite, NoMatch, RopeSpec
-from kvcompile.passes.rules import exp_sum, latent, repeat_kv, rope, sdpa, softmax, token_local
+from kvcompile.passes.rules import dtypes, exp_sum, latent, repeat_kv, rope, sdpa, softmax, token_local
 from kvcompile.passes.rules.block import Block, no_match
 from kvcompile.passes.table import graph_pass
 from kvcompile.specs import BiasSpec, ScoreSpec
@@ -80,6 +82,7 @@ def detect(captured: Captured, made_for: int | None = None) -> Detection:
         sites.append(found)
         prober.found(found.out)
     _require_all(sites, misses)
+    sites = _of_one_dtype(sites, ropes)
     sites = _positionless(sites, prober)
     output = next(node for node in captured.graph_module.graph.nodes if node.op == "output")
     logits = output.args[0][captured.logits_index]
@@ -109,6 +112,20 @@ def _with_tables(limit: PositionLimit | None, prober: Prober) -> PositionLimit |
 def _kv_source(found: AttentionSite, sites: list[AttentionSite]) -> int:
     """The first site that attends to the same keys and values."""
     return next((site.layer for site in sites if site.k is found.k and site.v is found.v), found.layer)
+
+
+def _of_one_dtype(sites: list[AttentionSite], ropes: rope.RopeRule) -> list[AttentionSite]:
+    """The sites in the narrowest dtype that holds all of their numbers: a plan has one, and casts to it are exact."""
+    wanted = reduce(torch.promote_types, (site.dtype for site in sites))
+    found = []
+    for site in sites:
+        if site.dtype != wanted:
+            q, k, v = (dtypes.cast(node, wanted) for node in (site.q, site.k, site.v))
+            spec = ropes.match(q, k)
+            known = spec if isinstance(spec, RopeSpec) else None
+            site = replace(site, q=q, k=k, v=v, dtype=wanted, rope=known, latent=None)
+        found.append(site)
+    return found
 
 
 def _positionless(sites: list[AttentionSite], prober: Prober) -> list[AttentionSite]:
@@ -144,6 +161,7 @@ def _site(block: Block, layer: int, prober: Prober) -> AttentionSite | NoMatch:
             block.idiom, f"the batch is not part of the product's dimensions {shape(block.out)}", block.out
         )
     scores = block.out if block.scores is None else block.scores
+    block = dtypes.narrowed(block)
     q = repeat_kv.resolve(block.q, scores, False, prober)
     grouped = block.grouped
     pair = _keys_and_values(block, block.k if grouped else scores, block.k if grouped else block.out, prober)
@@ -151,7 +169,7 @@ def _site(block: Block, layer: int, prober: Prober) -> AttentionSite | NoMatch:
         return q
     if isinstance(pair, NoMatch):
         return pair
-    k, v = pair
+    q, k, v = dtypes.widened(q, *pair)
     num_q, num_k, num_v = (int(shape(node)[1]) for node in (q, k, v))
     if num_q != heads:
         return no_match(block.idiom, f"queries have {num_q} heads of the product's {heads}", block.out)

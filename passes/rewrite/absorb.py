@@ -37,10 +37,11 @@ def absorb(
     graph.output(output)
     moved = []
     for site in sites:
-        site = site.moved(mapping)
+        before, site = site.out, site.moved(mapping)
         if site.layer in layers:
             assert site.latent is not None, "the plan absorbs only what detection found a latent form of"
-            site = _absorbed(site.out, site.latent)
+            # A later site may attend to what this one gives.
+            site, mapping[before] = _absorbed(site.out, site.latent)
         moved.append(replace(site, latent=None))
     drop_dead(graph, {node for site in moved for node in site.kept})
     module = module_of(canonical, graph, "Canonical")
@@ -49,8 +50,8 @@ def absorb(
     return module, tuple(moved)
 
 
-def _absorbed(old: Node, form: LatentForm) -> AttentionSite:
-    """Replace the attention node `old`; returns the new site."""
+def _absorbed(old: Node, form: LatentForm) -> tuple[AttentionSite, Node]:
+    """Replace the attention node `old`; returns the new site, and what stands for `old`."""
     graph, site = old.graph, form.site
     with graph.inserting_before(old):
         args = (site.q, site.k, site.v, *old.args[3:])
@@ -64,4 +65,4 @@ def _absorbed(old: Node, form: LatentForm) -> AttentionSite:
             result = call(graph, aten.add.Tensor, (result, bias), old)
     old.replace_all_uses_with(result)
     graph.erase_node(old)
-    return replace(site, out=new)
+    return replace(site, out=new), result

@@ -59,8 +59,11 @@ def canonicalize(captured: Captured, detection: Detection) -> Canonical:
             new = call(graph, torch.ops.kvcompile.attention.default, args, old, more, val)
             known.setdefault(form, new.meta.get("val"))
             result = _in_shape_of(old, new, moved.q, batch, seq)
+            if old.meta["val"].dtype != moved.dtype:
+                result = call(graph, aten.to.dtype, (result, old.meta["val"].dtype), old)
         old.replace_all_uses_with(result)
         graph.erase_node(old)
+        mapping[site.out] = result  # a later site may attend to what this one gives
         sites.append(replace(moved, out=new))
     # The rope tables and the layouts that detection added have no users yet: a later pass reads them.
     keep = {node for site in sites for node in site.kept}

@@ -138,6 +138,7 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
         new.meta = dict(old.meta) | {"kvcompile_layer": decision.layer}
         old.replace_all_uses_with(new)
         graph.erase_node(old)
+        copied[site.out] = new  # a later site may attend to what this one gives
     states = [tuple(f"state_{i}_{j}" for j in range(len(s.slots))) for i, s in enumerate(plan.states)]
     if states:
         rows = placeholder(ROWS)

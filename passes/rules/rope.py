@@ -22,6 +22,7 @@ from kvcompile.passes.detect.rotation import NotRotary, Rotations, clone_at_zero
 from kvcompile.passes.graph import expr, shape
 from kvcompile.passes.probe.probe import Prober
 from kvcompile.passes.records import NoMatch, RopeSpec, Rotation
+from kvcompile.passes.rules import dtypes
 from kvcompile.passes.rules.block import no_match
 from kvcompile.specs import RotaryForm
 
@@ -109,11 +110,13 @@ class RopeRule:
         return _Known(form, cos, sin)
 
     def _input(self, rotation: Rotation) -> Node:
-        """The node that is rotated: one of the graph if there is one, else a copy of the rotation at position 0."""
+        """The node that is rotated: one of the graph if there is one, else a copy of the rotation at position 0.
+
+        In the dtype of the rotation's result, which may be another one: Llama rotates in float32.
+        """
         if rotation.output not in self._inputs:
-            self._inputs[rotation.output] = self._whole(rotation) or clone_at_zero(
-                self.rotations, rotation, self._values(rotation)
-            )
+            found = self._whole(rotation) or clone_at_zero(self.rotations, rotation, self._values(rotation))
+            self._inputs[rotation.output] = dtypes.cast(found, dtypes.of(rotation.output))
         return self._inputs[rotation.output]
 
     def _whole(self, rotation: Rotation) -> Node | None:

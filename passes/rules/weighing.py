@@ -44,10 +44,6 @@ def around(rule: str, anchor: Node, final: Node, prober: Prober) -> Block | NoMa
     assert isinstance(q, Node) and isinstance(k, Node) and isinstance(v, Node)
     if any(expr(length) != prober.seq for length in (shape(q)[-2], shape(k)[-1], shape(v)[-2])):
         return no_match(rule, "queries, keys or values do not run over the sequence", anchor)
-    kinds = [str(node.meta["val"].dtype).removeprefix("torch.") for node in (q, k, v)]
-    if len(set(kinds)) > 1:
-        what = "queries, keys and values of one dtype"
-        return no_match(rule, f"expected {what}, they are {', '.join(kinds)}; cast them alike", anchor)
     try:
         num_heads = _heads(raw, prober)
         out, found = _read(raw, product, num_heads, int(shape(q)[-1]), prober)

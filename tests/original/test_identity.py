@@ -6,7 +6,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,6 +112,35 @@ class _Opaque:
     pass
 
 
+@dataclass
+class _ByLayer:
+    """As configs of transformers with attributes by layer are: what is asked of the whole raises."""
+
+    size: int
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "size":
+            raise ValueError("size is another one in each layer")
+        return super().__getattribute__(name)
+
+
+@dataclass
+class _Computed(_ByLayer):
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        del self.__dict__["size"]
+
+
+def test_attributes_that_cannot_be_asked_for_are_read_where_they_stand() -> None:
+    model = make(NanoGPT)
+    found = []
+    for size in (1, 1, 2):
+        model.settings = _ByLayer(size)
+        found.append(identity_of(model))
+    assert found[0] == found[1] != found[2]
+
+
 def _captures(number: int) -> Callable[[Any], Any]:
     return lambda x: x * number
 
@@ -125,6 +154,7 @@ def _captures(number: int) -> Callable[[Any], Any]:
         (lambda model: setattr(model, "act", _captures(3)), "is a function with state"),
         (lambda model: setattr(model, "more", iter([1])), "is a list_iterator"),
         (lambda model: setattr(model, "log", [1].append), "is a method of a list"),
+        (lambda model: setattr(model, "settings", _Computed(1)), "settings cannot be read: ValueError"),
     ],
 )
 def test_what_cannot_be_told_has_none(change: Callable[[nn.Module], object], why: str) -> None:

@@ -156,6 +156,12 @@ def sdpa_scaled_query(q: Tensor, k: Tensor, v: Tensor, layer: Layer) -> Tensor:
     return merged(F.scaled_dot_product_attention(*heads_first(q * 0.3, k, v), is_causal=True, scale=1.0))
 
 
+def sdpa_twice(q: Tensor, k: Tensor, v: Tensor, layer: Layer) -> Tensor:
+    """What the first gives is what the second attends to, as it is."""
+    first = F.scaled_dot_product_attention(*heads_first(q, k, v), is_causal=True)
+    return merged(F.scaled_dot_product_attention(q.transpose(1, 2), first, first, is_causal=True))
+
+
 # Products
 
 

@@ -21,7 +21,7 @@ from kvcompile.errors import VerificationError
 from kvcompile.pipeline import Front, plan_for, understand
 from kvcompile.recipe import Recipe
 from kvcompile.verify import verify
-from kvcompile.verify.ids import Vocabulary, vocabulary
+from kvcompile.verify.ids import Vocabulary, bounds, vocabulary
 from kvcompile.verify.runs import probe
 from tests.support.models import NanoGPT, TinyConfig, make
 
@@ -69,6 +69,7 @@ BEFORE: dict[str, tuple[Callable[[Words, Tensor], Tensor], int]] = {
     "cast": (lambda model, ids: ids.to(torch.int32), VOCAB),
     "looked up": (lambda model, ids: model.table[ids], 9000),
     "shifted": (lambda model, ids: ids + 1, VOCAB - 1),
+    "in another shape": (lambda model, ids: ids.view(-1, ids.shape[1]), VOCAB),
 }
 MARKS: dict[str, tuple[Callable[[Words, Tensor], Tensor], tuple[int, ...]]] = {
     "equal": (lambda model, ids: ids == 57, (57,)),
@@ -100,6 +101,13 @@ def test_all_ids_that_the_model_takes(before: str) -> None:
         if before in ("straight", "cast", "looked up", "shifted"):
             with pytest.raises(IndexError):
                 model(words.taken[None, -1:] + 1)
+
+
+@pytest.mark.parametrize("before", BEFORE)
+def test_ids_beyond_a_table_are_told_where_they_go_into_it_as_they_are(before: str) -> None:
+    as_they_are = dict.fromkeys(("straight", "cast", "in another shape"), (0, VOCAB - 1))
+    indexed = {"looked up": (-9000, 8999)}  # as the original takes them: an index may count from the end
+    assert bounds(subject(before)[1]) == (as_they_are | indexed).get(before)
 
 
 @pytest.mark.parametrize("mark", [mark for mark in MARKS if mark != "of the token before"])

@@ -99,7 +99,11 @@ def _same(t: Translator, node: Node, places: Places) -> Expr:
 
 
 def _cast(t: Translator, node: Node, places: Places) -> Expr:
-    return settled(_same(t, node, places), value(node).dtype)
+    found, dtype = _same(t, node, places), value(node).dtype
+    if dtype.is_floating_point and dtype.itemsize == 1 and "score" in found.names:
+        # What float16 rounds is dropped, as attention kernels drop it; eight bits are a choice of the model.
+        raise Untranslatable(f"a score is rounded to {str(dtype).removeprefix('torch.')}", node)
+    return settled(found, dtype)
 
 
 def _logical(op: str) -> Rule:

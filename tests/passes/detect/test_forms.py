@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import kvcompile
 from kvcompile.errors import ModelError
-from tests.support.decoders import BROKEN, FORMS, LONGEST, VOCAB, Decoder, Form
+from tests.support.decoders import BROKEN, FORMS, LONGEST, VOCAB, Decoder, Form, sdpa_twice
 
 CHUNKS = (9, 1, 1, 30, 1, 6)
 
@@ -43,6 +43,10 @@ def check(form: Form) -> None:
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(name: str) -> None:
     check(FORMS[name])
+
+
+def test_a_site_attends_to_what_another_one_gives() -> None:
+    check(Form(sdpa_twice))
 
 
 @pytest.mark.parametrize("name", BROKEN)

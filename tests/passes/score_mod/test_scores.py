@@ -349,6 +349,10 @@ MISSES: dict[str, tuple[Attend, str]] = {
         scored(lambda m, t, d: t + d * (1.0 / t.shape[-1])),
         "the length of the sequence as a number",
     ),
+    "scores of eight bits": (
+        scored(lambda m, t, d: t.to(torch.float8_e4m3fn).float()),
+        "a score is rounded to float8_e4m3fn",
+    ),
 }
 
 
