@@ -71,12 +71,12 @@ def scored(logits_ptr, levels_ptr, score_ptr, lse, pos):
     """One query's shares into the scores of a head's 1024 slots, of its logits and log-sum-exps: h2o 4 sinks + 508 heavy + 512 recent, sum."""
     g = tl.arange(0, 4)
     # Slots fill in the order of tokens. What stands in those that are free means nothing, and is not read.
-    for start in tl.range(0, tl.minimum(pos + 1, 1024), 1024, num_stages=2):
-        first = start // 128 + tl.arange(0, 8)  # tiles, each of which has a level
-        slot = start + tl.arange(0, 8)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    for start in tl.range(0, tl.minimum(pos + 1, 1024), 512, num_stages=3):
+        first = start // 128 + tl.arange(0, 4)  # tiles, each of which has a level
+        slot = start + tl.arange(0, 4)[:, None] * 128 + tl.arange(0, 128)[None, :]
         there = (slot <= pos)
         before = tl.load(score_ptr + slot)
-        share = tl.zeros([8, 128], tl.float32)
+        share = tl.zeros([4, 128], tl.float32)
         for member in tl.static_range(4):
             logit = tl.load(logits_ptr + member * 1024 + slot).to(tl.float32)
             level = tl.load(levels_ptr + member * 8 + first)

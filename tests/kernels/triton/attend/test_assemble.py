@@ -22,6 +22,7 @@ from kvcompile.kernels.triton.attend import work_list
 from kvcompile.kernels.triton.config import bits_of
 from kvcompile.kernels.triton.generate import generate
 from kvcompile.kernels.triton.host.launches import Launch
+from kvcompile.kernels.triton.retention.score import SCORED
 from kvcompile.kernels.triton.tools import assemble as assembling
 from kvcompile.kernels.triton.tools.assemble import (
     ARCHES,
@@ -105,7 +106,7 @@ QUICK = (
     ("decode", "int4:causal", "smollm2", 90),
     ("decode", "kivi4:causal", "llama", 90),
     ("decode", "kivi4:causal", "mqa", 90),
-    ("decode", "h2o_int8:causal", "mqa", 90),
+    ("decode", "h2o_int8:causal", "llama", 90),
     ("decode", "streaming:causal", "smollm2", 90),
     ("decode", "quest_int8:causal", "llama", 90),
     ("page_bounds", "quest:causal", "llama", 90),
@@ -261,6 +262,16 @@ def test_the_figures_of_a_kernel_whose_loop_is_known(together: dict[str, Assembl
     assert elements(request("combine", "kivi4:causal", "llama", 90).spec) is None
     latent = request("decode", "baseline:causal", "mla", 90).spec
     assert elements(latent) == latent.block_n * 576  # values are in the keys
+
+
+def test_who_adds_shares_to_scores_takes_no_program_from_a_multiprocessor(
+    together: dict[str, Assembled | str],
+) -> None:
+    """Three of four warps, as of int8 without scores: what stands behind the loop has registers of the whole kernel."""
+    case = request("decode", "h2o_int8:causal", "llama", 90)
+    made = together["decode h2o_int8:causal llama sm_90"]
+    assert isinstance(made, Assembled) and SCORED in case.spec.options and case.num_warps == 4
+    assert made.registers <= 168
 
 
 def test_what_does_not_assemble_is_an_error_that_names_it(
