@@ -38,8 +38,8 @@ _LARGEST_TILE = 1024
 # The option of decode whose last program of a head adds the shares: of so many slots at most, some two microseconds.
 SCORED = "scored"
 _ONE_PROGRAM = 16384
-# Slots that it adds to at once, and how many times as many are asked for ahead. Of 1,024, of int8 it takes 229 registers
-# a thread instead of 161, and two programs fit a multiprocessor instead of three.
+# Slots that it adds to at once, and how many times as many are asked for ahead. Of 1,024, int8 takes 229 registers of a
+# thread instead of 161, and two programs fit a multiprocessor instead of three.
 _JOINED_TILE, _AHEAD = 512, 4
 
 
