@@ -93,6 +93,9 @@ SITES = {
     "latent int8": Sized(CacheLayout(int8(), InKeys(128)), (16, 1), (192, 128)),
     # As many slots as tokens: which token goes is a matter of rounding, and tested in the interpreter.
     "h2o": Sized(CacheLayout(placement=Slots(), retention=Scored(4, 260, 64))),
+    "h2o, scores of a layer": Sized(
+        CacheLayout(placement=Slots(), retention=Scored(4, 260, 64, granularity="layer"))
+    ),
     "h2o int8": Sized(CacheLayout(int8(), int8(), Slots(), Scored(4, 260, 64))),
 }
 EXACT_CODES = ("int8", "int8, pages of 64", "int8, ring", "fp8", "int4", "int2 and int3", "mixed")

@@ -68,6 +68,33 @@ def test_float32(name: str, device: torch.device) -> None:
     within_budget(name, torch.float32, device)
 
 
+@pytest.mark.parametrize("name", ["h2o", "h2o int8", "h2o, scores of a layer"])
+def test_scores_of_a_prompt_and_of_steps(name: str, device: torch.device) -> None:
+    """Whoever adds them, the program that joins a head or `score`; no token has gone, and each may be in any slot."""
+    sized, chunks = SITES[name], (150, *[1] * 40)
+    pads = torch.tensor((0, 37, 120), device=device)
+    qkv = vectors(sized, 3, sum(chunks), torch.bfloat16, device)
+    plain = sized.site(kernels="reference")
+    made, same, true = (
+        by_token(run(site, own, chunks, pads).buffers, sum(chunks) - pads)
+        for site, own in ((sized.site(), qkv), (plain, qkv), (plain, [x.float() for x in qkv]))
+    )
+    within(made, same, true, torch.bfloat16, name)
+    assert float(same.sum()) > 100
+
+
+def by_token(buffers: list[Tensor], lengths: Tensor) -> Tensor:
+    """Scores of the tokens of all sequences, in their order, [tokens, heads]; slots fill in the order of tokens."""
+    rows = []
+    for token, score, length in zip(*buffers[-2:], lengths.tolist(), strict=True):
+        order = token[:, :length].argsort(-1)
+        assert torch.equal(
+            token[:, :length].gather(1, order)[0].cpu(), torch.arange(length, dtype=torch.int32)
+        )
+        rows.append(score[:, :length].gather(1, order).T)
+    return torch.cat(rows)
+
+
 @pytest.mark.parametrize("name", EXACT_CODES)
 def test_what_is_written_is_what_the_reference_writes(name: str, device: torch.device) -> None:
     """Bit for bit: an op of its own would round scales or codes in another way."""
