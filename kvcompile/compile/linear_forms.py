@@ -5,7 +5,7 @@
 | linear, linear_group | layers, of one vector |
 | linear_gated | act(x G^T + b) * (x U^T + b') |
 | linear_added | r + (x W^T + b) |
-| linear_normed, linear_gated_normed | the same behind the RMSNorm of x |
+| linear_normed, linear_gated_normed | the same behind a norm of x (`norm_forms.py`) |
 | linear_loop | a product and a sum, which Inductor turns into a loop |
 
 A kernel takes the place of what it takes (`kernels/cpp/host/linear.py`, `kernels/triton/host/linear.py`); all else is
@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvcompile.compile.norm_forms import OWN, normed
+
 _LIB = torch.library.Library("kvcompile", "FRAGMENT")
 _LIB.define("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
 _LIB.define("linear_loop(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
@@ -32,12 +34,12 @@ _LIB.define(
 )
 _LIB.define("linear_added(Tensor x, Tensor weight, Tensor? bias, Tensor residual) -> Tensor")
 _LIB.define(
-    "linear_normed(Tensor x, Tensor norm, float eps, str dtype, Tensor[] weights, Tensor?[] biases) -> "
-    "Tensor[]"
+    "linear_normed(Tensor x, Tensor[] norm, float eps, str how, str dtype, Tensor[] weights, "
+    "Tensor?[] biases) -> Tensor[]"
 )
 _LIB.define(
-    "linear_gated_normed(Tensor x, Tensor norm, float eps, str dtype, Tensor[] weights, Tensor?[] biases, "
-    "str activation, bool second) -> Tensor"
+    "linear_gated_normed(Tensor x, Tensor[] norm, float eps, str how, str dtype, Tensor[] weights, "
+    "Tensor?[] biases, str activation, bool second) -> Tensor"
 )
 _KERNELS = (torch.float32, torch.float16, torch.bfloat16)
 # Keys are those of `kernels/triton/linear/linear.py`.
@@ -104,48 +106,52 @@ def _added(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> 
 
 
 def _normed(
-    x: Tensor, norm: Tensor, eps: float, dtype: str, weights: list[Tensor], biases: list[Tensor | None]
+    x: Tensor,
+    norm: list[Tensor],
+    eps: float,
+    how: str,
+    dtype: str,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
 ) -> list[Tensor]:
-    """Several layers of x behind its RMSNorm; dtype: as of `_rms`."""
-    if _rounds(x, dtype) and (kernels := _triton(x, weights, biases)) is not None:
-        how = kernels.Norm(norm, eps)
-        if kernels.takes_norm(x, how):
+    """Several layers of x behind its norm, as `norm_forms.NormNodes` says it."""
+    if _rounds(x, how, dtype) and (kernels := _triton(x, weights, biases)) is not None:
+        own = kernels.norm_in(how, eps, norm)
+        if kernels.takes_norm(x, own):
             given = [bias for bias in biases if bias is not None]
-            return kernels.linears(x, weights, given, how)  # type: ignore[no-any-return]
-    return _group(_rms(x, norm, eps, dtype), weights, biases)
+            return kernels.linears(x, weights, given, own)  # type: ignore[no-any-return]
+    return _group(normed(x, norm, eps, how, dtype), weights, biases)
 
 
 def _gated_normed(
     x: Tensor,
-    norm: Tensor,
+    norm: list[Tensor],
     eps: float,
+    how: str,
     dtype: str,
     weights: list[Tensor],
     biases: list[Tensor | None],
     activation: str,
     second: bool,
 ) -> Tensor:
-    """As `_gated`, of x behind its RMSNorm."""
+    """As `_gated`, of x behind its norm."""
     layers = _sides(weights, biases, second)
-    if _alike(layers[0]) and _rounds(x, dtype) and (kernels := _triton(x, *layers)) is not None:
-        how = kernels.Norm(norm, eps)
-        if kernels.takes_norm(x, how, 2):
+    if _alike(layers[0]) and _rounds(x, how, dtype) and (kernels := _triton(x, *layers)) is not None:
+        own = kernels.norm_in(how, eps, norm)
+        if kernels.takes_norm(x, own, 2):
             given = [bias for bias in layers[1] if bias is not None]
-            return kernels.gated(x, layers[0], given, activation, how)  # type: ignore[no-any-return]
-    return _gated(_rms(x, norm, eps, dtype), weights, biases, activation, second)
+            return kernels.gated(x, layers[0], given, activation, own)  # type: ignore[no-any-return]
+    return _gated(normed(x, norm, eps, how, dtype), weights, biases, activation, second)
 
 
-def _rms(x: Tensor, norm: Tensor, eps: float, dtype: str) -> Tensor:
-    """norm * (x / sqrt(mean(x^2) + eps)): in float32, and rounded to `dtype` before the product; "": as it is."""
-    own = x.float() if dtype else x
-    own = own * torch.rsqrt(own.pow(2).mean(-1, keepdim=True) + eps)
-    return norm * (own.to(getattr(torch, dtype)) if dtype else own)
+def _rounds(x: Tensor, how: str, dtype: str) -> bool:
+    """Whether a norm of one token computes as the kernel does: in float32, rounded to the token's dtype.
 
-
-def _rounds(x: Tensor, dtype: str) -> bool:
-    """Whether a norm of one token computes as the kernel does: in float32, rounded to the token's dtype."""
+    Without casts that is a norm of float32, or a layer_norm, which rounds its results alone in any dtype.
+    """
     own = str(x.dtype).removeprefix("torch.")
-    return _one_token(x) and (dtype or "float32") == own
+    rounded = dtype or ("" if "layer" in how.split() else "float32")
+    return _one_token(x) and rounded in ("", OWN, own)
 
 
 def _sides(

@@ -19,6 +19,7 @@ from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.device import INTERPRETER, Device, device_of, interpreted
 from kvcompile.kernels.triton.host import ops_linear
 from kvcompile.kernels.triton.linear.linear import LOADS, places
+from kvcompile.kernels.triton.linear.norm import NormForm
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.layouts import CacheLayout
 
@@ -55,25 +56,38 @@ def takes(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> boo
 
 
 class Norm(NamedTuple):
-    """RMSNorm of the token, before its layers: weight [K], and what is added to the mean of squares."""
+    """The norm of the token, before its layers.
 
-    weight: Tensor
-    eps: float
+    tensors: [K] each, as of `NormForm.tensors`: what its numbers are multiplied by, and what is added to them
+    """
+
+    form: NormForm
+    tensors: tuple[Tensor, ...]
+
+
+def norm_in(how: str, eps: float, tensors: Sequence[Tensor]) -> Norm:
+    """The norm that a graph says so (`compile/norm_forms.py`); where a token is centred it is a LayerNorm."""
+    words = frozenset(how.split())
+    layer = bool(words & {"layer", "centred"})
+    return Norm(NormForm(eps, layer, words - {"layer", "centred"}), tuple(tensors))
 
 
 def takes_norm(x: Tensor, norm: Norm, sides: int = 1) -> bool:
-    """Whether the kernel norms the token itself: a weight of its dtype, and rows that registers hold.
+    """Whether the kernel norms the token itself: weights of its dtype, and rows that registers hold.
 
     sides: weights of which a program has rows: 2 of a gate and what it opens
     """
-    weight, columns = norm.weight, x.shape[-1]
-    fits = weight.dtype == x.dtype and weight.shape == (columns,) and weight.is_contiguous()
-    return fits and holds_norm(columns, x.dtype, device_of(x.device), sides)
+    columns = x.shape[-1]
+    fits = all(of.dtype == x.dtype and of.shape == (columns,) and of.is_contiguous() for of in norm.tensors)
+    return fits and holds_norm(columns, x.dtype, device_of(x.device), sides, len(norm.tensors))
 
 
-def holds_norm(columns: int, dtype: torch.dtype, device: Device, sides: int = 1) -> bool:
-    """Whether the registers of a program hold a token that it norms, its norm, and a row of each of its weights."""
-    return -(-columns // _tile(columns, dtype, device, True)[0]) * (sides + 2) <= _NORMED
+def holds_norm(columns: int, dtype: torch.dtype, device: Device, sides: int = 1, tensors: int = 1) -> bool:
+    """Whether the registers of a program hold a token that it norms, its norm, and a row of each of its weights.
+
+    tensors: that the norm reads
+    """
+    return -(-columns // _tile(columns, dtype, device, True)[0]) * (sides + 1 + tensors) <= _NORMED
 
 
 def linears(
@@ -142,14 +156,14 @@ def _run(
         device_of(x.device),
         bool(biases),
         activation,
-        None if norm is None else norm.eps,
+        None if norm is None else norm.form,
         residual is not None,
     )
     made: Tensor = ops_linear.linear(
         x.contiguous().view(-1),
         list(weights),
         list(biases),
-        None if norm is None else norm.weight,
+        [] if norm is None else list(norm.tensors),
         None if residual is None else residual.contiguous().view(-1),
         warps,
         spec.to_json(),
@@ -165,29 +179,29 @@ def form(
     device: Device,
     biased: bool = False,
     activation: str | None = None,
-    eps: float | None = None,
+    norm: NormForm | None = None,
     added: bool = False,
 ) -> tuple[KernelSpec, int]:
     """The kernel of such layers, and its warps.
 
-    rows: of each result; eps: of a token's norm; added: whether a layer's results are added to others
+    rows: of each result; norm: of the token; added: whether a layer's results are added to others
     """
-    block, warps = _tile(columns, dtype, device, eps is not None)
+    block, warps = _tile(columns, dtype, device, norm is not None)
     sides = 2 if activation else 1
     each = -(-columns // block)  # loads of a thread for a row
-    count, most = _ROWS, LOADS if eps is None else _FEW
-    if (sides == 2 or eps is not None) and count * sides * each > most:
+    count, most = _ROWS, LOADS if norm is None else _FEW
+    if (sides == 2 or norm is not None) and count * sides * each > most:
         count = 1
     if _programs(rows, count) < _PROGRAMS * device.multiprocessors:
         count = 1
-    in_turns = eps is None and count * sides * each > LOADS
+    in_turns = norm is None and count * sides * each > LOADS
     if in_turns and warps == _LONG and _programs(rows, count) >= _ALONE * device.multiprocessors:
         block, warps = block // _LONG, 1  # no thread waits for those of another warp
     if device.arch == INTERPRETER:  # so that tests meet edges of tiles
         count = 2
     options = {f"channels[{columns}]", f"layers[{layers}]"}
     options |= {activation} if activation else set()
-    options |= set() if eps is None else {f"rms[{eps!r}]"}
+    options |= set() if norm is None else norm.options
     given = {"bias": biased, "residual": added, "interpreted": interpreted()}
     options |= {name for name, there in given.items() if there}
     site = SiteSpec(CacheLayout(), 1.0)  # a spec has one; this role asks nothing of it

@@ -3,7 +3,7 @@
     out = x W^T + b                          of each of several layers of the same x, in one launch
     out = act(x G^T + b) * (x U^T + b')      gated: of a gate and what it opens
     out = r + (x W^T + b)                    added: to what stands beside an attention block or an MLP
-    x   = n * (y / sqrt(mean(y^2) + eps))    normed: of a token that is not normed yet (RMSNorm)
+    x   = n * (y / sqrt(mean(y^2) + eps))    normed: of a token that is not normed yet (RMSNorm; LayerNorm)
 
 A step of one sequence reads all weights for one token: it takes as long as memory does, if enough is on its way. So a
 program asks for all that it has of its rows at once, as many 16-byte loads a thread as its registers hold, and adds up
@@ -17,13 +17,13 @@ come meanwhile.
 | layers[l] | so many weights; without gate, each has results of its own |
 | bias | every layer has one |
 | silu, gelu, gelu_tanh, relu | gated: two layers of equally many rows; the activation of the first |
-| rms[eps] | normed: x is the token before its norm |
+| rms[eps], .. | normed: x is the token before its norm; `linear/norm.py` has all |
 | residual | added: one layer, whose results are added to others |
 | interpreted | for Triton's interpreter: bfloat16 is rounded by its bits |
 
 spec.block_m: rows of a program; spec.block_n: columns that its threads read with one load each. Of the rest, the dtype.
-Launch: grid(spec, rows of each layer). x [k], weight [n, k], bias [n], norm [k], residual [n], all of the model's
-dtype; out: the results of layer i begin at places(rows)[i].
+Launch: grid(spec, rows of each layer). x [k], weight [n, k], bias [n], norm and shift [k], residual [n], all of the
+model's dtype; out: the results of layer i begin at places(rows)[i].
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvcompile.kernels.triton import helpers
+from kvcompile.kernels.triton.linear.norm import is_option, norm_form
 from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, TensorParam
 from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.spec import KernelSpec
@@ -41,7 +42,6 @@ from kvcompile.kernels.triton.spec import KernelSpec
 LOADS, IN_TURN = 32, 8
 APART = 64  # results of a layer begin at a multiple: other kernels take vectors to begin at 16 bytes
 _OPTION = re.compile(r"(channels|layers)\[(\d+)\]")
-_NORM = re.compile(r"rms\[(.+)\]")
 # Of float32 `{0}`, as PyTorch computes them in float32.
 ACTIVATIONS = {
     "silu": "{0} / (1.0 + tl.exp(-{0}))",
@@ -58,14 +58,12 @@ def numbers(spec: KernelSpec) -> tuple[int, int]:
         ValueError: an option is unknown, or one of these is missing.
     """
     found = {match[1]: int(match[2]) for match in map(_OPTION.fullmatch, spec.options) if match}
-    others = {
-        option for option in spec.options if not _OPTION.fullmatch(option) and not _NORM.fullmatch(option)
-    }
+    others = {option for option in spec.options if not _OPTION.fullmatch(option) and not is_option(option)}
     unknown = others - {"bias", "residual", "interpreted", *ACTIVATIONS}
     alone = "residual" not in others or (found.get("layers") == 1 and not others & ACTIVATIONS.keys())
     if unknown or len(found) != 2 or len(others & ACTIVATIONS.keys()) > 1 or not alone:
         raise ValueError(
-            "linear takes options channels[k], layers[l], bias, rms[eps] and one activation, or residual of one layer, "
+            "linear takes options channels[k], layers[l], bias, a norm and one activation, or residual of one layer, "
             f"got {list(spec.options)}"
         )
     return found["channels"], found["layers"]
@@ -74,11 +72,6 @@ def numbers(spec: KernelSpec) -> tuple[int, int]:
 def activation(spec: KernelSpec) -> str | None:
     """That of a gated spec."""
     return next((option for option in spec.options if option in ACTIVATIONS), None)
-
-
-def norm(spec: KernelSpec) -> float | None:
-    """What is added to the mean of squares, of a normed spec."""
-    return next((float(match[1]) for match in map(_NORM.fullmatch, spec.options) if match), None)
 
 
 def places(rows: Sequence[int]) -> list[int]:
@@ -111,12 +104,12 @@ def generate(spec: KernelSpec) -> KernelSource:
     params: list[Param] = [TensorParam("x", spec.torch_dtype)]
     params += [TensorParam(f"w_{layer}", spec.torch_dtype, 2) for layer in range(layers)]
     params += [TensorParam(f"b_{layer}", spec.torch_dtype) for layer in range(layers)] if biased else []
-    eps, added, (turn, turns) = norm(spec), "residual" in spec.options, loop(spec)
-    if eps is not None and turns:
+    norm, added, (turn, turns) = norm_form(spec.options), "residual" in spec.options, loop(spec)
+    if norm is not None and turns:
         raise ValueError(
             f"a token of {columns} channels is not normed in turns: rows of {spec.block_m} are too many"
         )
-    params += [TensorParam("norm", spec.torch_dtype)] if eps is not None else []
+    params += [TensorParam(name, spec.torch_dtype) for name in (norm.tensors if norm else ())]
     params += [TensorParam("residual", spec.torch_dtype)] if added else []
     params += [TensorParam("out", spec.torch_dtype)]
     params += [ScalarParam(f"n_{layer}") for layer in range(outs)]
@@ -136,7 +129,7 @@ def generate(spec: KernelSpec) -> KernelSource:
         turn=turn,
         turns=turns,
         whole=whole,
-        norm="" if eps is None else repr(eps),
+        norm=norm,
         added=added,
         gate=ACTIVATIONS[act].format("gate") if act else "",
         rounded=rounded,

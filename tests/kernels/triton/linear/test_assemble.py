@@ -9,17 +9,25 @@ import torch
 
 from kvcompile.kernels.triton.host.linear import form, holds_norm
 from kvcompile.kernels.triton.linear import linear as role
+from kvcompile.kernels.triton.linear.norm import NormForm
 from kvcompile.kernels.triton.tools.assemble import Request, assemble
 from tests.support.kernel_specs import DEVICES
 
 # Columns, rows of each result, layers, activation, further: Llama-3.1-8B, and what is uneven or long.
-NORMED = {"eps": 1e-5}
+NORMED: dict[str, Any] = {"norm": NormForm(1e-5)}
+GEMMAS: dict[str, Any] = {"norm": NormForm(1e-6, words=frozenset({"wide", "one"}))}
+LAYER_NORM: dict[str, Any] = {"norm": NormForm(1e-5, True, frozenset({"shift"})), "biased": True}
 LAYERS: dict[str, tuple[Any, ...]] = {
     "queries, keys and values behind a norm": (4096, (4096, 1024, 1024), 3, None, NORMED),
     "gate and up behind a norm": (4096, (14336,), 2, "silu", NORMED),
     "wide gate and up behind a norm": (8192, (28672,), 2, "silu", NORMED),
     "wide queries behind a norm": (10240, (10240,), 1, None, NORMED),
     "a small model's behind a norm": (576, (576, 192, 192), 3, None, NORMED),
+    "Gemma's gate and up behind a norm": (3072, (24576,), 2, "gelu_tanh", GEMMAS),
+    "Gemma's queries behind a norm": (2048, (2048, 256, 256), 3, None, GEMMAS),
+    "StarCoder2's queries behind a LayerNorm": (3072, (3072, 256, 256), 3, None, LAYER_NORM),
+    "Falcon's behind a LayerNorm": (4544, (4672,), 1, None, LAYER_NORM),
+    "NeoX's behind a LayerNorm": (6144, (24576,), 1, None, LAYER_NORM),
     "output added": (4096, (4096,), 1, None, {"added": True}),
     "queries, keys and values": (4096, (4096, 1024, 1024), 3, None),
     "output": (4096, (4096,), 1, None),
@@ -34,6 +42,8 @@ LAYERS: dict[str, tuple[Any, ...]] = {
 QUICK = {
     (90, "queries, keys and values behind a norm", torch.bfloat16),
     (90, "gate and up behind a norm", torch.bfloat16),
+    (90, "Gemma's gate and up behind a norm", torch.bfloat16),
+    (90, "NeoX's behind a LayerNorm", torch.bfloat16),
     (90, "down", torch.bfloat16),
     (120, "in turns", torch.bfloat16),
 }
@@ -43,7 +53,8 @@ def taken(arch: int, name: str, dtype: torch.dtype) -> bool:
     """Whether the kernel takes it: a norm's token has to fit the registers."""
     columns, _, _, activation, *further = LAYERS[name]
     sides = 2 if activation else 1
-    return NORMED not in further or holds_norm(columns, dtype, DEVICES[arch], sides)
+    norm = further[0].get("norm") if further else None
+    return norm is None or holds_norm(columns, dtype, DEVICES[arch], sides, len(norm.tensors))
 
 
 CASES = [
@@ -66,22 +77,23 @@ def test_weights_are_read_as_fast_as_they_come(arch: int, name: str, dtype: torc
     """An H200 has time for 15.6 instructions of a thread for each element of 16 bits, and for 31 of 32."""
     columns, rows, layers, activation, *further = LAYERS[name]
     how = further[0] if further else {}
-    device, sides = DEVICES[arch], 2 if activation else 1
+    device, sides, norm = DEVICES[arch], 2 if activation else 1, how.get("norm")
     spec, warps = form(columns, rows, layers, dtype, device, activation=activation, **how)
     (made,) = assemble([Request(spec, arch, warps, 2)])
     assert not made.spills and not made.stack
-    # Residuals are single numbers of some threads.
-    assert set(made.loads) - ({8 * dtype.itemsize} if how.get("added") else set()) == {128}, made.loads
+    # Residuals and biases are single numbers of some threads.
+    single = {8 * dtype.itemsize} if how.get("added") or how.get("biased") else set()
+    assert set(made.loads) - single == {128}, made.loads
     # Two warps and more meet once, when a row is summed up; of several sums, once for each.
     assert made.shared <= 1024 and made.barriers == 0
     text = role.generate(spec).text
     turns = text.count("for start in") and made.instructions  # some releases of Triton unroll them
     held = spec.block_m * sides * columns / (32 * warps)  # elements of a thread
-    held += 2 * columns / (32 * warps) if "eps" in how else 0
+    held += (1 + len(norm.tensors)) * columns / (32 * warps) if norm else 0
     code = turns or sum(made.opcodes.values())
     if not turns:
         # Besides the sums: a norm, or the polynomials of an error function.
-        behind = 500 if "eps" in how else 300 if activation == "gelu" else 250
+        behind = 500 if norm else 300 if activation == "gelu" else 250
         assert code <= 6 * held + behind, (code, held)
     else:
         assert code <= 6 * role.IN_TURN * 16 // dtype.itemsize + 30, code
