@@ -130,7 +130,7 @@ def call_of(problem: Problem, copy: int = 0) -> Callable[[], list[Tensor]]:
     x, weights, activation = problem.x, problem.weights[copy], problem.case.activation
     norm, residual = problem.norm, problem.residual
     if residual is not None:
-        return lambda: [added(x, weights[0], None, residual)]
+        return lambda: [added(x, weights[0], None, [residual])]
     if activation:
         return lambda: [gated(x, weights, [], activation, norm)]
     return lambda: linears(x, weights, [], norm)
@@ -206,10 +206,10 @@ def call_in(form: Form, problem: Problem, copy: int = 0) -> Callable[[], list[Te
     rows = case.rows[:1] if case.activation else case.rows
     parts = list(zip(places(rows), rows, strict=False))
     norm = [] if problem.norm is None else list(problem.norm.tensors)
-    residual = None if problem.residual is None else problem.residual.view(-1)
+    residuals = [] if problem.residual is None else [problem.residual.view(-1)]
 
     def run() -> list[Tensor]:
-        out = ops_linear.linear(x, weights, [], norm, residual, form.warps, text)
+        out = ops_linear.linear(x, weights, [], norm, residuals, form.warps, text)
         return [out[None, first : first + count] for first, count in parts]
 
     return run

@@ -4,8 +4,9 @@
 |---|---|
 | linear, linear_group | layers, of one vector |
 | linear_gated | act(x G^T + b) * (x U^T + b') |
-| linear_added | r + (x W^T + b) |
-| linear_normed, linear_gated_normed | the same behind a norm of x (`norm_forms.py`) |
+| linear_activated | act(x W^T + b) |
+| linear_added | r + f (x W^T + b), and a second r |
+| linear_normed, linear_gated_normed, linear_activated_normed | the same behind a norm of x (`norm_forms.py`) |
 | linear_loop | a product and a sum, which Inductor turns into a loop |
 
 A kernel takes the place of what it takes (`kernels/cpp/host/linear.py`, `kernels/triton/host/linear.py`); all else is
@@ -32,10 +33,15 @@ _LIB.define("linear_group(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tenso
 _LIB.define(
     "linear_gated(Tensor x, Tensor[] weights, Tensor?[] biases, str activation, bool second) -> Tensor"
 )
-_LIB.define("linear_added(Tensor x, Tensor weight, Tensor? bias, Tensor residual) -> Tensor")
+_LIB.define("linear_activated(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor")
+_LIB.define("linear_added(Tensor x, Tensor weight, Tensor? bias, Tensor[] residuals, float factor) -> Tensor")
 _LIB.define(
     "linear_normed(Tensor x, Tensor[] norm, float eps, str how, str dtype, Tensor[] weights, "
-    "Tensor?[] biases) -> Tensor[]"
+    "Tensor?[] biases, bool kept) -> Tensor[]"
+)
+_LIB.define(
+    "linear_activated_normed(Tensor x, Tensor[] norm, float eps, str how, str dtype, Tensor weight, "
+    "Tensor? bias, str activation) -> Tensor"
 )
 _LIB.define(
     "linear_gated_normed(Tensor x, Tensor[] norm, float eps, str how, str dtype, Tensor[] weights, "
@@ -97,12 +103,23 @@ def _gated(
     return ACTIVATIONS[activation](gate) * up
 
 
-def _added(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """residual + (x W^T + b)."""
+def _activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """act(x W^T + b)."""
+    if _one_token(x) and (own := _triton(x, [weight], [bias])) is not None:
+        return own.activated(x, weight, bias, activation)  # type: ignore[no-any-return]
+    return ACTIVATIONS[activation](_linear(x, weight, bias))
+
+
+def _added(x: Tensor, weight: Tensor, bias: Tensor | None, residuals: list[Tensor], factor: float) -> Tensor:
+    """r + factor * (x W^T + b) of the first r, and the sum with the second, if there is one."""
     own = _triton(x, [weight], [bias]) if _one_token(x) else None
-    if own is not None and own.takes_residual(x, weight, residual):
-        return own.added(x, weight, bias, residual)  # type: ignore[no-any-return]
-    return residual + _linear(x, weight, bias)
+    if own is not None and all(own.takes_residual(x, weight, residual) for residual in residuals):
+        return own.added(x, weight, bias, residuals, factor)  # type: ignore[no-any-return]
+    made = _linear(x, weight, bias)
+    made = made if factor == 1.0 else made * factor
+    for residual in residuals:
+        made = residual + made
+    return made
 
 
 def _normed(
@@ -113,14 +130,34 @@ def _normed(
     dtype: str,
     weights: list[Tensor],
     biases: list[Tensor | None],
+    kept: bool,
 ) -> list[Tensor]:
-    """Several layers of x behind its norm, as `norm_forms.NormNodes` says it."""
+    """Several layers of x behind its norm, as `norm_forms.NormNodes` says it; kept: and what the norm gives."""
     if _rounds(x, how, dtype) and (kernels := _triton(x, weights, biases)) is not None:
-        own = kernels.norm_in(how, eps, norm)
+        own = kernels.norm_in(how, eps, norm, kept)
         if kernels.takes_norm(x, own):
             given = [bias for bias in biases if bias is not None]
             return kernels.linears(x, weights, given, own)  # type: ignore[no-any-return]
-    return _group(normed(x, norm, eps, how, dtype), weights, biases)
+    y = normed(x, norm, eps, how, dtype)
+    return [*_group(y, weights, biases), *([y] if kept else [])]
+
+
+def _activated_normed(
+    x: Tensor,
+    norm: list[Tensor],
+    eps: float,
+    how: str,
+    dtype: str,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """As `_activated`, of x behind its norm."""
+    if _rounds(x, how, dtype) and (kernels := _triton(x, [weight], [bias])) is not None:
+        own = kernels.norm_in(how, eps, norm)
+        if kernels.takes_norm(x, own):
+            return kernels.activated(x, weight, bias, activation, own)  # type: ignore[no-any-return]
+    return _activated(normed(x, norm, eps, how, dtype), weight, bias, activation)
 
 
 def _gated_normed(
@@ -232,6 +269,8 @@ _LIB.impl("linear", _linear, "CompositeImplicitAutograd")
 _LIB.impl("linear_loop", _loop, "CompositeImplicitAutograd")
 _LIB.impl("linear_group", _group, "CompositeImplicitAutograd")
 _LIB.impl("linear_gated", _gated, "CompositeImplicitAutograd")
+_LIB.impl("linear_activated", _activated, "CompositeImplicitAutograd")
+_LIB.impl("linear_activated_normed", _activated_normed, "CompositeImplicitAutograd")
 _LIB.impl("linear_added", _added, "CompositeImplicitAutograd")
 _LIB.impl("linear_normed", _normed, "CompositeImplicitAutograd")
 _LIB.impl("linear_gated_normed", _gated_normed, "CompositeImplicitAutograd")

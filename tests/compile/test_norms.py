@@ -220,9 +220,6 @@ ALONE = {
     "what is added is read": added_twice,
     "added twofold": added_twofold,
     "a computed weight": computed,
-    "something else reads it": behind(
-        lambda own, h: rms(own.norm, h, None), lambda own, y: aten.relu.default(y)
-    ),
     "less one": behind(centred),
     "a mean of tokens": behind(of_tokens),
     "a mean of fourth powers": behind(cubes),
@@ -304,6 +301,102 @@ def test_a_norm_rounds_as_the_model_does(name: str, dtype: torch.dtype) -> None:
     assert own - {"bias", "channels", "layers", "interpreted"} == wanted - lost
     x, residual = vectors(dtype, 2, 3)
     assert torch.equal(module(x, residual), plain(x, residual))
+
+
+def expert(own: Block, y: Tensor) -> Tensor:
+    return aten.relu.default(y)  # type: ignore[no-any-return]
+
+
+def gate_beside(own: Block, y: Tensor) -> Tensor:
+    opened = aten.mul.Tensor(aten.silu.default(linear(own.gate, y)), linear(own.up, y))
+    return aten.cat.default([opened, aten.relu.default(y)], -1)  # type: ignore[no-any-return]
+
+
+def read_before(own: Block, x: Tensor, residual: Tensor) -> Tensor:
+    y = rms(own.norm, add(residual, linear(own.out, x)), None)
+    first = aten.relu.default(y)
+    return aten.cat.default([linear(own.q, y), first, linear(own.k, y)], -1)  # type: ignore[no-any-return]
+
+
+KEPT: dict[str, tuple[Form, list[str]]] = {
+    "an expert reads it": (behind(lambda own, h: rms(own.norm, h, None), expert), []),
+    "a gate and an expert": (behind(lambda own, h: rms(own.norm, h, None), gate_beside), ["linear_gated"]),
+    "it is read before": (read_before, []),
+    "it is returned": (behind(lambda own, h: rms(own.norm, h, None), lambda own, y: y), []),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_norm_that_others_read_is_written_by_layers(name: str) -> None:
+    form, further = KEPT[name]
+    plain, module, calls = joined(form)
+    assert calls == ["linear_added", "linear_normed", *further]
+    x, residual = vectors(torch.float32, 1, 1)
+    truth = copy.deepcopy(plain).double()(x.double(), residual.double())
+    within(module(x, residual), plain(x, residual), truth, torch.float32, few=True)
+    with recording() as launches:
+        module(x, residual)
+    assert ["kept" in one.kernel.spec.options for one in launches] == [False, True, *(False for _ in further)]
+    x, residual = vectors(torch.float32, 2, 3)
+    assert torch.equal(module(x, residual), plain(x, residual))
+
+
+def test_a_norm_that_gates_read_and_others_is_no_part_of_gates() -> None:
+    def form(own: Block, x: Tensor, residual: Tensor) -> Tensor:
+        return gate_beside(own, rms(own.norm, add(residual, linear(own.out, x)), None))
+
+    assert joined(form)[2] == ["linear", "linear_gated"]
+
+
+def times(x: Tensor, factor: float) -> Tensor:
+    return aten.mul.Tensor(x, factor)  # type: ignore[no-any-return]
+
+
+# How a token is added up, and the residuals of calls that do it.
+SUMS: dict[str, tuple[Form, list[int]]] = {
+    "a residual": (lambda own, x, r: add(r, linear(own.out, x)), [1]),
+    "a part of it": (lambda own, x, r: add(r, times(linear(own.out, x), 0.22)), [1]),
+    "beside a block": (lambda own, x, r: add(add(linear(own.out, x), aten.relu.default(x)), r), [2]),
+    "beside a part of a block": (
+        lambda own, x, r: add(r, add(aten.relu.default(x), times(linear(own.out, x), 0.7))),
+        [2],
+    ),
+    "beside another layer": (lambda own, x, r: add(add(linear(own.out, x), linear(own.q, x)), r), [2]),
+    "behind another layer": (lambda own, x, r: add(add(r, linear(own.out, x)), linear(own.q, x)), [1, 1]),
+    "three blocks": (
+        lambda own, x, r: add(add(add(linear(own.out, x), x), aten.relu.default(x)), r),
+        [],
+    ),
+    "no number": (lambda own, x, r: add(r, times(linear(own.out, x), float("inf"))), []),
+    "another vector": (lambda own, x, r: add(r, aten.mul.Tensor(linear(own.out, x), own.norm)), []),
+    "the part is read": (
+        lambda own, x, r: (lambda part: add(add(r, part), aten.relu.default(part)))(
+            times(linear(own.out, x), 0.22)
+        ),
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", SUMS)
+def test_a_token_is_added_up_in_the_order_of_the_graph(name: str, dtype: torch.dtype) -> None:
+    sum_of, wanted = SUMS[name]
+
+    def form(own: Block, x: Tensor, residual: Tensor) -> Tensor:
+        h = sum_of(own, x, residual)
+        y = aten.layer_norm.default(h, [WIDTH], own.norm, None, EPS)
+        return aten.cat.default([linear(own.k, y), h], -1)  # type: ignore[no-any-return]
+
+    plain, module, _ = joined(form, dtype)
+    sums = [node for node in module.graph.nodes if node.target is own_ops.linear_added.default]
+    assert [len(node.args[3]) for node in sums] == wanted
+    x, residual = vectors(dtype, 2, 3)
+    assert torch.equal(module(x, residual).nan_to_num(), plain(x, residual).nan_to_num())
+    if wanted:
+        x, residual = vectors(dtype, 1, 1)
+        truth = copy.deepcopy(plain).double()(x.double(), residual.double())
+        within(module(x, residual), plain(x, residual), truth, dtype, few=True)
 
 
 def test_a_token_of_another_region_is_normed_by_who_reads_it() -> None:

@@ -59,17 +59,19 @@ class Norm(NamedTuple):
     """The norm of the token, before its layers.
 
     tensors: [K] each, as of `NormForm.tensors`: what its numbers are multiplied by, and what is added to them
+    kept: whether somebody else reads the token behind it
     """
 
     form: NormForm
     tensors: tuple[Tensor, ...]
+    kept: bool = False
 
 
-def norm_in(how: str, eps: float, tensors: Sequence[Tensor]) -> Norm:
+def norm_in(how: str, eps: float, tensors: Sequence[Tensor], kept: bool = False) -> Norm:
     """The norm that a graph says so (`compile/norm_forms.py`); where a token is centred it is a LayerNorm."""
     words = frozenset(how.split())
     layer = bool(words & {"layer", "centred"})
-    return Norm(NormForm(eps, layer, words - {"layer", "centred"}), tuple(tensors))
+    return Norm(NormForm(eps, layer, words - {"layer", "centred"}), tuple(tensors), kept)
 
 
 def takes_norm(x: Tensor, norm: Norm, sides: int = 1) -> bool:
@@ -99,10 +101,11 @@ def linears(
         x: [1, .., K]. weights: [N, K] each; biases: [N] of each, or none. norm: of x, before them; it `takes_norm`.
 
     Returns:
-        [1, .., N] of each layer.
+        [1, .., N] of each layer; then [1, .., K], the token behind its norm, where it is kept.
     """
     rows = [weight.shape[0] for weight in weights]
     out = _run(x, weights, biases, rows, norm=norm)
+    rows += [x.shape[-1]] if norm is not None and norm.kept else []
     first = places(rows)
     return [
         out[begin : begin + count].view(*x.shape[:-1], count)
@@ -127,15 +130,29 @@ def gated(
     return _run(x, weights, biases, [rows], activation, norm)[:rows].view(*x.shape[:-1], rows)
 
 
+def activated(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, norm: Norm | None = None
+) -> Tensor:
+    """act(x W^T + b) in one launch, of tensors that it `takes`; arguments: as of `gated`."""
+    rows = weight.shape[0]
+    biases = [] if bias is None else [bias]
+    return _run(x, [weight], biases, [rows], activation, norm)[:rows].view(*x.shape[:-1], rows)
+
+
 def takes_residual(x: Tensor, weight: Tensor, residual: Tensor) -> bool:
     """Whether a layer's results can be added to `residual` where they are made."""
     return residual.dtype == x.dtype and residual.shape == (*x.shape[:-1], weight.shape[0])
 
 
-def added(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """residual + (x W^T + b) in one launch, of tensors that it `takes` and `takes_residual`: [1, .., N]."""
+def added(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residuals: Sequence[Tensor], factor: float = 1.0
+) -> Tensor:
+    """residual + factor * (x W^T + b) in one launch, of tensors that it `takes` and `takes_residual`: [1, .., N].
+
+    residuals: one, or two, of which the second is added to what the first gives
+    """
     rows = weight.shape[0]
-    out = _run(x, [weight], [] if bias is None else [bias], [rows], residual=residual)
+    out = _run(x, [weight], [] if bias is None else [bias], [rows], residuals=residuals, factor=factor)
     return out[:rows].view(*x.shape[:-1], rows)
 
 
@@ -146,7 +163,8 @@ def _run(
     rows: Sequence[int],
     activation: str | None = None,
     norm: Norm | None = None,
-    residual: Tensor | None = None,
+    residuals: Sequence[Tensor] = (),
+    factor: float = 1.0,
 ) -> Tensor:
     spec, warps = form(
         weights[0].shape[1],
@@ -157,14 +175,16 @@ def _run(
         bool(biases),
         activation,
         None if norm is None else norm.form,
-        residual is not None,
+        len(residuals),
+        factor,
+        norm is not None and norm.kept,
     )
     made: Tensor = ops_linear.linear(
         x.contiguous().view(-1),
         list(weights),
         list(biases),
         [] if norm is None else list(norm.tensors),
-        None if residual is None else residual.contiguous().view(-1),
+        [residual.contiguous().view(-1) for residual in residuals],
         warps,
         spec.to_json(),
     )
@@ -180,14 +200,17 @@ def form(
     biased: bool = False,
     activation: str | None = None,
     norm: NormForm | None = None,
-    added: bool = False,
+    added: int = 0,
+    factor: float = 1.0,
+    kept: bool = False,
 ) -> tuple[KernelSpec, int]:
     """The kernel of such layers, and its warps.
 
-    rows: of each result; norm: of the token; added: whether a layer's results are added to others
+    rows: of each result; norm: of the token, which is kept or not
+    added: how many others a layer's results are added to; factor: by which they are multiplied before
     """
     block, warps = _tile(columns, dtype, device, norm is not None)
-    sides = 2 if activation else 1
+    sides = 2 if activation and layers == 2 else 1
     each = -(-columns // block)  # loads of a thread for a row
     count, most = _ROWS, LOADS if norm is None else _FEW
     if (sides == 2 or norm is not None) and count * sides * each > most:
@@ -202,7 +225,9 @@ def form(
     options = {f"channels[{columns}]", f"layers[{layers}]"}
     options |= {activation} if activation else set()
     options |= set() if norm is None else norm.options
-    given = {"bias": biased, "residual": added, "interpreted": interpreted()}
+    options |= {f"factor[{factor!r}]"} if added and factor != 1.0 else set()
+    given = {"bias": biased, "residual": added == 1, "residual[2]": added == 2, "kept": kept}
+    given["interpreted"] = interpreted()
     options |= {name for name, there in given.items() if there}
     site = SiteSpec(CacheLayout(), 1.0)  # a spec has one; this role asks nothing of it
     name = str(dtype).removeprefix("torch.")

@@ -58,7 +58,7 @@ def form_of(of: Layers, device: Device) -> tuple[KernelSpec, int]:
     """The kernel that the host takes, and its warps."""
     results = of.rows[:1] if of.activation else of.rows
     norm = NormForm(_EPS) if of.normed else None
-    how = {"activation": of.activation, "norm": norm, "added": of.added}
+    how = {"activation": of.activation, "norm": norm, "added": int(of.added)}
     return form(of.columns, results, len(of.rows), of.dtype, device, **how)  # type: ignore[arg-type]
 
 
@@ -71,9 +71,9 @@ def recorded(of: Layers, machine: Machine, instead: Form | None = None) -> Made:
             spec, warps = replace(spec, block_m=instead.rows, block_n=instead.block), instead.warps
         weights = [torch.empty(count, of.columns, dtype=of.dtype) for count in of.rows]
         x = torch.empty(of.columns, dtype=of.dtype)
-        residual = torch.empty(of.rows[0], dtype=of.dtype) if of.added else None
+        residuals = [torch.empty(of.rows[0], dtype=of.dtype)] if of.added else []
         norm = [torch.empty_like(x)] if of.normed else []
-        ops_linear.linear(x, weights, [], norm, residual, warps, spec.to_json())
+        ops_linear.linear(x, weights, [], norm, residuals, warps, spec.to_json())
     (one,) = found
     return made_of(one, machine.arch)
 

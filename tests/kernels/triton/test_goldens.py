@@ -76,7 +76,10 @@ GOLDENS: dict[str, tuple[KernelSpec, Any] | Callable[[], tuple[KernelSpec, None]
     "linear_gate_gelu_normed_from_one": linear(
         2304, (9216,), 2, activation="gelu_tanh", norm=NormForm(1e-6, words=frozenset({"wide", "one"}))
     ),
-    "linear_added": linear(4096, (4096,), 1, added=True),
+    "linear_router_normed_kept": linear(4096, (64,), 1, norm=NormForm(1e-5), kept=True),
+    "linear_gelu": linear(2560, (10240,), 1, biased=True, activation="gelu"),
+    "linear_part_added_twice": linear(4096, (4096,), 1, added=2, factor=0.22),
+    "linear_added": linear(4096, (4096,), 1, added=1),
     "linear_in_turns": linear(53248, (16384,), 1),
     "decode_bf16": spec("decode", cache()),
     "decode_int8_pages_of_64": launched("decode", cache(keys=INT8, values=INT8, **PAGES_OF_64)),

@@ -28,7 +28,12 @@ LAYERS: dict[str, tuple[Any, ...]] = {
     "StarCoder2's queries behind a LayerNorm": (3072, (3072, 256, 256), 3, None, LAYER_NORM),
     "Falcon's behind a LayerNorm": (4544, (4672,), 1, None, LAYER_NORM),
     "NeoX's behind a LayerNorm": (6144, (24576,), 1, None, LAYER_NORM),
-    "output added": (4096, (4096,), 1, None, {"added": True}),
+    "a router behind a norm that is kept": (4096, (64,), 1, None, {**NORMED, "kept": True}),
+    "Phi's behind a LayerNorm that is kept": (2560, (2560,) * 3, 3, None, {**LAYER_NORM, "kept": True}),
+    "NeoX's activated behind a LayerNorm": (6144, (24576,), 1, "gelu", LAYER_NORM),
+    "activated": (6144, (24576,), 1, "gelu", {"biased": True}),
+    "a part of it added twice": (16384, (4096,), 1, None, {"added": 2, "factor": 0.22}),
+    "output added": (4096, (4096,), 1, None, {"added": 1}),
     "queries, keys and values": (4096, (4096, 1024, 1024), 3, None),
     "output": (4096, (4096,), 1, None),
     "gate and up": (4096, (14336,), 2, "silu"),
@@ -44,6 +49,8 @@ QUICK = {
     (90, "gate and up behind a norm", torch.bfloat16),
     (90, "Gemma's gate and up behind a norm", torch.bfloat16),
     (90, "NeoX's behind a LayerNorm", torch.bfloat16),
+    (90, "Phi's behind a LayerNorm that is kept", torch.bfloat16),
+    (90, "a part of it added twice", torch.bfloat16),
     (90, "down", torch.bfloat16),
     (120, "in turns", torch.bfloat16),
 }
@@ -52,7 +59,7 @@ QUICK = {
 def taken(arch: int, name: str, dtype: torch.dtype) -> bool:
     """Whether the kernel takes it: a norm's token has to fit the registers."""
     columns, _, _, activation, *further = LAYERS[name]
-    sides = 2 if activation else 1
+    sides = 2 if activation and LAYERS[name][2] == 2 else 1
     norm = further[0].get("norm") if further else None
     return norm is None or holds_norm(columns, dtype, DEVICES[arch], sides, len(norm.tensors))
 
@@ -77,7 +84,8 @@ def test_weights_are_read_as_fast_as_they_come(arch: int, name: str, dtype: torc
     """An H200 has time for 15.6 instructions of a thread for each element of 16 bits, and for 31 of 32."""
     columns, rows, layers, activation, *further = LAYERS[name]
     how = further[0] if further else {}
-    device, sides, norm = DEVICES[arch], 2 if activation else 1, how.get("norm")
+    device, sides = DEVICES[arch], 2 if activation and layers == 2 else 1
+    norm = how.get("norm")
     spec, warps = form(columns, rows, layers, dtype, device, activation=activation, **how)
     (made,) = assemble([Request(spec, arch, warps, 2)])
     assert not made.spills and not made.stack

@@ -16,6 +16,7 @@ from kvcompile.compile.linear_forms import ACTIVATIONS
 from kvcompile.compile.norm_forms import OWN, normed
 from kvcompile.kernels.triton.device import Device, acting_as
 from kvcompile.kernels.triton.host.linear import (
+    activated,
     added,
     form,
     gated,
@@ -161,6 +162,12 @@ def test_a_token_that_is_normed_by_who_reads_it(
     with in_bounds(), acting_as(H200) if large else nullcontext():
         assert takes(x, weights, []) and takes_norm(x, norm, 2 if activation else 1)
         made = [gated(x, weights, [], activation, norm)] if activation else linears(x, weights, [], norm)
+        if not activation:  # the token behind its norm is one more result, and the others are what they were
+            *same, own = linears(x, weights, [], norm._replace(kept=True))
+            assert all(map(torch.equal, same, made))
+            spelled = normed(x, tensors, eps, how, OWN if dtype.itemsize == 2 and "layer" not in how else "")
+            torch.testing.assert_close(own, spelled)
+            assert own.storage_offset() % role.APART == 0
     found, torchs, truth = (torch.cat(of, -1) for of in (made, plain(dtype), plain(torch.float64)))
     within(found, torchs, truth, dtype, few=True)
 
@@ -182,10 +189,50 @@ def test_results_that_are_added_to_others(
     assert takes_residual(x, weight, residual)
     assert not takes_residual(x, weight, residual.double()) and not takes_residual(x, weight, residual[0])
     with in_bounds(), acting_as(H200) if large else nullcontext():
-        found = added(x, weight, bias, residual)
+        found = added(x, weight, bias, [residual])
     assert found.shape == (1, 1, rows)
     truth = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     within(found, residual + F.linear(x, weight, bias), truth + residual.double(), dtype, few=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.22, -3.0])
+@pytest.mark.parametrize("count", [1, 2])
+def test_sums_are_rounded_one_after_the_other(count: int, factor: float, dtype: torch.dtype) -> None:
+    """Of an identity each is exact but for its rounding: PyTorch's bits."""
+    x = drawn((1, 1, 48), dtype, 0)
+    residuals = [drawn((1, 1, 48), dtype, 1 + at) * 3 for at in range(count)]
+    wanted = x * factor
+    for residual in residuals:
+        wanted = residual + wanted
+    with in_bounds():
+        found = added(x, torch.eye(48, dtype=dtype), None, residuals, factor)
+    assert torch.equal(found, wanted)
+
+
+@settings(max_examples=40)
+@given(
+    columns=st.integers(1, 20).map(lambda number: 16 * number),
+    rows=st.integers(24, 40),
+    dtype=st.sampled_from(DTYPES),
+    activation=st.sampled_from(sorted(ACTIVATIONS)),
+    biased=st.booleans(),
+    large=st.booleans(),
+)
+def test_a_layer_and_its_activation(
+    columns: int, rows: int, dtype: torch.dtype, activation: str, biased: bool, large: bool
+) -> None:
+    x, weight = drawn((1, 1, columns), dtype, 0), drawn((rows, columns), dtype, 1) * columns**-0.5
+    bias = drawn((rows,), dtype, 2) if biased else None
+
+    def plain(dtype: torch.dtype) -> Tensor:
+        of = None if bias is None else bias.to(dtype)
+        return ACTIVATIONS[activation](F.linear(x.to(dtype), weight.to(dtype), of))
+
+    with in_bounds(), acting_as(H200) if large else nullcontext():
+        found = activated(x, weight, bias, activation)
+    assert found.shape == (1, 1, rows)
+    within(found, plain(dtype), plain(torch.float64), dtype, activation, few=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -286,6 +333,11 @@ def test_a_program_is_cut_for_the_device(
         ("channels[16]", "layers[2]", "relu", "silu"),
         ("channels[16]", "layers[2]", "residual"),
         ("channels[16]", "layers[1]", "residual", "silu"),
+        ("channels[16]", "layers[3]", "silu"),
+        ("channels[16]", "layers[1]", "kept"),
+        ("channels[16]", "layers[1]", "factor[0.5]"),
+        ("channels[16]", "layers[1]", "residual", "residual[2]"),
+        ("channels[16]", "layers[1]", "residual", "factor[0.5]", "factor[2.0]"),
     ],
 )
 def test_options_that_it_does_not_know_are_refused(options: tuple[str, ...]) -> None:
