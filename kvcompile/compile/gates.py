@@ -63,16 +63,20 @@ def join_gates(module: GraphModule, made: bool = True) -> None:
 
 
 def join_activations(module: GraphModule, made: bool = True) -> None:
-    """Put one call in the place of every layer and its activation, where nobody else reads the layer; after gates."""
+    """Put one call in the place of every layer and its activation, where nobody else reads the layer; after gates.
+
+    Layers of one vector stay together: their launch is worth more.
+    """
     graph = module.graph
     for act in list(graph.nodes):
         layer = act.args[0] if act.op == "call_function" and act.target in _ACTIVATIONS else None
         if not isinstance(layer, Node) or not _linear(layer) or len(layer.users) != 1:
             continue
-        activation = _ACTIVATIONS[act.target](act)
-        if activation is None or (not made and computed(layer)):
+        activation, x = _ACTIVATIONS[act.target](act), layer.args[0]
+        alone = isinstance(x, Node) and sum(map(_linear, x.users)) == 1
+        if activation is None or not alone or (not made and computed(layer)):
             continue
-        args = (layer.args[0], argument(layer, 1), argument(layer, 2), activation)
+        args = (x, argument(layer, 1), argument(layer, 2), activation)
         with graph.inserting_before(act):
             joined = graph.call_function(torch.ops.kvcompile.linear_activated.default, args)
         joined.meta = dict(act.meta)

@@ -233,6 +233,13 @@ LINEAR = (
         GATES,
     ),
     broken(
+        "an activation takes a layer away from others of its vector",
+        "kvcompile/compile/gates.py",
+        "if activation is None or not alone or",
+        "if activation is None or",
+        GATES,
+    ),
+    broken(
         "the mean of a norm goes over tokens",
         "kvcompile/compile/norm_forms.py",
         "tuple(mean.args[1:]) == ([-1], True) and power.args[1] == 2",

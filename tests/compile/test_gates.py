@@ -119,6 +119,7 @@ NOT_ACTIVATED = {
     "sigmoid": lambda own, x: aten.sigmoid.default(linear(own.whole, x)),
     "the layer is read": lambda own, x: (lambda y: aten.silu.default(y) + y)(linear(own.whole, x)),
     "no layer": lambda own, x: aten.silu.default(x),
+    "layers of a vector": lambda own, x: aten.silu.default(linear(own.gate, x)) + linear(own.up, x),
 }
 ALONE = {
     "another activation": gated(aten.sigmoid.default),
