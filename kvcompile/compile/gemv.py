@@ -40,6 +40,7 @@ from kvcompile.compile import linear_forms  # noqa: F401  (defines the ops)
 from kvcompile.compile.gates import join_activations, join_gates
 from kvcompile.compile.linear_nodes import argument, computed, groups, replace
 from kvcompile.compile.norms import join_norms
+from kvcompile.compile.turned import turn_products
 from kvcompile.passes.table import disabled, graph_pass
 
 NAME = "gemv"
@@ -78,6 +79,7 @@ def give_gemv(
     """
     if disabled(NAME):
         return module
+    turn_products(module)
     if gates:
         join_gates(module, made)
         join_activations(module, made)

@@ -226,6 +226,9 @@ def _several(x: Tensor) -> bool:
 def _loop(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same without a kernel."""
     rows = x.shape[:-1]
+    if weight.dim() > 2:  # of a product (`turned.py`): no linear layer has it
+        made = torch.matmul(x, weight.permute(*reversed(range(weight.dim()))))
+        return made if bias is None else made + bias
     if on_gpu(x.device) or not _one_token(x) or weight.dim() != 2:
         return F.linear(x, weight, bias)
     out = (x.reshape(1, -1).float() * weight.float()).sum(-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.breaks.broken import broken
 
 ROLE, GATES = "tests/kernels/triton/linear/test_linear.py", "tests/compile/test_gates.py"
-NORMS = "tests/compile/test_norms.py"
+NORMS, TURNED = "tests/compile/test_norms.py", "tests/compile/test_turned.py"
 
 LINEAR = (
     broken(
@@ -224,6 +224,27 @@ LINEAR = (
         "if inner is not None and len(inner.residuals) == 1:",
         "if inner is not None:",
         NORMS,
+    ),
+    broken(
+        "a product with any permutation of a weight is a layer",
+        "kvcompile/compile/turned.py",
+        "node.target is aten.permute.default and node.args[1] in ([1, 0], (1, 0))",
+        "node.target is aten.permute.default",
+        TURNED,
+    ),
+    broken(
+        "a product with a computed weight is a layer",
+        "kvcompile/compile/turned.py",
+        "weight.op not in HELD or node.kwargs",
+        "node.kwargs",
+        TURNED,
+    ),
+    broken(
+        "a layer has a weight of three dimensions",
+        "kvcompile/compile/linear_forms.py",
+        "if weight.dim() > 2:",
+        "if weight.dim() > 3:",
+        TURNED,
     ),
     broken(
         "an activation takes a layer that somebody else reads",
