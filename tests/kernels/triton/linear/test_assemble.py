@@ -26,11 +26,11 @@ LAYERS: dict[str, tuple[Any, ...]] = {
     "Gemma's gate and up behind a norm": (3072, (24576,), 2, "gelu_tanh", GEMMAS),
     "Gemma's queries behind a norm": (2048, (2048, 256, 256), 3, None, GEMMAS),
     "StarCoder2's queries behind a LayerNorm": (3072, (3072, 256, 256), 3, None, LAYER_NORM),
-    "Falcon's behind a LayerNorm": (4544, (4672,), 1, None, LAYER_NORM),
-    "NeoX's behind a LayerNorm": (6144, (24576,), 1, None, LAYER_NORM),
+    "Pythia's behind a LayerNorm": (2048, (6144,), 1, None, LAYER_NORM),
+    "a gate behind a LayerNorm": (3072, (12288,), 2, "silu", LAYER_NORM),
     "a router behind a norm that is kept": (4096, (64,), 1, None, {**NORMED, "kept": True}),
     "Phi's behind a LayerNorm that is kept": (2560, (2560,) * 3, 3, None, {**LAYER_NORM, "kept": True}),
-    "NeoX's activated behind a LayerNorm": (6144, (24576,), 1, "gelu", LAYER_NORM),
+    "StarCoder2's activated behind a LayerNorm": (3072, (12288,), 1, "gelu_tanh", LAYER_NORM),
     "activated": (6144, (24576,), 1, "gelu", {"biased": True}),
     "a part of it added twice": (16384, (4096,), 1, None, {"added": 2, "factor": 0.22}),
     "output added": (4096, (4096,), 1, None, {"added": 1}),
@@ -48,7 +48,7 @@ QUICK = {
     (90, "queries, keys and values behind a norm", torch.bfloat16),
     (90, "gate and up behind a norm", torch.bfloat16),
     (90, "Gemma's gate and up behind a norm", torch.bfloat16),
-    (90, "NeoX's behind a LayerNorm", torch.bfloat16),
+    (90, "StarCoder2's activated behind a LayerNorm", torch.bfloat16),
     (90, "Phi's behind a LayerNorm that is kept", torch.bfloat16),
     (90, "a part of it added twice", torch.bfloat16),
     (90, "down", torch.bfloat16),
@@ -61,7 +61,7 @@ def taken(arch: int, name: str, dtype: torch.dtype) -> bool:
     columns, _, _, activation, *further = LAYERS[name]
     sides = 2 if activation and LAYERS[name][2] == 2 else 1
     norm = further[0].get("norm") if further else None
-    return norm is None or holds_norm(columns, dtype, DEVICES[arch], sides, len(norm.tensors))
+    return norm is None or holds_norm(columns, dtype, DEVICES[arch], norm, sides)
 
 
 CASES = [

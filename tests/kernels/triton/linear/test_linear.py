@@ -20,6 +20,7 @@ from kvcompile.kernels.triton.host.linear import (
     added,
     form,
     gated,
+    holds_norm,
     linears,
     norm_in,
     takes,
@@ -199,14 +200,15 @@ def test_results_that_are_added_to_others(
 @pytest.mark.parametrize("factor", [1.0, 0.22, -3.0])
 @pytest.mark.parametrize("count", [1, 2])
 def test_sums_are_rounded_one_after_the_other(count: int, factor: float, dtype: torch.dtype) -> None:
-    """Of an identity each is exact but for its rounding: PyTorch's bits."""
+    """Of an identity each is exact but for its rounding, that of the bias too: PyTorch's bits."""
     x = drawn((1, 1, 48), dtype, 0)
     residuals = [drawn((1, 1, 48), dtype, 1 + at) * 3 for at in range(count)]
-    wanted = x * factor
+    bias = drawn((48,), dtype, 9) / 7
+    wanted = (x + bias) * factor
     for residual in residuals:
         wanted = residual + wanted
     with in_bounds():
-        found = added(x, torch.eye(48, dtype=dtype), None, residuals, factor)
+        found = added(x, torch.eye(48, dtype=dtype), bias, residuals, factor)
     assert torch.equal(found, wanted)
 
 
@@ -346,6 +348,16 @@ def test_options_that_it_does_not_know_are_refused(options: tuple[str, ...]) -> 
     own, _ = form(16, [3], 1, torch.float32, H200)
     with pytest.raises(ValueError, match=r"linear takes options channels\[k\], layers\[l\]"):
         role.generate(replace(own, options=options))
+
+
+def test_a_long_token_has_its_layer_norm_in_a_launch_of_its_own() -> None:
+    """In bytes: of float32 half as many columns. Behind one that is not, a program has four rows."""
+    norm = NormForm(1e-5, True, frozenset({"shift"}))
+    for dtype, longest in ((torch.bfloat16, 3072), (torch.float32, 1536)):
+        assert holds_norm(longest, dtype, H200, norm) and not holds_norm(longest + 16, dtype, H200, norm)
+        assert holds_norm(longest + 16, dtype, H200, NormForm(1e-5))
+    assert form(2560, (2560,) * 3, 3, torch.bfloat16, H200, norm=norm)[0].block_m == 4
+    assert form(2560, (512,), 1, torch.bfloat16, H200, norm=norm)[0].block_m == 1
 
 
 @pytest.mark.parametrize(
