@@ -21,6 +21,7 @@ from kvcompile.kernels.triton.device import device_of
 from kvcompile.kernels.triton.host import ops_linear
 from kvcompile.kernels.triton.host.linear import Norm, added, gated, linears
 from kvcompile.kernels.triton.linear.linear import loop, places
+from kvcompile.kernels.triton.linear.norm import NormForm
 from kvcompile.kernels.triton.predict.linears import Form, Layers, form_of
 from kvcompile.kernels.triton.predict.step import LINEARS, measured_as
 
@@ -87,7 +88,7 @@ SWEPT = (
 class Problem:
     """x: [1, columns]; weights: of each copy, [rows, columns] of each layer
 
-    norm: of x, [columns], and what is added to the mean of squares; residual: [1, rows], which results are added to
+    norm: of x; residual: [1, rows], which results are added to
     """
 
     case: Case
@@ -118,7 +119,8 @@ def problem_of(case: Case, device: torch.device, room: int) -> Problem:
         [filled((count, case.columns), case.dtype, random) for count in case.rows] for _ in range(copies)
     ]
     x = filled((1, case.columns), case.dtype, random) * case.columns**0.5
-    norm = Norm(torch.rand(case.columns, generator=random, device=device).to(case.dtype) + 0.5, _EPS)
+    weight = torch.rand(case.columns, generator=random, device=device).to(case.dtype) + 0.5
+    norm = Norm(NormForm(_EPS), (weight,))
     residual = filled((1, case.rows[0]), case.dtype, random) if case.added else None
     return Problem(case, x, weights, norm if case.normed else None, residual)
 
@@ -128,7 +130,7 @@ def call_of(problem: Problem, copy: int = 0) -> Callable[[], list[Tensor]]:
     x, weights, activation = problem.x, problem.weights[copy], problem.case.activation
     norm, residual = problem.norm, problem.residual
     if residual is not None:
-        return lambda: [added(x, weights[0], None, residual)]
+        return lambda: [added(x, weights[0], None, [residual])]
     if activation:
         return lambda: [gated(x, weights, [], activation, norm)]
     return lambda: linears(x, weights, [], norm)
@@ -143,7 +145,9 @@ def peer_of(problem: Problem, copy: int = 0) -> Callable[[], list[Tensor]]:
 def _plain(problem: Problem, dtype: torch.dtype, layers: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
     """What stands around the layers, by PyTorch in a dtype."""
     x, norm, activation = problem.x.to(dtype), problem.norm, problem.case.activation
-    found = layers(x if norm is None else F.rms_norm(x, x.shape[-1:], norm.weight.to(dtype), norm.eps))
+    found = layers(
+        x if norm is None else F.rms_norm(x, x.shape[-1:], norm.tensors[0].to(dtype), norm.form.eps)
+    )
     if activation:
         return [ACTIVATIONS[activation](found[0]) * found[1]]
     return found if problem.residual is None else [problem.residual.to(dtype) + found[0]]
@@ -201,11 +205,11 @@ def call_in(form: Form, problem: Problem, copy: int = 0) -> Callable[[], list[Te
     text = replace(spec, block_m=form.rows, block_n=form.block).to_json()
     rows = case.rows[:1] if case.activation else case.rows
     parts = list(zip(places(rows), rows, strict=False))
-    norm = None if problem.norm is None else problem.norm.weight
-    residual = None if problem.residual is None else problem.residual.view(-1)
+    norm = [] if problem.norm is None else list(problem.norm.tensors)
+    residuals = [] if problem.residual is None else [problem.residual.view(-1)]
 
     def run() -> list[Tensor]:
-        out = ops_linear.linear(x, weights, [], norm, residual, form.warps, text)
+        out = ops_linear.linear(x, weights, [], norm, residuals, form.warps, text)
         return [out[None, first : first + count] for first, count in parts]
 
     return run

@@ -1,6 +1,7 @@
 """Gates of MLPs: two linear layers of one vector, of which the first, through its activation, opens the second.
 
     mul(act(linear(x, G)), linear(x, U))          and, of one weight that holds both, with chunk between
+    act(linear(x, W))                             which opens nothing: an MLP without a gate
 
 A kernel that has a row of both gives the product at once (`kernels/triton/linear/linear.py`), so that neither half goes
 to memory and no launch comes behind. Whether it does is decided when the graph is traced; else it is spelled out again.
@@ -59,6 +60,29 @@ def join_gates(module: GraphModule, made: bool = True) -> None:
         product.replace_all_uses_with(joined)
         for node in (product, *found.between, *found.layers):
             graph.erase_node(node)
+
+
+def join_activations(module: GraphModule, made: bool = True) -> None:
+    """Put one call in the place of every layer and its activation, where nobody else reads the layer; after gates.
+
+    Layers of one vector stay together: their launch is worth more.
+    """
+    graph = module.graph
+    for act in list(graph.nodes):
+        layer = act.args[0] if act.op == "call_function" and act.target in _ACTIVATIONS else None
+        if not isinstance(layer, Node) or not _linear(layer) or len(layer.users) != 1:
+            continue
+        activation, x = _ACTIVATIONS[act.target](act), layer.args[0]
+        alone = isinstance(x, Node) and sum(map(_linear, x.users)) == 1
+        if activation is None or not alone or (not made and computed(layer)):
+            continue
+        args = (x, argument(layer, 1), argument(layer, 2), activation)
+        with graph.inserting_before(act):
+            joined = graph.call_function(torch.ops.kvcompile.linear_activated.default, args)
+        joined.meta = dict(act.meta)
+        act.replace_all_uses_with(joined)
+        graph.erase_node(act)
+        graph.erase_node(layer)
 
 
 def _found(product: Node) -> _Gate | None:

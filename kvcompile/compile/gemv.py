@@ -24,8 +24,9 @@ kernel could run, and one of `kernels/cpp/include/linear_many.cpp` or `linear_fe
 Layers of one vector (queries, keys and values; gate and up) are one call of the kernel. On a CPU threads begin, and
 wait for each other at the end, once for all of them: with a neighbour on a core, that wait is most of a step. On a GPU
 a launch begins and ends once, and small layers do not fill it alone; a gate, its activation and what it opens are one
-launch there as well (`compile/gates.py`), and so are norms and residuals of one token (`compile/norms.py`). The pass
-puts ops in the place of layers; which form one has is chosen when it is traced (`compile/linear_forms.py`).
+launch there as well, and so are a layer and its activation (`compile/gates.py`), and norms and residuals of one token
+(`compile/norms.py`). The pass puts ops in the place of layers; which form one has is chosen when it is traced
+(`compile/linear_forms.py`).
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ import torch
 from torch.fx import GraphModule
 
 from kvcompile.compile import linear_forms  # noqa: F401  (defines the ops)
-from kvcompile.compile.gates import join_gates
+from kvcompile.compile.gates import join_activations, join_gates
 from kvcompile.compile.linear_nodes import argument, computed, groups, replace
 from kvcompile.compile.norms import join_norms
+from kvcompile.compile.turned import turn_products
 from kvcompile.passes.table import disabled, graph_pass
 
 NAME = "gemv"
@@ -71,14 +73,16 @@ def give_gemv(
     """The same in place.
 
     kernels: whether the form may be a kernel, which is compiled where the graph runs
-    gates:   whether a gate and what it opens may be one call
+    gates:   whether a gate and what it opens, or a layer and its activation, may be one call
     norms:   whether a token's norm may be part of the layers behind it: a graph of one token of one sequence
     made:    whether layers whose weights the graph computes are among them
     """
     if disabled(NAME):
         return module
+    turn_products(module)
     if gates:
         join_gates(module, made)
+        join_activations(module, made)
     if norms:
         join_norms(module)
     for nodes in groups(module):

@@ -4,8 +4,9 @@
 |---|---|
 | linear, linear_group | layers, of one vector |
 | linear_gated | act(x G^T + b) * (x U^T + b') |
-| linear_added | r + (x W^T + b) |
-| linear_normed, linear_gated_normed | the same behind the RMSNorm of x |
+| linear_activated | act(x W^T + b) |
+| linear_added | r + f (x W^T + b), and a second r |
+| linear_normed, linear_gated_normed, linear_activated_normed | the same behind a norm of x (`norm_forms.py`) |
 | linear_loop | a product and a sum, which Inductor turns into a loop |
 
 A kernel takes the place of what it takes (`kernels/cpp/host/linear.py`, `kernels/triton/host/linear.py`); all else is
@@ -23,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvcompile.compile.norm_forms import OWN, normed
+
 _LIB = torch.library.Library("kvcompile", "FRAGMENT")
 _LIB.define("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
 _LIB.define("linear_loop(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
@@ -30,14 +33,19 @@ _LIB.define("linear_group(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tenso
 _LIB.define(
     "linear_gated(Tensor x, Tensor[] weights, Tensor?[] biases, str activation, bool second) -> Tensor"
 )
-_LIB.define("linear_added(Tensor x, Tensor weight, Tensor? bias, Tensor residual) -> Tensor")
+_LIB.define("linear_activated(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor")
+_LIB.define("linear_added(Tensor x, Tensor weight, Tensor? bias, Tensor[] residuals, float factor) -> Tensor")
 _LIB.define(
-    "linear_normed(Tensor x, Tensor norm, float eps, str dtype, Tensor[] weights, Tensor?[] biases) -> "
-    "Tensor[]"
+    "linear_normed(Tensor x, Tensor[] norm, float eps, str how, str dtype, Tensor[] weights, "
+    "Tensor?[] biases, bool kept) -> Tensor[]"
 )
 _LIB.define(
-    "linear_gated_normed(Tensor x, Tensor norm, float eps, str dtype, Tensor[] weights, Tensor?[] biases, "
-    "str activation, bool second) -> Tensor"
+    "linear_activated_normed(Tensor x, Tensor[] norm, float eps, str how, str dtype, Tensor weight, "
+    "Tensor? bias, str activation) -> Tensor"
+)
+_LIB.define(
+    "linear_gated_normed(Tensor x, Tensor[] norm, float eps, str how, str dtype, Tensor[] weights, "
+    "Tensor?[] biases, str activation, bool second) -> Tensor"
 )
 _KERNELS = (torch.float32, torch.float16, torch.bfloat16)
 # Keys are those of `kernels/triton/linear/linear.py`.
@@ -95,57 +103,92 @@ def _gated(
     return ACTIVATIONS[activation](gate) * up
 
 
-def _added(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """residual + (x W^T + b)."""
+def _activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """act(x W^T + b)."""
+    if _one_token(x) and (own := _triton(x, [weight], [bias])) is not None:
+        return own.activated(x, weight, bias, activation)  # type: ignore[no-any-return]
+    return ACTIVATIONS[activation](_linear(x, weight, bias))
+
+
+def _added(x: Tensor, weight: Tensor, bias: Tensor | None, residuals: list[Tensor], factor: float) -> Tensor:
+    """r + factor * (x W^T + b) of the first r, and the sum with the second, if there is one."""
     own = _triton(x, [weight], [bias]) if _one_token(x) else None
-    if own is not None and own.takes_residual(x, weight, residual):
-        return own.added(x, weight, bias, residual)  # type: ignore[no-any-return]
-    return residual + _linear(x, weight, bias)
+    if own is not None and all(own.takes_residual(x, weight, residual) for residual in residuals):
+        return own.added(x, weight, bias, residuals, factor)  # type: ignore[no-any-return]
+    made = _linear(x, weight, bias)
+    made = made if factor == 1.0 else made * factor
+    for residual in residuals:
+        made = residual + made
+    return made
 
 
 def _normed(
-    x: Tensor, norm: Tensor, eps: float, dtype: str, weights: list[Tensor], biases: list[Tensor | None]
+    x: Tensor,
+    norm: list[Tensor],
+    eps: float,
+    how: str,
+    dtype: str,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    kept: bool,
 ) -> list[Tensor]:
-    """Several layers of x behind its RMSNorm; dtype: as of `_rms`."""
-    if _rounds(x, dtype) and (kernels := _triton(x, weights, biases)) is not None:
-        how = kernels.Norm(norm, eps)
-        if kernels.takes_norm(x, how):
+    """Several layers of x behind its norm, as `norm_forms.NormNodes` says it; kept: and what the norm gives."""
+    if _rounds(x, how, dtype) and (kernels := _triton(x, weights, biases)) is not None:
+        own = kernels.norm_in(how, eps, norm, kept)
+        if kernels.takes_norm(x, own):
             given = [bias for bias in biases if bias is not None]
-            return kernels.linears(x, weights, given, how)  # type: ignore[no-any-return]
-    return _group(_rms(x, norm, eps, dtype), weights, biases)
+            return kernels.linears(x, weights, given, own)  # type: ignore[no-any-return]
+    y = normed(x, norm, eps, how, dtype)
+    return [*_group(y, weights, biases), *([y] if kept else [])]
+
+
+def _activated_normed(
+    x: Tensor,
+    norm: list[Tensor],
+    eps: float,
+    how: str,
+    dtype: str,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """As `_activated`, of x behind its norm."""
+    if _rounds(x, how, dtype) and (kernels := _triton(x, [weight], [bias])) is not None:
+        own = kernels.norm_in(how, eps, norm)
+        if kernels.takes_norm(x, own):
+            return kernels.activated(x, weight, bias, activation, own)  # type: ignore[no-any-return]
+    return _activated(normed(x, norm, eps, how, dtype), weight, bias, activation)
 
 
 def _gated_normed(
     x: Tensor,
-    norm: Tensor,
+    norm: list[Tensor],
     eps: float,
+    how: str,
     dtype: str,
     weights: list[Tensor],
     biases: list[Tensor | None],
     activation: str,
     second: bool,
 ) -> Tensor:
-    """As `_gated`, of x behind its RMSNorm."""
+    """As `_gated`, of x behind its norm."""
     layers = _sides(weights, biases, second)
-    if _alike(layers[0]) and _rounds(x, dtype) and (kernels := _triton(x, *layers)) is not None:
-        how = kernels.Norm(norm, eps)
-        if kernels.takes_norm(x, how, 2):
+    if _alike(layers[0]) and _rounds(x, how, dtype) and (kernels := _triton(x, *layers)) is not None:
+        own = kernels.norm_in(how, eps, norm)
+        if kernels.takes_norm(x, own, 2):
             given = [bias for bias in layers[1] if bias is not None]
-            return kernels.gated(x, layers[0], given, activation, how)  # type: ignore[no-any-return]
-    return _gated(_rms(x, norm, eps, dtype), weights, biases, activation, second)
+            return kernels.gated(x, layers[0], given, activation, own)  # type: ignore[no-any-return]
+    return _gated(normed(x, norm, eps, how, dtype), weights, biases, activation, second)
 
 
-def _rms(x: Tensor, norm: Tensor, eps: float, dtype: str) -> Tensor:
-    """norm * (x / sqrt(mean(x^2) + eps)): in float32, and rounded to `dtype` before the product; "": as it is."""
-    own = x.float() if dtype else x
-    own = own * torch.rsqrt(own.pow(2).mean(-1, keepdim=True) + eps)
-    return norm * (own.to(getattr(torch, dtype)) if dtype else own)
+def _rounds(x: Tensor, how: str, dtype: str) -> bool:
+    """Whether a norm of one token computes as the kernel does: in float32, rounded to the token's dtype.
 
-
-def _rounds(x: Tensor, dtype: str) -> bool:
-    """Whether a norm of one token computes as the kernel does: in float32, rounded to the token's dtype."""
+    Without casts that is a norm of float32, or a layer_norm, which rounds its results alone in any dtype.
+    """
     own = str(x.dtype).removeprefix("torch.")
-    return _one_token(x) and (dtype or "float32") == own
+    rounded = dtype or ("" if "layer" in how.split() else "float32")
+    return _one_token(x) and rounded in ("", OWN, own)
 
 
 def _sides(
@@ -183,6 +226,9 @@ def _several(x: Tensor) -> bool:
 def _loop(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same without a kernel."""
     rows = x.shape[:-1]
+    if weight.dim() > 2:  # of a product (`turned.py`): no linear layer has it
+        made = torch.matmul(x, weight.permute(*reversed(range(weight.dim()))))
+        return made if bias is None else made + bias
     if on_gpu(x.device) or not _one_token(x) or weight.dim() != 2:
         return F.linear(x, weight, bias)
     out = (x.reshape(1, -1).float() * weight.float()).sum(-1)
@@ -226,6 +272,8 @@ _LIB.impl("linear", _linear, "CompositeImplicitAutograd")
 _LIB.impl("linear_loop", _loop, "CompositeImplicitAutograd")
 _LIB.impl("linear_group", _group, "CompositeImplicitAutograd")
 _LIB.impl("linear_gated", _gated, "CompositeImplicitAutograd")
+_LIB.impl("linear_activated", _activated, "CompositeImplicitAutograd")
+_LIB.impl("linear_activated_normed", _activated_normed, "CompositeImplicitAutograd")
 _LIB.impl("linear_added", _added, "CompositeImplicitAutograd")
 _LIB.impl("linear_normed", _normed, "CompositeImplicitAutograd")
 _LIB.impl("linear_gated_normed", _gated_normed, "CompositeImplicitAutograd")

@@ -1,45 +1,48 @@
-"""RMSNorm between linear layers: part of those behind it, where a residual is part of the layer before it.
+"""Norms between linear layers: part of those behind them, where a residual is part of the layer before them.
 
-    h = add(r, linear(x))                                         what an attention block or an MLP adds
-    y = mul(w, to(mul(to(h), rsqrt(add(mean(pow(to(h), 2)), eps)))))
-    linear(y, ..), ..                                      all that read y: queries, keys, values; a gate
+    h = add(r, linear(x))          what an attention block or an MLP adds
+    y = norm(h)                    RMSNorm or LayerNorm, in any of the forms of `norm_forms.py`
+    linear(y, ..), ..              all that read y: queries, keys, values; a gate
 
 A kernel that multiplies one token can do both ends (`kernels/triton/linear/linear.py`): it adds `r` to what it stores,
 and norms what it reads, which every program does for itself while weights come. So no launch stands between two layers.
 That is for graphs of one token of one sequence: of more, the norm is the work of a kernel of its own.
 
 Only both at once are worth it. A norm whose token somebody else makes (an embedding, another norm) is a part of what
-makes it, which Inductor compiles into one kernel.
+makes it, which Inductor compiles into one kernel; but not where another region has made it, which attention stands
+behind: there the norm would be a launch by itself.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any, NamedTuple
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from kvcompile.compile.linear_nodes import TOGETHER, argument, fetch_before
+from kvcompile.compile.norm_forms import HELD, NormNodes, is_call, norm_of
 from kvcompile.passes.table import disabled, graph_pass
 
 NAME = "norms"  # KVCOMPILE_DISABLE=norms leaves it out, to bisect, and to measure
 
-aten = torch.ops.aten
-_HELD = ("placeholder", "get_attr")
+aten, ops = torch.ops.aten, torch.ops.kvcompile
 
 
-class _Norm(NamedTuple):
-    """A norm. token: h; weight: w; between: its nodes, users first, of which the first is y
+class _Sum(NamedTuple):
+    """What a token is: residuals[1] + (residuals[0] + factor * layer), of one residual or two
 
-    dtype: what the product of both is rounded to, by name, where it is computed in float32; "": neither
+    nodes: its own, users first; the layer is the last
     """
 
-    token: Node
-    weight: Node
-    eps: float
-    dtype: str
-    between: tuple[Node, ...]
+    layer: Node
+    factor: float
+    residuals: tuple[Node, ...]
+    nodes: tuple[Node, ...]
 
 
 @graph_pass("norms")
@@ -48,121 +51,134 @@ def join_norms(module: GraphModule) -> None:
     if disabled(NAME):
         return
     for node in list(module.graph.nodes):
-        norm = _found(node)
-        if norm is None or (before := _adds(norm.token)) is None or not _all_read(norm.between[0]):
+        norm = norm_of(node)
+        if norm is None or (readers := _readers(norm.between[0])) is None:
             continue
-        _join_behind(module, norm)
-        _join_before(module, norm.token, *before)
+        before = _sum(norm.token)
+        if before is None and norm.token.op != "placeholder":
+            continue
+        _join_behind(module, norm, readers)
+        while before is not None:
+            _join_before(module, before)
+            # What it is added to may be such a sum as well, which nobody else reads.
+            inner = [of for of in before.residuals if len(of.users) == 1]
+            before = next((found for of in inner if (found := _sum(of)) is not None), None)
 
 
-def _found(root: Node) -> _Norm | None:
-    """The norm whose root of a mean this is."""
-    shifted = _argument(root, aten.rsqrt.default, aten.add.Tensor)
-    mean = _argument(shifted, aten.add.Tensor, aten.mean.dim)
-    power = _argument(mean, aten.mean.dim, aten.pow.Tensor_Scalar)
-    if shifted is None or mean is None or power is None:
-        return None
-    eps, own, scaled = shifted.args[1], power.args[0], next(iter(root.users))
-    plain = tuple(mean.args[1:]) == ([-1], True) and power.args[1] == 2
-    if not plain or not _is(scaled, aten.mul.Tensor) or set(scaled.args) != {own, root}:
-        return None
-    if not isinstance(eps, float) or not isinstance(own, Node):
-        return None
-    between: tuple[Node, ...] = (scaled, root, shifted, mean, power)
-    token: Any = own
-    dtype = ""
-    made = next(iter(scaled.users))
-    if made.target is aten.to.dtype:  # computed in float32, and rounded
-        wide = own.target is aten.to.dtype and own.args[1] is torch.float32
-        if not wide or len(own.users) != 2 or not _is(made, aten.to.dtype) or made.kwargs or own.kwargs:
-            return None
-        dtype, token = str(made.args[1]).removeprefix("torch."), own.args[0]
-        between, made = (made, *between, own), next(iter(made.users))
-    pair = [given for given in made.args if given is not between[0]]
-    multiplied = made.target is aten.mul.Tensor and not made.kwargs and len(made.args) - len(pair) == 1
-    weight = pair[0] if multiplied else None
-    if not isinstance(weight, Node) or weight.op not in _HELD or not isinstance(token, Node):
-        return None
-    return _Norm(token, weight, eps, dtype, (made, *between))
-
-
-def _argument(node: Node | None, target: Any, of: Any) -> Node | None:
-    """The first argument of a call of `target` that nobody else reads, if it is a call of `of` that it alone reads."""
-    given = node.args[0] if node is not None and _is(node, target) and not node.kwargs else None
-    return given if isinstance(given, Node) and _is(given, of) else None
-
-
-def _is(node: Any, target: Any) -> bool:
-    """Whether it is a call of that which nobody else reads."""
-    return isinstance(node, Node) and node.target is target and len(node.users) == 1
-
-
-def _adds(token: Node) -> tuple[Node, Node] | None:
+def _sum(token: Node) -> _Sum | None:
     """The linear layer that a token is made of, and what its results are added to."""
+    pair = _terms(token)
+    for of, residual in (pair, pair[::-1]) if pair else ():
+        if (found := _layer(of)) is not None:
+            layer, factor, nodes = found
+            return _Sum(layer, factor, (residual,), (token, *nodes))
+    for of, residual in (pair, pair[::-1]) if pair else ():
+        inner = _sum(of) if len(of.users) == 1 else None
+        if inner is not None and len(inner.residuals) == 1:
+            return inner._replace(residuals=(*inner.residuals, residual), nodes=(token, *inner.nodes))
+    return None
+
+
+def _terms(token: Node) -> tuple[Node, Node] | None:
     if token.target is not aten.add.Tensor or token.kwargs or len(set(token.args)) != 2:
         return None
     first, second = token.args
-    if not isinstance(first, Node) or not isinstance(second, Node):
+    return (first, second) if isinstance(first, Node) and isinstance(second, Node) else None
+
+
+def _layer(node: Node) -> tuple[Node, float, tuple[Node, ...]] | None:
+    """A linear layer that nobody else reads, a number that multiplies it, and their nodes, users first."""
+    if is_call(node, aten.linear.default) and _given(node):
+        return node, 1.0, (node,)
+    if not is_call(node, aten.mul.Tensor) or node.kwargs:
         return None
-    for layer, residual in ((first, second), (second, first)):
-        if _is(layer, aten.linear.default) and _given(layer):
-            return layer, residual
+    layer, factor = node.args
+    if not isinstance(layer, Node) or not isinstance(factor, float) or not math.isfinite(factor):
+        return None
+    if is_call(layer, aten.linear.default) and _given(layer):
+        return layer, factor, (node, layer)
     return None
 
 
 def _given(layer: Node) -> bool:
     """Whether a layer's weight and bias are the module's, and not computed."""
-    return all(of is None or of.op in _HELD for of in (argument(layer, 1), argument(layer, 2)))
+    return all(of is None or of.op in HELD for of in (argument(layer, 1), argument(layer, 2)))
 
 
-def _layers(normed: Node) -> tuple[list[Node], list[Node]]:
-    """The linear layers behind a norm, and the gates."""
-    users = list(normed.users)
-    return (
-        [node for node in users if node.target is aten.linear.default],
-        [node for node in users if node.target is torch.ops.kvcompile.linear_gated.default],
-    )
+class _Readers(NamedTuple):
+    """Who reads a norm, of those that may be joined with it. kept: whether there are others"""
+
+    layers: list[Node]
+    alone: list[Node]
+    kept: bool
 
 
-def _all_read(normed: Node) -> bool:
-    """Whether all that reads it are layers of it, whose weights are the module's."""
-    layers, gates = _layers(normed)
-    readers = len(layers) + len(gates) == len(normed.users) and len(layers) <= TOGETHER
-    first = all(node.args[0] is normed and normed not in node.args[1:] for node in (*layers, *gates))
-    held = all(node.op in _HELD for gate in gates for node in gate.all_input_nodes[1:])
-    return readers and first and held and all(map(_given, layers))
+# Calls of one result, and what they are behind a norm.
+_ALONE: dict[Any, OpOverload] = {
+    ops.linear_gated.default: ops.linear_gated_normed.default,
+    ops.linear_activated.default: ops.linear_activated_normed.default,
+}
 
 
-def _join_behind(module: GraphModule, norm: _Norm) -> None:
+def _readers(normed: Node) -> _Readers | None:
+    """None: they leave a launch of the norm, or nothing is won."""
+    layers = [node for node in normed.users if node.target is aten.linear.default and _reads(node, normed)]
+    alone = [node for node in normed.users if node.target in _ALONE and _reads(node, normed)]
+    if len(layers) > TOGETHER or not layers + alone:
+        return None
+    if len(layers) + len(alone) == len(normed.users):
+        return _Readers(layers, alone, False)
+    # Layers write it for the others, which come behind them.
+    return _Readers(layers, [], True) if layers else None
+
+
+def _reads(node: Node, normed: Node) -> bool:
+    """Whether it is a call of layers whose x is that, and nothing else, and whose weights are the module's."""
+    others = [of for of in node.all_input_nodes if of is not normed]
+    return node.args[0] is normed and _count(node, normed) == 1 and all(of.op in HELD for of in others)
+
+
+def _count(node: Node, of: Node) -> int:
+    found: list[Node] = []
+    map_arg((node.args, node.kwargs), found.append)
+    return found.count(of)
+
+
+def _join_behind(module: GraphModule, norm: NormNodes, readers: _Readers) -> None:
     graph, normed = module.graph, norm.between[0]
-    layers, gates = _layers(normed)
-    how = (norm.token, norm.weight, norm.eps, norm.dtype)
-    readers = {*layers, *gates}
-    first = next(node for node in graph.nodes if node in readers)
-    fetch_before(first, (*layers, *gates))
+    layers, alone, kept = readers
+    how = (norm.token, list(norm.tensors), norm.eps, norm.how, norm.dtype)
+    joined = {*layers, *alone}
+    first = next(node for node in graph.nodes if node in (normed.users if kept else joined))
+    fetch_before(first, (*layers, *alone))
+    made: list[Node] = []
     with graph.inserting_before(first):
         if layers:
             weights, biases = ([argument(node, at) for node in layers] for at in (1, 2))
-            made = graph.call_function(torch.ops.kvcompile.linear_normed.default, (*how, weights, biases))
-            parts = [graph.call_function(operator.getitem, (made, number)) for number in range(len(layers))]
-        joined = [
-            graph.call_function(torch.ops.kvcompile.linear_gated_normed.default, (*how, *gate.args[1:]))
-            for gate in gates
+            results = graph.call_function(ops.linear_normed.default, (*how, weights, biases, kept))
+            places = range(len(layers) + kept)
+            made = [graph.call_function(operator.getitem, (results, place)) for place in places]
+        made[len(layers) : len(layers)] = [
+            graph.call_function(_ALONE[node.target], (*how, *node.args[1:])) for node in alone
         ]
-    for node, part in (*zip(layers, parts if layers else (), strict=True), *zip(gates, joined, strict=True)):
+    for node, part in zip((*layers, *alone), made, strict=False):
         part.meta = dict(node.meta)
         node.replace_all_uses_with(part)
         graph.erase_node(node)
+    if kept:
+        made[-1].meta = dict(normed.meta)
+        normed.replace_all_uses_with(made[-1])
     for node in norm.between:
         graph.erase_node(node)
 
 
-def _join_before(module: GraphModule, token: Node, layer: Node, residual: Node) -> None:
-    graph = module.graph
+def _join_before(module: GraphModule, found: _Sum) -> None:
+    graph, token = module.graph, found.nodes[0]
+    layer = found.layer
     with graph.inserting_before(token):
-        args = (layer.args[0], argument(layer, 1), argument(layer, 2), residual)
-        made = graph.call_function(torch.ops.kvcompile.linear_added.default, args)
+        args = (layer.args[0], argument(layer, 1), argument(layer, 2), list(found.residuals), found.factor)
+        made = graph.call_function(ops.linear_added.default, args)
     made.meta = dict(token.meta)
     token.replace_all_uses_with(made)
-    graph.erase_node(token)
-    graph.erase_node(layer)
+    for node in found.nodes:
+        graph.erase_node(node)

@@ -106,6 +106,21 @@ JOINED = {
     "halves": cut(second=False),
     "halves, the gate second": cut(second=True),
 }
+ACTIVATED = {
+    name: lambda own, x, act=act: act(linear(own.whole, x))
+    for name, act in {
+        "silu": aten.silu.default,
+        "gelu": aten.gelu.default,
+        "gelu of tanh": lambda x: aten.gelu.default(x, approximate="tanh"),
+        "relu": aten.relu.default,
+    }.items()
+}
+NOT_ACTIVATED = {
+    "sigmoid": lambda own, x: aten.sigmoid.default(linear(own.whole, x)),
+    "the layer is read": lambda own, x: (lambda y: aten.silu.default(y) + y)(linear(own.whole, x)),
+    "no layer": lambda own, x: aten.silu.default(x),
+    "layers of a vector": lambda own, x: aten.silu.default(linear(own.gate, x)) + linear(own.up, x),
+}
 ALONE = {
     "another activation": gated(aten.sigmoid.default),
     "the gate is read": twice,
@@ -162,6 +177,24 @@ def test_what_lies_between_and_is_read_stays(name: str) -> None:
     assert found == 0
     x = torch.randn(2, 3, WIDTH)
     assert torch.equal(module(x), plain(x))
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("name", (*ACTIVATED, *NOT_ACTIVATED))
+def test_a_layer_and_its_activation_are_one_call(name: str, biased: bool) -> None:
+    form = (NOT_ACTIVATED if name in NOT_ACTIVATED else ACTIVATED)[name]
+    plain = Layers(form, (biased, biased)).eval()
+    module = gemv.give_gemv(symbolic_trace(plain), gates=True)
+    calls = [node.target for node in module.graph.nodes]
+    assert calls.count(torch.ops.kvcompile.linear_activated.default) == (name in ACTIVATED)
+    x = torch.randn(2, 3, WIDTH)
+    assert torch.equal(module(x), plain(x))
+    if name in ACTIVATED:
+        x = torch.randn(1, 1, WIDTH)
+        within(module(x), plain(x), copy.deepcopy(plain).double()(x.double()), torch.float32, few=True)
+        with recording() as launches:
+            module(x)
+        assert [one.kernel.spec.role for one in launches] == ["linear"]
 
 
 def test_one_bias_of_two_is_no_gate() -> None:

@@ -2,8 +2,9 @@
 
     out = x W^T + b                          of each of several layers of the same x, in one launch
     out = act(x G^T + b) * (x U^T + b')      gated: of a gate and what it opens
-    out = r + (x W^T + b)                    added: to what stands beside an attention block or an MLP
-    x   = n * (y / sqrt(mean(y^2) + eps))    normed: of a token that is not normed yet (RMSNorm)
+    out = act(x W^T + b)                     activated: of one layer
+    out = r + f (x W^T + b)                  added: to what stands beside a block; the sum to a second r
+    x   = n * (y / sqrt(mean(y^2) + eps))    normed: of a token that is not normed yet (RMSNorm; LayerNorm)
 
 A step of one sequence reads all weights for one token: it takes as long as memory does, if enough is on its way. So a
 program asks for all that it has of its rows at once, as many 16-byte loads a thread as its registers hold, and adds up
@@ -16,14 +17,16 @@ come meanwhile.
 | channels[k] | of x: columns of each weight |
 | layers[l] | so many weights; without gate, each has results of its own |
 | bias | every layer has one |
-| silu, gelu, gelu_tanh, relu | gated: two layers of equally many rows; the activation of the first |
-| rms[eps] | normed: x is the token before its norm |
-| residual | added: one layer, whose results are added to others |
+| silu, gelu, gelu_tanh, relu | gated, of the first of two layers, of equally many rows; activated, of one |
+| rms[eps], .. | normed: x is the token before its norm; `linear/norm.py` has all |
+| kept | normed: the token behind its norm is a result as well, the last |
+| residual, residual[2] | added: one layer, whose results are added to others, and these to others again |
+| factor[f] | added: results of the layer are multiplied before |
 | interpreted | for Triton's interpreter: bfloat16 is rounded by its bits |
 
 spec.block_m: rows of a program; spec.block_n: columns that its threads read with one load each. Of the rest, the dtype.
-Launch: grid(spec, rows of each layer). x [k], weight [n, k], bias [n], norm [k], residual [n], all of the model's
-dtype; out: the results of layer i begin at places(rows)[i].
+Launch: grid(spec, rows of each layer). x [k], weight [n, k], bias [n], norm and shift [k], residuals [n], all of the
+model's dtype; out: the results of layer i begin at places(rows)[i].
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvcompile.kernels.triton import helpers
+from kvcompile.kernels.triton.linear.norm import is_option, norm_form
 from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, TensorParam
 from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.spec import KernelSpec
@@ -41,7 +45,8 @@ from kvcompile.kernels.triton.spec import KernelSpec
 LOADS, IN_TURN = 32, 8
 APART = 64  # results of a layer begin at a multiple: other kernels take vectors to begin at 16 bytes
 _OPTION = re.compile(r"(channels|layers)\[(\d+)\]")
-_NORM = re.compile(r"rms\[(.+)\]")
+_ADDED = re.compile(r"residual|residual\[2\]|factor\[(.+)\]")
+_ONE = {"residual", "residual[2]"}
 # Of float32 `{0}`, as PyTorch computes them in float32.
 ACTIVATIONS = {
     "silu": "{0} / (1.0 + tl.exp(-{0}))",
@@ -58,27 +63,46 @@ def numbers(spec: KernelSpec) -> tuple[int, int]:
         ValueError: an option is unknown, or one of these is missing.
     """
     found = {match[1]: int(match[2]) for match in map(_OPTION.fullmatch, spec.options) if match}
-    others = {
-        option for option in spec.options if not _OPTION.fullmatch(option) and not _NORM.fullmatch(option)
-    }
-    unknown = others - {"bias", "residual", "interpreted", *ACTIVATIONS}
-    alone = "residual" not in others or (found.get("layers") == 1 and not others & ACTIVATIONS.keys())
-    if unknown or len(found) != 2 or len(others & ACTIVATIONS.keys()) > 1 or not alone:
+    others = {option for option in spec.options if not _OPTION.fullmatch(option)}
+    acts, norm, added = (
+        others & ACTIVATIONS.keys(),
+        {*filter(is_option, others)},
+        {*filter(_ADDED.fullmatch, others)},
+    )
+    unknown = others - {"bias", "kept", "interpreted", *acts, *norm, *added}
+    layers = found.get("layers", 0)
+    goes = len(acts) <= (layers in (1, 2)) and (
+        not added or (layers == 1 and not acts and len(added - _ONE) <= 1)
+    )
+    if (
+        unknown
+        or len(found) != 2
+        or not goes
+        or len(added & _ONE) != bool(added)
+        or ("kept" in others and not norm)
+    ):
         raise ValueError(
-            "linear takes options channels[k], layers[l], bias, rms[eps] and one activation, or residual of one layer, "
-            f"got {list(spec.options)}"
+            "linear takes options channels[k], layers[l], bias, a norm, then kept, and one activation of one layer or "
+            f"two, or residual or residual[2] of one layer, then factor[f], got {list(spec.options)}"
         )
     return found["channels"], found["layers"]
 
 
 def activation(spec: KernelSpec) -> str | None:
-    """That of a gated spec."""
+    """That of a spec that is gated or activated."""
     return next((option for option in spec.options if option in ACTIVATIONS), None)
 
 
-def norm(spec: KernelSpec) -> float | None:
-    """What is added to the mean of squares, of a normed spec."""
-    return next((float(match[1]) for match in map(_NORM.fullmatch, spec.options) if match), None)
+def gated(spec: KernelSpec) -> bool:
+    """Whether a program has rows of two weights, whose results are one."""
+    return activation(spec) is not None and "layers[2]" in spec.options
+
+
+def residuals(spec: KernelSpec) -> tuple[str, ...]:
+    """What results are added to, in turn, by name."""
+    if "residual[2]" in spec.options:
+        return ("residual", "residual_2")
+    return ("residual",) if "residual" in spec.options else ()
 
 
 def places(rows: Sequence[int]) -> list[int]:
@@ -97,7 +121,7 @@ def grid(spec: KernelSpec, rows: Sequence[int]) -> tuple[int]:
 def loop(spec: KernelSpec) -> tuple[int, int]:
     """Columns of a turn of a program's loop, and turns: 0 where it has all of its rows at once, without a loop."""
     columns, _ = numbers(spec)
-    rows = spec.block_m * (2 if activation(spec) else 1)
+    rows = spec.block_m * (2 if gated(spec) else 1)
     turn = max(1, IN_TURN // rows) * spec.block_n
     at_once = -(-columns // spec.block_n) * rows <= LOADS
     return turn, 0 if at_once else columns // spec.block_n * spec.block_n // turn
@@ -106,18 +130,19 @@ def loop(spec: KernelSpec) -> tuple[int, int]:
 def generate(spec: KernelSpec) -> KernelSource:
     """The kernel of a spec of role linear; raises as `numbers`."""
     columns, layers = numbers(spec)
-    act, biased = activation(spec), "bias" in spec.options
-    outs = 1 if act else layers
+    act, both, biased = activation(spec), gated(spec), "bias" in spec.options
+    outs = 1 if both else layers
     params: list[Param] = [TensorParam("x", spec.torch_dtype)]
     params += [TensorParam(f"w_{layer}", spec.torch_dtype, 2) for layer in range(layers)]
     params += [TensorParam(f"b_{layer}", spec.torch_dtype) for layer in range(layers)] if biased else []
-    eps, added, (turn, turns) = norm(spec), "residual" in spec.options, loop(spec)
-    if eps is not None and turns:
+    norm, added, (turn, turns) = norm_form(spec.options), residuals(spec), loop(spec)
+    factors = [match[1] for match in map(_ADDED.fullmatch, spec.options) if match and match[1]]
+    if norm is not None and turns:
         raise ValueError(
             f"a token of {columns} channels is not normed in turns: rows of {spec.block_m} are too many"
         )
-    params += [TensorParam("norm", spec.torch_dtype)] if eps is not None else []
-    params += [TensorParam("residual", spec.torch_dtype)] if added else []
+    params += [TensorParam(name, spec.torch_dtype) for name in (norm.tensors if norm else ())]
+    params += [TensorParam(name, spec.torch_dtype) for name in added]
     params += [TensorParam("out", spec.torch_dtype)]
     params += [ScalarParam(f"n_{layer}") for layer in range(outs)]
     whole = columns // spec.block_n * spec.block_n
@@ -130,15 +155,18 @@ def generate(spec: KernelSpec) -> KernelSource:
         rows=spec.block_m,
         block=spec.block_n,
         apart=APART,
-        own={"n": "n_0"} if act else _own(layers, biased),
-        weights=_sides() if act else {"w": _names("weight", "stride", "bias")},
+        own={"n": "n_0"} if both else _own(layers, biased),
+        weights=_sides() if both else {"w": _names("weight", "stride", "bias")},
         biased=biased,
         turn=turn,
         turns=turns,
         whole=whole,
-        norm="" if eps is None else repr(eps),
+        norm=norm,
+        kept="kept" in spec.options,
         added=added,
-        gate=ACTIVATIONS[act].format("gate") if act else "",
+        factor=factors[0] if factors else "",
+        gate=ACTIVATIONS[act].format("gate") if both and act else "",
+        act=ACTIVATIONS[act].format("result") if act and not both else "",
         rounded=rounded,
         stored=rounded("result"),
     )

@@ -11,6 +11,7 @@ from kvcompile.kernels.triton.device import Device, acting_as
 from kvcompile.kernels.triton.host import ops_linear
 from kvcompile.kernels.triton.host.launch import recording
 from kvcompile.kernels.triton.host.linear import form
+from kvcompile.kernels.triton.linear.norm import NormForm
 from kvcompile.kernels.triton.predict.facts import Facts, assembled
 from kvcompile.kernels.triton.predict.launch import Predicted, one_launch
 from kvcompile.kernels.triton.predict.model import Model
@@ -56,8 +57,8 @@ class Form:
 def form_of(of: Layers, device: Device) -> tuple[KernelSpec, int]:
     """The kernel that the host takes, and its warps."""
     results = of.rows[:1] if of.activation else of.rows
-    eps = _EPS if of.normed else None
-    how = {"activation": of.activation, "eps": eps, "added": of.added}
+    norm = NormForm(_EPS) if of.normed else None
+    how = {"activation": of.activation, "norm": norm, "added": int(of.added)}
     return form(of.columns, results, len(of.rows), of.dtype, device, **how)  # type: ignore[arg-type]
 
 
@@ -70,9 +71,9 @@ def recorded(of: Layers, machine: Machine, instead: Form | None = None) -> Made:
             spec, warps = replace(spec, block_m=instead.rows, block_n=instead.block), instead.warps
         weights = [torch.empty(count, of.columns, dtype=of.dtype) for count in of.rows]
         x = torch.empty(of.columns, dtype=of.dtype)
-        residual = torch.empty(of.rows[0], dtype=of.dtype) if of.added else None
-        norm = torch.empty_like(x) if of.normed else None
-        ops_linear.linear(x, weights, [], norm, residual, warps, spec.to_json())
+        residuals = [torch.empty(of.rows[0], dtype=of.dtype)] if of.added else []
+        norm = [torch.empty_like(x)] if of.normed else []
+        ops_linear.linear(x, weights, [], norm, residuals, warps, spec.to_json())
     (one,) = found
     return made_of(one, machine.arch)
 

@@ -236,7 +236,7 @@ def linear(made: Made) -> Work:
     each = columns / turn if turns else 1.0
     total = float(sum(made.bytes.values()))
     own = total / (made.programs * each)
-    near = made.bytes["x"] + made.bytes.get("norm", 0)
+    near = made.bytes["x"] + made.bytes.get("norm", 0) + made.bytes.get("shift", 0)
     return Work((each,) * made.programs, own, own + near / each, 0, None)
 
 

@@ -22,6 +22,7 @@ from kvcompile.kernels.triton.append import append
 from kvcompile.kernels.triton.generate import generate
 from kvcompile.kernels.triton.host.launches import for_hardware
 from kvcompile.kernels.triton.host.linear import form
+from kvcompile.kernels.triton.linear.norm import NormForm
 from kvcompile.kernels.triton.render import header
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.layouts import CacheLayout
@@ -65,8 +66,21 @@ def several(own: KernelSpec) -> tuple[KernelSpec, None]:
 
 GOLDENS: dict[str, tuple[KernelSpec, Any] | Callable[[], tuple[KernelSpec, None]]] = {
     "linear_qkv_bias": linear(3584, (3584, 512, 512), 3, biased=True),
-    "linear_gate_silu_normed": linear(4096, (14336,), 2, activation="silu", eps=1e-5),
-    "linear_added": linear(4096, (4096,), 1, added=True),
+    "linear_gate_silu_normed": linear(4096, (14336,), 2, activation="silu", norm=NormForm(1e-5)),
+    "linear_qkv_bias_layer_normed": linear(
+        3072,
+        (3072, 256, 256),
+        3,
+        biased=True,
+        norm=NormForm(1e-5, layer=True, words=frozenset({"shift"})),
+    ),
+    "linear_gate_gelu_normed_from_one": linear(
+        2304, (9216,), 2, activation="gelu_tanh", norm=NormForm(1e-6, words=frozenset({"wide", "one"}))
+    ),
+    "linear_router_normed_kept": linear(4096, (64,), 1, norm=NormForm(1e-5), kept=True),
+    "linear_gelu": linear(2560, (10240,), 1, biased=True, activation="gelu"),
+    "linear_part_added_twice": linear(4096, (4096,), 1, added=2, factor=0.22),
+    "linear_added": linear(4096, (4096,), 1, added=1),
     "linear_in_turns": linear(53248, (16384,), 1),
     "decode_bf16": spec("decode", cache()),
     "decode_int8_pages_of_64": launched("decode", cache(keys=INT8, values=INT8, **PAGES_OF_64)),

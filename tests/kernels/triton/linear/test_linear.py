@@ -13,22 +13,37 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcompile.compile.linear_forms import ACTIVATIONS
+from kvcompile.compile.norm_forms import OWN, normed
 from kvcompile.kernels.triton.device import Device, acting_as
 from kvcompile.kernels.triton.host.linear import (
-    Norm,
+    activated,
     added,
     form,
     gated,
+    holds_norm,
     linears,
+    norm_in,
     takes,
     takes_norm,
     takes_residual,
 )
 from kvcompile.kernels.triton.linear import linear as role
+from kvcompile.kernels.triton.linear.norm import NormForm
 from tests.support.budget import rounding, within
 from tests.support.in_bounds import in_bounds
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NORMS = (
+    "",
+    "wide",
+    "wide one",
+    "plain",
+    "centred",
+    "layer",
+    "layer shift",
+    "layer plain",
+    "layer plain shift",
+)
 H200 = Device("NVIDIA H200", 90, 132)
 CPU = torch.device("cpu")
 
@@ -47,6 +62,13 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int, apart: int = 0)
     whole = torch.full((*shape[:-1], shape[-1] + apart), torch.nan)
     whole[..., : shape[-1]] = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return whole.to(dtype)[..., : shape[-1]]
+
+
+def norm_tensors(how: str, columns: int, dtype: torch.dtype) -> list[Tensor]:
+    """What a norm multiplies by, and what it adds."""
+    words = how.split()
+    there = (*(("norm",) if "plain" not in words else ()), *(("shift",) if "shift" in words else ()))
+    return [drawn((columns,), dtype, 20 + at) for at, _ in enumerate(there)]
 
 
 @given(
@@ -100,32 +122,53 @@ def test_a_gate_and_what_it_opens(
     within(found, plain(dtype), plain(torch.float64), dtype, activation, few=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("how", NORMS)
+def test_a_norm_rounds_where_models_do(how: str, dtype: torch.dtype) -> None:
+    """Through an identity: numbers of a norm, which PyTorch's float32 rounds otherwise at near ties alone."""
+    columns = 208
+    x, tensors = drawn((1, 1, columns), dtype, 0) + 3, norm_tensors(how, columns, dtype)
+    wanted = normed(x, tensors, 1e-5, how, "" if "layer" in how else OWN)
+    with in_bounds():
+        (found,) = linears(x, [torch.eye(columns, dtype=dtype)], [], norm_in(how, 1e-5, tensors))
+    assert wanted.dtype == dtype and int((found != wanted).sum()) <= 2
+    torch.testing.assert_close(found, wanted)
+
+
 @settings(max_examples=40)
 @given(
     columns=st.integers(1, 30).map(lambda number: 16 * number),
     rows=st.lists(st.integers(12, 20), min_size=1, max_size=3),
     dtype=st.sampled_from(DTYPES),
     activation=st.sampled_from(("", "silu")),
+    how=st.sampled_from(NORMS),
     eps=st.sampled_from((1e-6, 1e-5, 0.5)),
     large=st.booleans(),
 )
 def test_a_token_that_is_normed_by_who_reads_it(
-    columns: int, rows: list[int], dtype: torch.dtype, activation: str, eps: float, large: bool
+    columns: int, rows: list[int], dtype: torch.dtype, activation: str, how: str, eps: float, large: bool
 ) -> None:
-    x, weight = drawn((1, 1, columns), dtype, 0), drawn((columns,), dtype, 1)
+    """Its mean is not near 0: a LayerNorm takes it off before it squares."""
+    x, tensors = drawn((1, 1, columns), dtype, 0) + 3, norm_tensors(how, columns, dtype)
     rows = rows[:1] * 2 if activation else rows
     weights = [drawn((count, columns), dtype, 2 + at) * columns**-0.5 for at, count in enumerate(rows)]
-    norm = Norm(weight, eps)
+    norm = norm_in(how, eps, tensors)
 
     def plain(dtype: torch.dtype) -> list[Tensor]:
-        own = x.to(torch.promote_types(dtype, torch.float32))
-        own = own * torch.rsqrt(own.pow(2).mean(-1, keepdim=True) + eps)
-        found = [F.linear(weight.to(dtype) * own.to(dtype), of.to(dtype)) for of in weights]
+        casts = OWN if dtype.itemsize == 2 and "layer" not in how else ""
+        own = normed(x.to(dtype), [of.to(dtype) for of in tensors], eps, how, casts)
+        found = [F.linear(own, of.to(dtype)) for of in weights]
         return [F.silu(found[0]) * found[1]] if activation else found
 
     with in_bounds(), acting_as(H200) if large else nullcontext():
         assert takes(x, weights, []) and takes_norm(x, norm, 2 if activation else 1)
         made = [gated(x, weights, [], activation, norm)] if activation else linears(x, weights, [], norm)
+        if not activation:  # the token behind its norm is one more result, and the others are what they were
+            *same, own = linears(x, weights, [], norm._replace(kept=True))
+            assert all(map(torch.equal, same, made))
+            spelled = normed(x, tensors, eps, how, OWN if dtype.itemsize == 2 and "layer" not in how else "")
+            torch.testing.assert_close(own, spelled)
+            assert own.storage_offset() % role.APART == 0
     found, torchs, truth = (torch.cat(of, -1) for of in (made, plain(dtype), plain(torch.float64)))
     within(found, torchs, truth, dtype, few=True)
 
@@ -147,10 +190,51 @@ def test_results_that_are_added_to_others(
     assert takes_residual(x, weight, residual)
     assert not takes_residual(x, weight, residual.double()) and not takes_residual(x, weight, residual[0])
     with in_bounds(), acting_as(H200) if large else nullcontext():
-        found = added(x, weight, bias, residual)
+        found = added(x, weight, bias, [residual])
     assert found.shape == (1, 1, rows)
     truth = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     within(found, residual + F.linear(x, weight, bias), truth + residual.double(), dtype, few=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.22, -3.0])
+@pytest.mark.parametrize("count", [1, 2])
+def test_sums_are_rounded_one_after_the_other(count: int, factor: float, dtype: torch.dtype) -> None:
+    """Of an identity each is exact but for its rounding, that of the bias too: PyTorch's bits."""
+    x = drawn((1, 1, 48), dtype, 0)
+    residuals = [drawn((1, 1, 48), dtype, 1 + at) * 3 for at in range(count)]
+    bias = drawn((48,), dtype, 9) / 7
+    wanted = (x + bias) * factor
+    for residual in residuals:
+        wanted = residual + wanted
+    with in_bounds():
+        found = added(x, torch.eye(48, dtype=dtype), bias, residuals, factor)
+    assert torch.equal(found, wanted)
+
+
+@settings(max_examples=40)
+@given(
+    columns=st.integers(1, 20).map(lambda number: 16 * number),
+    rows=st.integers(24, 40),
+    dtype=st.sampled_from(DTYPES),
+    activation=st.sampled_from(sorted(ACTIVATIONS)),
+    biased=st.booleans(),
+    large=st.booleans(),
+)
+def test_a_layer_and_its_activation(
+    columns: int, rows: int, dtype: torch.dtype, activation: str, biased: bool, large: bool
+) -> None:
+    x, weight = drawn((1, 1, columns), dtype, 0), drawn((rows, columns), dtype, 1) * columns**-0.5
+    bias = drawn((rows,), dtype, 2) if biased else None
+
+    def plain(dtype: torch.dtype) -> Tensor:
+        of = None if bias is None else bias.to(dtype)
+        return ACTIVATIONS[activation](F.linear(x.to(dtype), weight.to(dtype), of))
+
+    with in_bounds(), acting_as(H200) if large else nullcontext():
+        found = activated(x, weight, bias, activation)
+    assert found.shape == (1, 1, rows)
+    within(found, plain(dtype), plain(torch.float64), dtype, activation, few=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -251,6 +335,11 @@ def test_a_program_is_cut_for_the_device(
         ("channels[16]", "layers[2]", "relu", "silu"),
         ("channels[16]", "layers[2]", "residual"),
         ("channels[16]", "layers[1]", "residual", "silu"),
+        ("channels[16]", "layers[3]", "silu"),
+        ("channels[16]", "layers[1]", "kept"),
+        ("channels[16]", "layers[1]", "factor[0.5]"),
+        ("channels[16]", "layers[1]", "residual", "residual[2]"),
+        ("channels[16]", "layers[1]", "residual", "factor[0.5]", "factor[2.0]"),
     ],
 )
 def test_options_that_it_does_not_know_are_refused(options: tuple[str, ...]) -> None:
@@ -261,9 +350,37 @@ def test_options_that_it_does_not_know_are_refused(options: tuple[str, ...]) -> 
         role.generate(replace(own, options=options))
 
 
+def test_a_long_token_has_its_layer_norm_in_a_launch_of_its_own() -> None:
+    """In bytes: of float32 half as many columns. Behind one that is not, a program has four rows."""
+    norm = NormForm(1e-5, True, frozenset({"shift"}))
+    for dtype, longest in ((torch.bfloat16, 3072), (torch.float32, 1536)):
+        assert holds_norm(longest, dtype, H200, norm) and not holds_norm(longest + 16, dtype, H200, norm)
+        assert holds_norm(longest + 16, dtype, H200, NormForm(1e-5))
+    assert form(2560, (2560,) * 3, 3, torch.bfloat16, H200, norm=norm)[0].block_m == 4
+    assert form(2560, (512,), 1, torch.bfloat16, H200, norm=norm)[0].block_m == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("wide",),
+        ("rms[1e-05]", "layer[1e-05]"),
+        ("rms[1e-05]", "one"),
+        ("rms[1e-05]", "shift"),
+        ("layer[1e-05]", "wide"),
+    ],
+)
+def test_norms_that_are_none_are_refused(options: tuple[str, ...]) -> None:
+    from dataclasses import replace
+
+    own, _ = form(16, [3], 1, torch.float32, H200)
+    with pytest.raises(ValueError, match=r"a norm is rms\[eps\] with wide"):
+        role.generate(replace(own, options=(*own.options, *options)))
+
+
 def test_a_norm_in_turns_is_refused() -> None:
     """Of a row that registers do not hold, nobody would know the mean before it is used."""
-    own, _ = form(53248, [3], 1, torch.bfloat16, H200, eps=1e-5)
+    own, _ = form(53248, [3], 1, torch.bfloat16, H200, norm=NormForm(1e-5))
     with pytest.raises(ValueError, match="a token of 53248 channels is not normed in turns"):
         role.generate(own)
 
