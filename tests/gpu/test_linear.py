@@ -11,7 +11,8 @@ from torch import Tensor
 
 import kvcompile
 from kvcompile.compile.linear_forms import ACTIVATIONS
-from kvcompile.kernels.triton.host.linear import gated, linears, takes
+from kvcompile.compile.norm_forms import OWN, normed
+from kvcompile.kernels.triton.host.linear import activated, added, gated, linears, norm_in, takes, takes_norm
 from tests.gpu.test_steps import MODEL
 from tests.support.budget import rounding, within
 from tests.support.models import tiny_hf
@@ -60,6 +61,54 @@ def test_a_gate_and_what_it_opens(dtype: torch.dtype, activation: str, device: t
         return ACTIVATIONS[activation](gate) * up
 
     within(gated(x, weights, [], activation).cpu(), plain(dtype), plain(torch.float64), dtype, activation)
+
+
+# As `norm_forms.py` says them: Llama, Gemma, OLMo, without weight; GPT-NeoX, Cohere, OLMo 1.
+NORMS = ("", "wide one", "wide", "plain", "layer shift", "layer", "layer plain")
+
+
+@pytest.mark.parametrize("how", NORMS)
+@pytest.mark.parametrize(("columns", "rows"), [(3072, (3072, 1024, 1024)), (576, (577,))])
+def test_a_token_that_is_normed_by_who_reads_it(
+    columns: int, rows: tuple[int, ...], how: str, device: torch.device
+) -> None:
+    """Its mean is not near 0. The token behind its norm is one more result, of the numbers that the model has."""
+    dtype, words = torch.bfloat16, how.split()
+    x = drawn((1, 1, columns), dtype, device, 0) + 3
+    count = ("plain" not in words) + ("shift" in words)
+    tensors = [drawn((columns,), dtype, device, 20 + at) for at in range(count)]
+    weights = [drawn((own, columns), dtype, device, 1 + at) * columns**-0.5 for at, own in enumerate(rows)]
+
+    def plain(dtype: torch.dtype) -> Tensor:
+        casts = OWN if dtype.itemsize == 2 and "layer" not in words else ""
+        own = normed(x.to(dtype), [of.to(dtype) for of in tensors], 1e-5, how, casts)
+        return torch.cat([F.linear(own, of.to(dtype)) for of in weights], -1).cpu()
+
+    norm = norm_in(how, 1e-5, tensors, kept=True)
+    assert takes(x, weights, []) and takes_norm(x, norm)
+    *found, own = linears(x, weights, [], norm)
+    within(torch.cat(found, -1).cpu(), plain(dtype), plain(torch.float64), dtype, how or "llama", few=True)
+    spelled = normed(x, tensors, 1e-5, how, OWN if "layer" not in words else "")
+    torch.testing.assert_close(own, spelled)
+    assert int((own != spelled).sum()) <= columns // 100
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, ""])
+def test_what_a_layer_does_to_its_results(activation: str, dtype: torch.dtype, device: torch.device) -> None:
+    """An activation; or a factor, and two residuals, one after the other."""
+    x, weight = drawn((1, 1, 2048), dtype, device, 0), drawn((1111, 2048), dtype, device, 1) / 45
+    bias = drawn((1111,), dtype, device, 2)
+    residuals = [drawn((1, 1, 1111), dtype, device, 3 + at) for at in range(2)]
+
+    def plain(dtype: torch.dtype) -> Tensor:
+        made = F.linear(x.cpu().to(dtype), weight.cpu().to(dtype), bias.cpu().to(dtype))
+        if activation:
+            return ACTIVATIONS[activation](made)
+        return residuals[1].cpu().to(dtype) + (residuals[0].cpu().to(dtype) + made * 0.22)
+
+    found = activated(x, weight, bias, activation) if activation else added(x, weight, bias, residuals, 0.22)
+    within(found.cpu(), plain(dtype), plain(torch.float64), dtype, activation or "added", few=True)
 
 
 def test_weights_beyond_31_bits(device: torch.device) -> None:
