@@ -19,9 +19,8 @@ from torch import Tensor
 from kvcompile.compile.linear_forms import ACTIVATIONS
 from kvcompile.kernels.triton.device import device_of
 from kvcompile.kernels.triton.host import ops_linear
-from kvcompile.kernels.triton.host.linear import Norm, added, gated, linears
+from kvcompile.kernels.triton.host.linear import Norm, added, gated, linears, norm_in
 from kvcompile.kernels.triton.linear.linear import loop, places
-from kvcompile.kernels.triton.linear.norm import NormForm
 from kvcompile.kernels.triton.predict.linears import Form, Layers, form_of
 from kvcompile.kernels.triton.predict.step import LINEARS, measured_as
 
@@ -42,7 +41,7 @@ class Case(Layers):
 
 
 def _case(of: Layers, name: str) -> Case:
-    return Case(name, of.columns, of.rows, of.activation, of.dtype, of.normed, of.added)
+    return Case(name, of.columns, of.rows, of.activation, of.dtype, of.normed, of.added, of.how)
 
 
 _SMALL = (
@@ -66,6 +65,13 @@ _NORMED = (
     (3584, (3584, 512, 512)),
     (5120, (5120, 1024, 1024)),
 )
+# Of Pythia-1.4B and Phi-2 a LayerNorm, of Gemma-2B and 7B an RMSNorm with 1 + w.
+_NORMS = (
+    ((2048, (2048, 2048, 2048)), "layer shift"),
+    ((2560, (2560, 2560, 2560)), "layer shift"),
+    ((2048, (2048, 256, 256)), "wide one"),
+    ((3072, (4096, 4096, 4096)), "wide one"),
+)
 _GATED = ((2048, 8192), (3584, 18944), (5120, 17408))
 _ADDED = (
     *((2048, 2048), (3072, 3072), (5120, 5120), (8192, 8192), (8192, 2048), (8192, 3072), (11008, 4096)),
@@ -75,6 +81,10 @@ SWEPT = (
     *(
         Case(f"linear {columns} to {', '.join(map(str, rows))}, normed", columns, rows, normed=True)
         for columns, rows in _NORMED
+    ),
+    *(
+        Case(f"linear {columns} to {', '.join(map(str, rows))}, {how}", columns, rows, normed=True, how=how)
+        for (columns, rows), how in _NORMS
     ),
     *(
         Case(f"linear {columns} to {rows}, gate and up, normed", columns, (rows, rows), "silu", normed=True)
@@ -102,7 +112,7 @@ class Problem:
         """Those that must be read or written."""
         case = self.case
         results = sum(case.rows[:1] if case.activation else case.rows)
-        read = self.x.nbytes * (2 if case.normed else 1)
+        read = self.x.nbytes * (1 + (0 if self.norm is None else len(self.norm.tensors)))
         return case.weight_bytes + read + results * case.dtype.itemsize * (2 if case.added else 1)
 
 
@@ -119,8 +129,10 @@ def problem_of(case: Case, device: torch.device, room: int) -> Problem:
         [filled((count, case.columns), case.dtype, random) for count in case.rows] for _ in range(copies)
     ]
     x = filled((1, case.columns), case.dtype, random) * case.columns**0.5
-    weight = torch.rand(case.columns, generator=random, device=device).to(case.dtype) + 0.5
-    norm = Norm(NormForm(_EPS), (weight,))
+    norm = norm_in(case.how, _EPS, ())
+    each = norm.form.tensors if case.normed else ()
+    own = [torch.rand(case.columns, generator=random, device=device).to(case.dtype) + 0.5 for _ in each]
+    norm = norm._replace(tensors=tuple(own))
     residual = filled((1, case.rows[0]), case.dtype, random) if case.added else None
     return Problem(case, x, weights, norm if case.normed else None, residual)
 
@@ -145,12 +157,23 @@ def peer_of(problem: Problem, copy: int = 0) -> Callable[[], list[Tensor]]:
 def _plain(problem: Problem, dtype: torch.dtype, layers: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
     """What stands around the layers, by PyTorch in a dtype."""
     x, norm, activation = problem.x.to(dtype), problem.norm, problem.case.activation
-    found = layers(
-        x if norm is None else F.rms_norm(x, x.shape[-1:], norm.tensors[0].to(dtype), norm.form.eps)
-    )
+    found = layers(x if norm is None else _normed(x, norm))
     if activation:
         return [ACTIVATIONS[activation](found[0]) * found[1]]
     return found if problem.residual is None else [problem.residual.to(dtype) + found[0]]
+
+
+def _normed(x: Tensor, norm: Norm) -> Tensor:
+    """A norm, by one call of PyTorch."""
+    shape, given = (
+        x.shape[-1:],
+        dict(zip(norm.form.tensors, (of.to(x.dtype) for of in norm.tensors), strict=True)),
+    )
+    weight = given.get("norm")
+    if norm.form.layer:
+        return F.layer_norm(x, shape, weight, given.get("shift"), norm.form.eps)
+    one = weight is not None and "one" in norm.form.words
+    return F.rms_norm(x, shape, 1.0 + weight if one else weight, norm.form.eps)  # type: ignore[operator]
 
 
 def exact(problem: Problem) -> list[Tensor]:

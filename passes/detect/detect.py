@@ -161,6 +161,8 @@ def _site(block: Block, layer: int, prober: Prober) -> AttentionSite | NoMatch:
             block.idiom, f"the batch is not part of the product's dimensions {shape(block.out)}", block.out
         )
     scores = block.out if block.scores is None else block.scores
+    if (rounded := dtypes.rounded(block)) is not None:
+        return no_match(block.idiom, rounded, block.out)
     block = dtypes.narrowed(block)
     q = repeat_kv.resolve(block.q, scores, False, prober)
     grouped = block.grouped

@@ -6,7 +6,7 @@
 GPT-J, GPT-Neo and CodeGen compute scores so. A cast to a wider dtype changes no number, so what is before it is the
 same operand, and the attention operator computes scores in float32 of either. Where queries or keys are computed in
 the wider dtype, rounding them would be another model: then what is narrower is cast, and the result is cast back
-(`passes/rewrite/canonicalize.py`).
+(`passes/rewrite/canonicalize.py`). Of values alone in a wider dtype that would leave out how the model rounds scores.
 """
 
 from __future__ import annotations
@@ -30,6 +30,18 @@ _HOLDS = {
     torch.bfloat16: (torch.float32, torch.float64),
     torch.float32: (torch.float64,),
 }
+
+
+def rounded(block: Block) -> str | None:
+    """What is wrong with scores in a narrower dtype than values: results would be exact where the model's are not."""
+    kinds = [of(node) for node in (block.q, block.k, block.v)]
+    if torch.promote_types(kinds[0], kinds[2]) == kinds[0]:
+        return None
+    told = ", ".join(str(kind).removeprefix("torch.") for kind in kinds)
+    return (
+        f"expected queries and keys of the dtype of values, or of a wider one, they are {told}: scores are rounded to "
+        f"{str(kinds[0]).removeprefix('torch.')}, and results are not; cast queries and keys as values are"
+    )
 
 
 def narrowed(block: Block) -> Block:

@@ -313,4 +313,11 @@ GRAPHS = (
         "if False:\n                return False",
         "tests/passes/capture/test_harmless.py::test_what_a_later_forward_reads_is_refused_by_name",
     ),
+    broken(
+        "scores that are rounded more than values are taken",
+        "passes/detect/detect.py",
+        "if (rounded := dtypes.rounded(block)) is not None:",
+        "if (rounded := None) is not None:",
+        "tests/passes/rules/test_dtypes.py",
+    ),
 )

@@ -10,8 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvcompile.kernels.triton.device import Device, acting_as
 from kvcompile.kernels.triton.host import ops_linear
 from kvcompile.kernels.triton.host.launch import recording
-from kvcompile.kernels.triton.host.linear import form
-from kvcompile.kernels.triton.linear.norm import NormForm
+from kvcompile.kernels.triton.host.linear import form, norm_in
 from kvcompile.kernels.triton.predict.facts import Facts, assembled
 from kvcompile.kernels.triton.predict.launch import Predicted, one_launch
 from kvcompile.kernels.triton.predict.model import Model
@@ -29,7 +28,8 @@ class Layers:
 
     columns: channels of x; rows: results of each layer; of a gate and what it opens, both
     activation: of a gate, which is the first of two; None: each layer has results of its own
-    normed: whether x is normed by who reads it; added: whether results are added to others
+    normed: whether x is normed by who reads it; how: the norm, as a graph says it (`compile/norm_forms.py`)
+    added: whether results are added to others
     """
 
     name: str
@@ -39,6 +39,7 @@ class Layers:
     dtype: torch.dtype = torch.bfloat16
     normed: bool = False
     added: bool = False
+    how: str = ""
 
     @property
     def weight_bytes(self) -> int:
@@ -57,7 +58,7 @@ class Form:
 def form_of(of: Layers, device: Device) -> tuple[KernelSpec, int]:
     """The kernel that the host takes, and its warps."""
     results = of.rows[:1] if of.activation else of.rows
-    norm = NormForm(_EPS) if of.normed else None
+    norm = norm_in(of.how, _EPS, ()).form if of.normed else None
     how = {"activation": of.activation, "norm": norm, "added": int(of.added)}
     return form(of.columns, results, len(of.rows), of.dtype, device, **how)  # type: ignore[arg-type]
 
@@ -72,7 +73,7 @@ def recorded(of: Layers, machine: Machine, instead: Form | None = None) -> Made:
         weights = [torch.empty(count, of.columns, dtype=of.dtype) for count in of.rows]
         x = torch.empty(of.columns, dtype=of.dtype)
         residuals = [torch.empty(of.rows[0], dtype=of.dtype)] if of.added else []
-        norm = [torch.empty_like(x)] if of.normed else []
+        norm = [torch.empty_like(x) for _ in norm_in(of.how, _EPS, ()).form.tensors] if of.normed else []
         ops_linear.linear(x, weights, [], norm, residuals, warps, spec.to_json())
     (one,) = found
     return made_of(one, machine.arch)

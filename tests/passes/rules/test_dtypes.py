@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvcompile import api
+from kvcompile.errors import DetectionError
 from kvcompile.passes.graph import shape
 from kvcompile.pipeline import Front, understand
 from kvcompile.recipe import Recipe
@@ -73,11 +74,6 @@ FORMS: dict[str, tuple[Form, torch.dtype, torch.dtype]] = {
         torch.float32,
         torch.float8_e4m3fn,
     ),
-    "values computed in float32": (
-        mixed(lambda q, k, v: (q, expanded(k), expanded(v.float() * 1.1))),
-        torch.float32,
-        HALF,
-    ),
 }
 
 
@@ -91,6 +87,12 @@ def test_operands_are_brought_to_one_dtype(form: str) -> None:
         if dtype == torch.float32 and before != dtype:  # the numbers are those of the model
             assert before in {n.meta["val"].dtype for n in _above(site.k, 4) if shape(n)}
     assert_equal(model, front)
+
+
+def test_scores_that_are_rounded_more_than_values_are_refused() -> None:
+    wide = mixed(lambda q, k, v: (q, expanded(k), expanded(v.float() * 1.1)))
+    with pytest.raises(DetectionError, match="bfloat16, bfloat16, float32: scores are rounded to bfloat16"):
+        understand(Decoder(wide))
 
 
 def test_a_plan_has_the_dtype_that_holds_all_sites() -> None:

@@ -95,7 +95,7 @@ def test_layers_of_one_token(
         assert bool(((own.double() - truth).abs() <= rounding(x, weight, bias)).all())
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     columns=st.integers(1, 20).map(lambda number: 16 * number),
     rows=st.integers(24, 40),
@@ -135,7 +135,7 @@ def test_a_norm_rounds_where_models_do(how: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, wanted)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     columns=st.integers(1, 30).map(lambda number: 16 * number),
     rows=st.lists(st.integers(12, 20), min_size=1, max_size=3),
@@ -173,7 +173,7 @@ def test_a_token_that_is_normed_by_who_reads_it(
     within(found, torchs, truth, dtype, few=True)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     columns=st.integers(1, 30).map(lambda number: 16 * number),
     rows=st.integers(24, 40),
@@ -212,7 +212,7 @@ def test_sums_are_rounded_one_after_the_other(count: int, factor: float, dtype: 
     assert torch.equal(found, wanted)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     columns=st.integers(1, 20).map(lambda number: 16 * number),
     rows=st.integers(24, 40),

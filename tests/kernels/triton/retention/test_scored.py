@@ -19,7 +19,7 @@ from tests.support.triton_write import Site, kernels_folder  # noqa: F401  (a fi
 
 
 # Smaller examples would take minutes where it fails.
-@settings(max_examples=15, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=10, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
     score=st.sampled_from(("sum", "mean_age", "last")),
     pooling=st.sampled_from(("sum", "mean", "max")),
