@@ -304,7 +304,7 @@ ATTEND = (
     broken(
         "sums over channels are of the last piece of a width",
         "kernels/triton/attend/queries.py",
-        "found[width] = _joined(found[width], block, joined) if width in found else block",
+        "found[width] = joined(found[width], block) if width in found else block",
         "found[width] = block",
         "tests/kernels/triton/attend/test_queries.py",
     ),

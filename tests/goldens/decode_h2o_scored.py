@@ -14,6 +14,13 @@ import triton.language as tl
 
 
 @triton.jit
+def share_of(logit, level, lse):
+    """Probabilities of logits [tiles, slots] in base 2, less the level [tiles] of their tile, by a log-sum-exp."""
+    # What no query sees has no share, even where none sees anything.
+    return tl.where(logit == -float("inf"), 0.0, tl.exp2(logit + (level - lse)[:, None]))
+
+
+@triton.jit
 def tiles_of(position):
     """How many tiles a query at `position` reads: a number, or a block of them."""
     length = position + 1
@@ -81,8 +88,7 @@ def scored(logits_ptr, levels_ptr, score_ptr, lse, pos):
             logit = tl.load(logits_ptr + member * 1024 + slot).to(tl.float32)
             level = tl.load(levels_ptr + member * 8 + first)
             own = tl.sum(tl.where(g == member, lse, 0.0), 0)
-            # What no query sees has no share, even where none sees anything.
-            p = tl.where(logit == -float("inf"), 0.0, tl.exp2(logit + (level - own)[:, None]))
+            p = share_of(logit, level, own)
             share = share + p
         share = share / 4.0
         tl.store(score_ptr + slot, before + share, mask=there)

@@ -14,6 +14,13 @@ import triton.language as tl
 
 
 @triton.jit
+def share_of(logit, level, lse):
+    """Probabilities of logits [tiles, slots] in base 2, less the level [tiles] of their tile, by a log-sum-exp."""
+    # What no query sees has no share, even where none sees anything.
+    return tl.where(logit == -float("inf"), 0.0, tl.exp2(logit + (level - lse)[:, None]))
+
+
+@triton.jit
 def score(
     logits_ptr, logits_s0, logits_s1, logits_s2,
     levels_ptr, levels_s0, levels_s1, levels_s2,
@@ -42,8 +49,7 @@ def score(
             logit = tl.load(row + slot, eviction_policy="evict_first").to(tl.float32)
             row = levels_ptr + batch * levels_s0 + head * levels_s1 + member * levels_s2
             level = tl.load(row + first)
-            # What no query sees has no share, even where none sees anything.
-            p = tl.where(logit == -float("inf"), 0.0, tl.exp2(logit + (level - lse)[:, None]))
+            p = share_of(logit, level, lse)
             share = share + p
     share = share / 32.0
     tl.store(at, tl.where(there, before + share, before))

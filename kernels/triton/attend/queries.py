@@ -9,11 +9,17 @@ q_sum[g]    the sum of a group's channels, times which the minimum of a key ente
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import reduce
+
 import torch
 
 from kvcompile.kernels.triton.attend.context import Attend
 from kvcompile.kernels.triton.tile import cache_positions, dot_dtype, scores, stacking
 from kvcompile.kernels.triton.tile.tile_loader import LEAST, TileLoader
+
+# What a reduction does to two of its elements.
+_JOINED = {"tl.max": "tl.maximum({}, {})", "tl.sum": "{} + {}"}
 
 
 def constants(attend: Attend) -> list[str]:
@@ -43,9 +49,7 @@ def queries(attend: Attend) -> list[str]:
         lines += [f"q{index}_full = {_rows(attend, index, 1)}.to({kind})" for index in every]
     if attend.normalized:
         lines += [f"q{index} = q{index}.to(tl.float32)" for index in every]
-        largest = over_channels(
-            attend, [(index, f"tl.abs(q{index})") for index in every], "tl.max", "tl.maximum"
-        )
+        largest = over_channels(attend, "tl.max", {index: f"tl.abs(q{index})" for index in every})
         lines.append(f"norm = tl.maximum({largest}, 1e-30)")
         if attend.q_dtype == torch.float16:
             # By a power of two they lose no bits that they have.
@@ -57,7 +61,7 @@ def queries(attend: Attend) -> list[str]:
     for index, group in enumerate(keys.scales()):
         if group.minimum is not None:
             wide = "" if attend.normalized else ".to(tl.float32)"
-            total = over_channels(attend, [(i, f"q{i}{wide}") for i in group.pieces], "tl.sum", "add")
+            total = over_channels(attend, "tl.sum", {i: f"q{i}{wide}" for i in group.pieces})
             # `row_scale` multiplies it as well, and a minimum is owed nothing.
             lines.append(f"q_sum{index} = {f'({total}) * {2.0**-unit!r}' if unit else total}")
     if keys.folded:
@@ -69,32 +73,25 @@ def queries(attend: Attend) -> list[str]:
         own = [f"(q{index} * {2.0**more})" if more else f"q{index}" for index, more in enumerate(owed)]
         lines += [f"q{index} = {own[index]}.to(tl.{keys.dot})" for index in every]
     if keys.from_lowest:
-        total = over_channels(attend, [(i, f"q{i}.to(tl.float32)") for i in every], "tl.sum", "add")
+        total = over_channels(attend, "tl.sum", {i: f"q{i}.to(tl.float32)" for i in every})
         # 128 in the unit of the codes, of the queries as they are in products.
         lines.append(f"q_lowest = ({total}) * {-128 * 2.0**-LEAST!r}")
         lines.append(f"q_lowest = q_lowest[:, None] + tl.zeros([{attend.rows}, {spec.block_n}], tl.float32)")
     return [*lines, *scores.prologue(spec, attend.names)]
 
 
-def over_channels(attend: Attend, blocks: list[tuple[int, str]], reduced: str, joined: str) -> str:
-    """An expression: over all channels of some pieces, what `reduced` gives of each row.
+def over_channels(attend: Attend, reduced: str, blocks: Mapping[int, str]) -> str:
+    """An expression: over all channels of some pieces, what `reduced` (of _JOINED) gives of each row.
 
     Pieces of one width are joined element by element first: warps that share a row wait for each other once for them,
-    and not once for each piece. blocks: pieces, and an expression of each; joined: "add", or a function of two
+    and not once for each piece. blocks: an expression of each piece
     """
+    joined = _JOINED[reduced].format
     found: dict[int, str] = {}
-    for index, block in blocks:
+    for index, block in blocks.items():
         width = attend.keys.pieces[index].block
-        found[width] = _joined(found[width], block, joined) if width in found else block
-    parts = [f"{reduced}({block}, 1)" for block in found.values()]
-    total = parts[0]
-    for part in parts[1:]:
-        total = _joined(total, part, joined)
-    return total
-
-
-def _joined(one: str, other: str, how: str) -> str:
-    return f"{one} + {other}" if how == "add" else f"{how}({one}, {other})"
+        found[width] = joined(found[width], block) if width in found else block
+    return reduce(joined, (f"{reduced}({block}, 1)" for block in found.values()))
 
 
 def _rows(attend: Attend, index: int, count: int) -> str:

@@ -248,6 +248,22 @@ def test_every_kernel_of_every_recipe(name: str, shape: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("recipe", "arches"),
+    [("nf4", (80, 86, 100, 120)), ("mxfp4", (80, 86, 100, 120)), ("kivi2", (80, 86, 120))],
+)
+def test_steps_of_16_heads_to_a_kv_head(recipe: str, arches: tuple[int, ...]) -> None:
+    """Elsewhere than on sm_90: rows that stand once for each group of channels take the registers of tiles of 32 slots.
+
+    Of `kivi2` on sm_100 the main loop spills, whatever tiles it has.
+    """
+    for made in assemble(request("decode", f"{recipe}:causal", "mqa", arch) for arch in arches):
+        assert made.loop_spills == 0 and made.spills <= SPILLS and not made.overtaken, (recipe, made.arch)
+        assert made.shared <= DEVICES[made.arch].shared
+
+
 def test_the_figures_of_a_kernel_whose_loop_is_known(together: dict[str, Assembled | str]) -> None:
     """A tile of 64 keys and values of 128 bf16 channels: 16 loads of 128 bits for each of 128 threads, and 32 products
     of 16 x 8 x 16 for each of 4 warps; in all, two or so instructions per element."""

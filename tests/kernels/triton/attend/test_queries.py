@@ -111,8 +111,8 @@ def test_all_pieces_of_a_query_count_over_its_channels(widths: list[int], seed: 
     names: dict[str, object] = {"tl": tl} | {f"q{place}": block for place, block in enumerate(blocks)}
     of = list(range(len(widths)))
     whole = torch.cat(blocks, 1)
-    total = over_channels(attend, [(i, f"q{i}") for i in of], "tl.sum", "add")  # type: ignore[arg-type]
-    largest = over_channels(attend, [(i, f"tl.abs(q{i})") for i in of], "tl.max", "tl.maximum")  # type: ignore[arg-type]
+    total = over_channels(attend, "tl.sum", {i: f"q{i}" for i in of})  # type: ignore[arg-type]
+    largest = over_channels(attend, "tl.max", {i: f"tl.abs(q{i})" for i in of})  # type: ignore[arg-type]
     assert total.count("tl.sum") == largest.count("tl.max(") == len({*widths})
     assert torch.equal(eval(total, names), whole.sum(1))
     assert torch.equal(eval(largest, names), whole.abs().amax(1))
