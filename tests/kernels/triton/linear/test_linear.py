@@ -137,7 +137,8 @@ def test_a_norm_rounds_where_models_do(how: str, dtype: torch.dtype) -> None:
 
 @settings(max_examples=25)
 @given(
-    columns=st.integers(1, 30).map(lambda number: 16 * number),
+    # Of more, registers hold no gate behind a norm that shifts.
+    columns=st.integers(1, 24).map(lambda number: 16 * number),
     rows=st.lists(st.integers(12, 20), min_size=1, max_size=3),
     dtype=st.sampled_from(DTYPES),
     activation=st.sampled_from(("", "silu")),
