@@ -12,11 +12,12 @@ from typing import Any
 
 import sympy
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from kvcompile.errors import ModelError
+from kvcompile.errors import CaptureError, ModelError
 from kvcompile.kernels.ops.opaque import OpaqueModule, opaque
 from kvcompile.passes.capture.flex import spell_out
 from kvcompile.passes.capture.functionalize import functionalize, mutates, read_back
@@ -27,7 +28,7 @@ from kvcompile.passes.capture.last_token import LastToken, choose_tokens
 from kvcompile.passes.capture.subclasses import open_subclasses
 from kvcompile.passes.capture.trace import Traced, shape_env
 from kvcompile.passes.capture.traced_once import NotOnce, expand
-from kvcompile.passes.graph import expr, shape
+from kvcompile.passes.graph import expr, shape, told
 from kvcompile.passes.graph_module import module_of
 from kvcompile.passes.probe.evaluate import fetch_attr
 from kvcompile.passes.rewrite.clean import clean
@@ -56,6 +57,7 @@ def plain(traced: Traced, inputs: CapturedInputs, opaques: Sequence[OpaqueModule
 
     Raises:
         NotOnce: layers that were not traced are not those that were; only where some were not.
+        CaptureError: what depends on the tokens came as a constant.
         ModelError: what the graph would drop silently (control flow, a buffer that changes, random numbers), or no
             logits.
     """
@@ -68,6 +70,11 @@ def plain(traced: Traced, inputs: CapturedInputs, opaques: Sequence[OpaqueModule
     for node in graph.nodes:
         if node.op == "get_attr":
             found = fetch_attr(module, str(node.target))
+            if isinstance(found, FakeTensor):  # it has no values, and other sizes with every call
+                raise CaptureError(
+                    f"tracing took what is computed from the tokens for a constant of the model ({told(node)}); "
+                    "compute with operators that tracing sees (`x.detach()` in place of `x.data`)"
+                )
             node.target = _strip(str(node.target))
             node._rename(node.name.removeprefix(f"{WRAPPED}_"))
             attributes[node.target] = found

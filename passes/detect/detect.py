@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cache, reduce
 
 import torch
 from torch.fx import Node
@@ -87,14 +87,20 @@ def detect(captured: Captured, made_for: int | None = None) -> Detection:
     output = next(node for node in captured.graph_module.graph.nodes if node.op == "output")
     logits = output.args[0][captured.logits_index]
     analysis = token_local.analysed(sites, prober)
-    mixed = token_local.check(sites, logits, prober, analysis)
+    limit_of = cache(lambda: position_limit(sites, logits, prober, made_for, analysis))
+
+    def most() -> int | None:
+        limit = limit_of()
+        return None if limit is None else limit.tokens
+
+    mixed = token_local.check(sites, logits, prober, analysis, most)
     if mixed is not None:
         known = f"\n  - {captured.state_problem}" if captured.state_problem else ""
         raise DetectionError(
             f"a KV cache alone cannot hold this model's state:\n  - {mixed}{known}", (mixed,)
         )
-    notes.extend(token_local.unproved(sites, logits, analysis))
-    limit = _with_tables(position_limit(sites, logits, prober, made_for, analysis), prober)
+    notes.extend(token_local.unproved(sites, logits, analysis, most()))
+    limit = _with_tables(limit_of(), prober)
     captured.graph_module.recompile()
     seconds = time.perf_counter() - start
     log.info("detect: %d sites, %d notes, %.2f s", len(sites), len(notes), seconds)

@@ -3,7 +3,8 @@
 Asserts and guards go first: they count as side effects, so a guard over a mask would keep the whole mask
 alive. Then casts to the dtype a value has, dropout in eval mode, full slices and `detach` go, and equal calls
 merge. `baddbmm` and two-operand `einsum` become products with `permute` and `add`, so that the rules meet one
-spelling; `view` becomes `reshape`, so that no node depends on another's strides.
+spelling, and `hstack` and its kin become `cat`; `view` and `view_as` become `reshape`, so that no node depends on
+another's strides.
 """
 
 from __future__ import annotations
@@ -33,6 +34,13 @@ _ASSERTS = (
     "_guards_fn",
     "_assert",
 )
+# Along which dimension they join tensors of two or more dimensions, and as a rule of those with fewer.
+_STACKED = {
+    aten.hstack.default: 1,
+    aten.vstack.default: 0,
+    aten.concatenate.default: None,
+    aten.concat.default: None,
+}
 _IDENTITY = ("detach", "detach_", "alias", "lift_fresh_copy", "lift_fresh")
 
 
@@ -56,6 +64,10 @@ def clean(graph_module: GraphModule) -> int:
         elif node.target in (aten.view.default, aten._unsafe_view.default):
             # A view was legal for the strides of the trace; a rewritten attention may return others.
             node.target = aten.reshape.default
+        elif node.target is aten.view_as.default:
+            node.target = aten.reshape_as.default
+        elif node.target in _STACKED:
+            changed += _joined(node)
         elif node.target is aten.baddbmm.default:
             _split_baddbmm(node)
             changed += 1
@@ -137,6 +149,19 @@ def _no_op(node: Node) -> Node | None:
     ):
         return first if len(node.args) < 5 or node.args[4] == 1 else None
     return None
+
+
+def _joined(node: Node) -> int:
+    """hstack, vstack, concat -> cat."""
+    parts, dim = node.args[0], _STACKED[node.target]  # type: ignore[index]
+    assert isinstance(parts, (list, tuple))
+    if dim is None:
+        node.target = aten.cat.default
+        return 1
+    if any(not isinstance(part, Node) or len(shape(part)) < 2 for part in parts):
+        return 0
+    node.target, node.args = aten.cat.default, (parts, dim)
+    return 1
 
 
 def _split_baddbmm(node: Node) -> None:
