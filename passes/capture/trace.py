@@ -138,7 +138,7 @@ def _symbolic_math() -> Iterator[None]:
 
 @contextmanager
 def _data_as_detached() -> Iterator[None]:
-    """`x.data` is `x.detach()`: the same elements. Export does not see `.data`, and takes what it gives for a constant."""
+    """`x.data` is `x.detach()`, the same elements: export takes what `.data` gives for a constant."""
     original: Any = torch.Tensor.data
 
     def assigned(self: torch.Tensor, value: torch.Tensor) -> None:

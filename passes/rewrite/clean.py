@@ -4,7 +4,7 @@ Asserts and guards go first: they count as side effects, so a guard over a mask 
 alive. Then casts to the dtype a value has, dropout in eval mode, full slices and `detach` go, and equal calls
 merge. `baddbmm` and two-operand `einsum` become products with `permute` and `add`, so that the rules meet one
 spelling, and `hstack` and its kin become `cat`; `view` and `view_as` become `reshape`, so that no node depends on
-another's strides.
+another's strides. Products of differences of probabilities become differences of products (`distribute.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.passes.capture.decompose_complex import to_real
 from kvcompile.passes.graph import call, expr, shape, target_name, value
+from kvcompile.passes.rewrite.distribute import distribute
 from kvcompile.passes.table import graph_pass
 
 aten = torch.ops.aten
@@ -75,7 +76,7 @@ def clean(graph_module: GraphModule) -> int:
             changed += _split_einsum(node)
         elif node.target is aten.cumsum.default:
             changed += _count(node)
-    changed += to_real(graph_module) + _merge_equal(graph_module)
+    changed += to_real(graph_module) + distribute(graph) + _merge_equal(graph_module)
     eliminate_dead_code(graph_module)
     return changed
 
@@ -205,7 +206,8 @@ def _split_einsum(node: Node) -> int:
     row = rows[0] if len(rows) == 1 else dynamic[0] if len(dynamic) == 1 else ""
     if not row:
         return 0
-    batch = [label for label in a if label in out and label != row]
+    # What the operands share comes first, so that the heads of a group stand beside each other.
+    batch = sorted((label for label in a if label in out and label != row), key=lambda label: label not in b)
     graph = node.graph
     with graph.inserting_before(node):
         lhs = _permuted(operands[0], a, [*batch, row, contracted[0]], node)

@@ -7,7 +7,8 @@ length.
 
 Evaluating is the second line: attention results are replaced by fixed random values, one token of each row changes
 (in the middle, the first, the last), and all at the other positions must stay. Of modules that run as Python nothing
-can be derived, so for them it decides, over 300 tokens of the whole vocabulary (fewer, where positions end), and rule `alone`; `unproved` says so.
+can be derived, so for them it decides, over 300 tokens of the whole vocabulary (fewer, where positions end), and rule
+`alone`; `unproved` says so.
 """
 
 from __future__ import annotations
