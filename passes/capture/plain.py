@@ -7,7 +7,7 @@ anything else is refused by name.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import sympy
@@ -158,9 +158,9 @@ def _logits_index(
     wanted = "expected an output of shape [batch, sequence, vocabulary]"
     output = next(node for node in graph_module.graph.nodes if node.op == "output")
     tensors = output.args[0]
-    names = list(spec.context) if isinstance(spec.context, (list, tuple)) else []
+    names = _names(spec)
     if "logits" in names:
-        leaf = names.index("logits")
+        leaf = sum(child.num_leaves for child in spec.children()[: names.index("logits")])
         index = leaf - sum(1 for number, _ in constants if number < leaf)
         problem = _not_logits(graph_module, tensors[index], same)
         if problem:
@@ -178,6 +178,14 @@ def _logits_index(
         problems.append(f"output {index} {problem}")
     found = "; ".join(problems) or "it returns no tensor"
     raise ModelError(f"the model returns no logits: {wanted}, one row for each token; {found}")
+
+
+def _names(spec: pytree.TreeSpec) -> list[Any]:
+    """The names of what a model gives, in the order of its leaves; empty: it has none."""
+    names = list(spec.context) if isinstance(spec.context, (list, tuple)) else []
+    if is_dataclass(spec.type) and names and isinstance(names[0], (list, tuple)):
+        return list(names[0])  # beside those that are None, which are no leaves
+    return names
 
 
 def _not_logits(graph_module: GraphModule, node: Node, same: dict[Any, Any]) -> str:

@@ -97,7 +97,9 @@ def _is_of_batch(node: Node) -> bool:
     return isinstance(dim, int) and 0 < dim % rank < rank - 2 and isinstance(node.args[2], int)
 
 
-def _product(graph: Graph, left: Node, right: Node, like: Node, known: dict[tuple[Node, Node | int], Node]) -> Node:
+def _product(
+    graph: Graph, left: Node, right: Node, like: Node, known: dict[tuple[Node, Node | int], Node]
+) -> Node:
     """left @ right, of what `_softmax` has looked at.
 
     known: products and unsqueezed operands that are there, by what they are of

@@ -90,7 +90,9 @@ def resolve(
             and prober.reader.repeats(operand, product, source, order, transposed)
         ):
             return source if order == (0, 1, 2, 3) else _permuted(source, order)
-    unfolded = _unfolded(operand, num_heads, transposed, prober) or _all_heads(operand, product, transposed, prober)
+    unfolded = _unfolded(operand, num_heads, transposed, prober) or _all_heads(
+        operand, product, transposed, prober
+    )
     if unfolded is not None:
         return unfolded
     return no_match(

@@ -133,7 +133,9 @@ def _value_products(rule: str, anchor: Node) -> list[Node] | NoMatch:
     if not found or any(node.target not in _PRODUCT or node.args[0] not in seen for node in found):
         names = ", ".join(dict.fromkeys(target_name(node) for node in found)) or "nothing"
         returned = any(node.op == "output" for node in found)
-        hint = "; a cache has no maps of attention, so the model must not give or use them" if returned else ""
+        hint = (
+            "; a cache has no maps of attention, so the model must not give or use them" if returned else ""
+        )
         return no_match(
             rule, f"the probabilities are used by {names}, expected products with values{hint}", anchor
         )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kvcompile
-from kvcompile.errors import CaptureError, DetectionError, ModelError
+from kvcompile.errors import CaptureError, DetectionError, ModelError, PlanError
 from kvcompile.passes.capture import trace
 
 VOCAB, WIDTH, HEADS, DIM, LONGEST = 61, 32, 4, 8, 96
@@ -138,6 +138,109 @@ class Encoder(Skeleton):
         return nn.Transformer.generate_square_subsequent_mask(size)
 
 
+@dataclass
+class Output:
+    """What a model gives, hidden states and a dictionary before the logits; a class that pytree does not know."""
+
+    hidden: Tensor
+    loss: Tensor | None = None
+    more: dict[str, Tensor] | None = None
+    logits: Tensor | None = None
+
+
+class InDataclass(Skeleton):
+    def forward(self, input_ids: Tensor) -> Any:
+        out = super().forward(input_ids)
+        return Output(out * 2, None, {"a": out * 3, "b": out * 4}, out)
+
+
+class TwoValues(Skeleton):
+    """One softmax weighs two values, the second of which is made of what the first has got."""
+
+    def attend(self, layer: Any, x: Tensor) -> Tensor:
+        q, k, v = self.heads(layer, x)
+        p = probabilities(q, k)
+        return merged(p @ torch.tanh(p @ v) + p @ v)
+
+
+class SharedWeights(Skeleton):
+    """Probabilities of the first layer weigh values of the second, too, whose own softmax comes before."""
+
+    def forward(self, input_ids: Tensor) -> Any:
+        x = self.embed(input_ids) + self.place(torch.arange(input_ids.shape[1]))
+        first, second = self.layers
+        q, k, v = self.heads(first, x)
+        p = probabilities(q, k)
+        x = x + first.o(merged(p @ v))
+        x = x + super().attend(second, x)
+        return self.head(x + second.o(merged(p @ self.heads(second, x, "v")[0])))
+
+
+class Differential(Skeleton):
+    """One softmax of twice the heads, as the reference of the DIFF Transformer has it."""
+
+    def attend(self, layer: Any, x: Tensor) -> Tensor:
+        batch, size, _ = x.shape
+        q, k = (f(x).view(batch, size, 2 * HEADS, DIM // 2).transpose(1, 2) for f in (layer.q, layer.k))
+        scores = torch.nan_to_num(q @ k.transpose(-1, -2) * (DIM / 2) ** -0.5)
+        scores = scores + torch.zeros(size, size).fill_(-math.inf).triu(1)
+        p = scores.softmax(-1, dtype=torch.float32).type_as(scores).view(batch, HEADS, 2, size, size)
+        share = torch.exp(layer.share.mean())
+        return merged((p[:, :, 0] - share * p[:, :, 1]) @ self.heads(layer, x, "v")[0])
+
+
+class ThreeSoftmaxes(Skeleton):
+    """Sums of sums, numbers and weights of heads and of queries before them."""
+
+    def attend(self, layer: Any, x: Tensor) -> Tensor:
+        q, k, v = self.heads(layer, x)
+        gate = torch.sigmoid(q.mean(-1, keepdim=True))
+        first, second, third = probabilities(q, k), probabilities(k, q), probabilities(q, q)
+        return merged((torch.sub(first, second * layer.share, alpha=0.5) + 0.3 * third * gate) @ v)
+
+
+class GroupedEinsum(Skeleton):
+    """Groups of heads as a dimension of einsum, behind each other and across."""
+
+    def attend(self, layer: Any, x: Tensor) -> Tensor:
+        batch, size, _ = x.shape
+        k, v = (f(x)[..., : 2 * DIM].view(batch, size, 2, DIM) for f in (layer.k, layer.v))
+        found = []
+        for name, order in (("bqgrd", "bgrqk"), ("bqrgd", "brgqk")):
+            q = layer.q(x).view(batch, size, 2, 2, DIM)
+            scores = torch.einsum(f"{name},bkgd->{order}", q, k) * DIM**-0.5
+            p = torch.where(hidden(size), -1e30, scores).softmax(-1)
+            found.append(torch.einsum(f"{order},bkgd->{name}", p, v).reshape(batch, size, WIDTH))
+        return found[0] + found[1]
+
+
+class OneKeyHead(Skeleton):
+    def attend(self, layer: Any, x: Tensor) -> Tensor:
+        q, k, v = self.heads(layer, x)
+        return merged(probabilities(q, k[:, :1]) @ v + probabilities(q, k) @ v[:, :1])
+
+
+class FromTheEnd(Skeleton):
+    """A mask that is read from the end of its table: which of the table is read depends on the length."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", self.shown(torch.arange(LONGEST)))
+
+    def shown(self, i: Tensor) -> Tensor:
+        return (i[:, None] >= i) & (i[:, None] - i < 20)
+
+    def attend(self, layer: Any, x: Tensor) -> Tensor:
+        q, k, v = self.heads(layer, x)
+        mask = self.part(x.shape[1])
+        return merged((q @ k.transpose(-1, -2)).masked_fill(~mask, -math.inf).softmax(-1) @ v)
+
+    def part(self, size: int) -> Tensor:
+        return self.table[-size:, -size:]
+
+
 class Experts(nn.Module):
     """Mixtral's reference: each expert takes the tokens that chose it."""
 
@@ -197,7 +300,13 @@ def check(kind: Callable[[], nn.Module]) -> Any:
     return fast
 
 
-@pytest.mark.parametrize("kind", [OwnConfig, OldSchool, StackedMask, ViewedAs, Encoder])
+WRITTEN = [
+    *(OwnConfig, OldSchool, StackedMask, ViewedAs, Encoder, InDataclass, TwoValues, SharedWeights),
+    *(Differential, ThreeSoftmaxes, GroupedEinsum, OneKeyHead, FromTheEnd),
+]
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
 def test_as_written(kind: type[Skeleton]) -> None:
     check(kind)
 
@@ -255,3 +364,88 @@ def test_experts_that_choose_their_tokens_by_values_run_as_python() -> None:
     )
     with pytest.raises(DetectionError, match="tokens mix outside attention"):
         check(Crowd)
+
+
+class Received(Skeleton):
+    """What a token gets from all queries gates it: later ones decide."""
+
+    def attend(self, layer: Any, x: Tensor) -> Tensor:
+        q, k, v = self.heads(layer, x)
+        p = probabilities(q, k)
+        return merged(p @ v * p.sum(2)[..., None])
+
+
+class Turned(Skeleton):
+    def attend(self, layer: Any, x: Tensor) -> Tensor:
+        q, k, v = self.heads(layer, x)
+        p = probabilities(q, k)
+        return merged(p @ v + p.transpose(-1, -2) @ v)
+
+
+class OpenSecond(Skeleton):
+    def attend(self, layer: Any, x: Tensor) -> Tensor:
+        q, k, v = self.heads(layer, x)
+        return merged((probabilities(q, k) - 0.3 * (k @ q.transpose(-1, -2)).softmax(-1)) @ v)
+
+
+class Clipped(Skeleton):
+    def attend(self, layer: Any, x: Tensor) -> Tensor:
+        q, k, v = self.heads(layer, x)
+        return merged((probabilities(q, k) - probabilities(k, q)).relu() @ v)
+
+
+class OtherRow(Skeleton):
+    """The first sequence's probabilities in all of them."""
+
+    def attend(self, layer: Any, x: Tensor) -> Tensor:
+        q, k, v = self.heads(layer, x)
+        p = probabilities(q, k)
+        return merged((p - 0.3 * p[0]) @ v)
+
+
+class ChunksFromTheEnd(FromTheEnd):
+    """Where chunks begin depends on the length."""
+
+    def shown(self, i: Tensor) -> Tensor:
+        return (i[:, None] >= i) & (i[:, None] // 16 == i // 16)
+
+
+class RowsFromTheEnd(FromTheEnd):
+    def part(self, size: int) -> Tensor:
+        return self.table[-size:, :size]
+
+
+MISSES = {
+    Received: "the probabilities are used by matmul, output, expected products with values",
+    Turned: "the scores pass through what cannot be carried: aten.softmax.int over",
+    OpenSecond: "the mask is bidirectional",
+    Clipped: "what weighs the values is not the softmax of the scores",
+    OtherRow: "the scores are read at other places than the query's and the key's",
+    ChunksFromTheEnd: "the mask never shows the future is not proved",
+    RowsFromTheEnd: "the mask never shows the future is not proved",
+}
+
+
+@pytest.mark.parametrize("kind", MISSES)
+def test_near_misses(kind: type[Skeleton]) -> None:
+    with pytest.raises(DetectionError, match=MISSES[kind]):
+        check(kind)
+
+
+def test_a_mask_from_the_end_of_its_table_ends_with_it() -> None:
+    with pytest.raises(PlanError, match=f"set at most {LONGEST}"):
+        kvcompile.optimize(FromTheEnd(), max_tokens=LONGEST + 1, compile={"mode": "none"})
+
+
+def test_attention_maps_are_told() -> None:
+    """Who gives probabilities is told what to do."""
+
+    class Given(Skeleton):
+        def forward(self, input_ids: Tensor) -> Any:
+            x = self.embed(input_ids)
+            q, k, v = self.heads(self.layers[0], x)
+            p = probabilities(q, k)
+            return {"logits": self.head(merged(p @ v)), "attentions": p}
+
+    with pytest.raises(DetectionError, match="a cache has no maps of attention, so the model must not give"):
+        check(Given)
