@@ -288,12 +288,9 @@ class _Route:
         """The part of the model that makes tensors of as many elements as values say, with all that are like it."""
         modules = {name: module for module, name in self.names.items() if name}
         for node in graph_module.graph.nodes:
-            if (
-                node.op != "call_function"
-                or not _of_values(node)
-                or any(map(_of_values, node.all_input_nodes))
-            ):
-                continue
+            sized = isinstance(node.meta.get("val"), (Tensor, list, tuple)) and _of_values(node)
+            if node.op != "call_function" or not sized or any(map(_of_values, node.all_input_nodes)):
+                continue  # of numbers that are read (sizes of experts' parts), passes/dependence/experts.py knows
             module = modules.get(module_path(node))
             if module is not None and module not in self.opaque:
                 return self._like(
@@ -521,7 +518,7 @@ def _declined(model: nn.Module, first: str, size: tuple[int, int]) -> str:
 
 
 def _of_values(node: Node) -> bool:
-    """Whether values in a tensor say how many elements a node has."""
+    """Whether what a node gives, or how many elements it has, are numbers that values in a tensor say."""
     return bool(free_unbacked_symbols(node.meta.get("val")))
 
 
