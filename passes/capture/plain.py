@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from kvcompile.errors import CaptureError, ModelError
 from kvcompile.kernels.ops.opaque import OpaqueModule, opaque
+from kvcompile.passes.capture.first_line import first_line
 from kvcompile.passes.capture.flex import spell_out
 from kvcompile.passes.capture.functionalize import functionalize, mutates, read_back
 from kvcompile.passes.capture.harmless import check_random, check_writes
@@ -128,7 +129,13 @@ def _functional(traced: Traced, reasons: list[str]) -> GraphModule:
             raise NotOnce(problem)  # what torch decomposes below are all layers
         if problem:  # slow, but it knows every operator
             reasons.append(f"decomposed by torch, because of an in-place operator: {problem}")
-            module = program.run_decompositions({}).module(check_guards=False)
+            try:
+                module = program.run_decompositions({}).module(check_guards=False)
+            except Exception as error:  # of its own making, as a name that no model has
+                raise CaptureError(
+                    f"an in-place operator cannot be made a value: {problem}; torch cannot either "
+                    f"({first_line(error)}). Write into a new tensor, or into a registered buffer"
+                ) from error
             assert isinstance(module, GraphModule)
             inline(module)
             read_back(module)

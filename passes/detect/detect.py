@@ -104,7 +104,7 @@ def _with_forms(
     prober: Prober,
     notes: list[NoMatch],
 ) -> AttentionSite:
-    """A site with its rotation, the site whose cache it reads and its latent form, where it has these; notes: why not."""
+    """A site with its rotation, whose cache it reads and its latent form, where it has these; notes: why not."""
     spec = ropes.match(found.q, found.k)
     if isinstance(spec, RopeSpec):
         found = replace(found, rope=spec)

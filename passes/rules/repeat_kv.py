@@ -133,7 +133,7 @@ def _unfolded(operand: Node, num_heads: int, transposed: bool, prober: Prober) -
 
 
 def _all_heads(operand: Node, product: Node, transposed: bool, prober: Prober) -> Node | None:
-    """[B, G, R, S, D], or what broadcasts to the product's dimensions, as [B, G * R, S, D]: the heads in their order."""
+    """[B, G, R, S, D], or what broadcasts to the product's dimensions, as [B, G * R, S, D]: heads in their order."""
     lead = shape(product)[:-2]
     own, wanted = ([expr(size) for size in sizes] for sizes in (shape(operand), lead))
     if len(own) != len(wanted) + 2 or len(wanted) < 2 or wanted[0] != prober.batch or own[0] != prober.batch:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kvcompile
-from kvcompile.errors import CaptureError, DetectionError, ModelError, PlanError
+from kvcompile import verify
+from kvcompile.errors import CaptureError, DetectionError, ModelError, PlanError, VerificationError
 from kvcompile.passes.capture import trace
 
 VOCAB, WIDTH, HEADS, DIM, LONGEST = 61, 32, 4, 8, 96
@@ -309,6 +310,65 @@ WRITTEN = [
 @pytest.mark.parametrize("kind", WRITTEN)
 def test_as_written(kind: type[Skeleton]) -> None:
     check(kind)
+
+
+class OwnCache(Skeleton):
+    """Llama's own code: keys are written into a cache of the layer's, and read again."""
+
+    def layer(self) -> nn.Module:
+        made = super().layer()
+        self.keep(made, torch.zeros(8, HEADS, LONGEST, DIM))
+        return made
+
+    def keep(self, layer: Any, cache: Tensor) -> None:
+        layer.register_buffer("cache", cache, persistent=False)
+
+    def attend(self, layer: Any, x: Tensor) -> Tensor:
+        q, k, v = self.heads(layer, x)
+        batch, size, _ = x.shape
+        layer.cache[:batch, :, :size] = k
+        return merged(probabilities(q, layer.cache[:batch, :, :size]) @ v)
+
+
+class PlainCache(OwnCache):
+    def keep(self, layer: Any, cache: Tensor) -> None:
+        layer.cache = cache
+
+
+def test_a_cache_of_the_models_own() -> None:
+    """What this forward has written is what it reads: harmless in a buffer; in what is no buffer, export fails."""
+    check(OwnCache)
+    with pytest.raises(
+        CaptureError, match=r"copy_.*cache, an input or a weight, is written to; .*registered buffer"
+    ):
+        check(PlainCache)
+
+
+class Chooser(Skeleton):
+    """A router in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(torch.bfloat16)
+
+    def run(self, layer: Any, x: Tensor) -> Tensor:
+        best, _ = layer.other(x).topk(2)
+        return super().run(layer, x) + best.sum(-1, keepdim=True)
+
+
+def test_near_ties_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a model in half precision chooses, an error of verification says what may be the cause; elsewhere not."""
+
+    def fails(*_: Any) -> Any:
+        raise VerificationError("layer 0 differs", 0)
+
+    monkeypatch.setattr(verify, "_verified", fails)
+    with pytest.raises(
+        VerificationError, match=r"layer 0 differs\. The model chooses by a topk .* near ties"
+    ):
+        check(Chooser)
+    with pytest.raises(VerificationError, match=r"^layer 0 differs$"):
+        check(OneKeyHead)
 
 
 class OpenRow(Encoder):
