@@ -106,9 +106,9 @@ def _check_past(form: Form, prover: Prover) -> None:
     if prover.holds(form.seen):
         unread = [told(e.value.node) for e in walk(form.value) if e.op == "leaf" and e.value.kind == "pair"]
         if unread:
+            names = ", ".join(dict.fromkeys(unread))
             raise Refused(
-                f"no mask hides later keys, unless {', '.join(dict.fromkeys(unread))} does, which is not read: add or "
-                "fill in the causal mask by an operator of its own"
+                f"the mask is bidirectional: query 3 sees key 7, unless {names} hides it, which is not read"
             )
         raise Refused("the mask is bidirectional: query 3 sees key 7")
     at = prover.counterexample(not_(form.seen), _FUTURE) or {}

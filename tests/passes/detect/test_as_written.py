@@ -454,6 +454,15 @@ class Clipped(Skeleton):
         return merged((probabilities(q, k) - probabilities(k, q)).relu() @ v)
 
 
+class GatedByKeys(Skeleton):
+    """A factor that each key brings along belongs to the product."""
+
+    def attend(self, layer: Any, x: Tensor) -> Tensor:
+        q, k, v = self.heads(layer, x)
+        gate = torch.sigmoid(k.sum(-1))[:, :, None]
+        return merged((probabilities(q, k) - gate * probabilities(k, q)) @ v)
+
+
 class OtherRow(Skeleton):
     """The first sequence's probabilities in all of them."""
 
@@ -479,6 +488,7 @@ MISSES = {
     Received: "the probabilities are used by matmul, output, expected products with values",
     Turned: "the scores pass through what cannot be carried: aten.softmax.int over",
     OpenSecond: "the mask is bidirectional",
+    GatedByKeys: "what weighs the values is not the softmax of the scores",
     Clipped: "what weighs the values is not the softmax of the scores",
     OtherRow: "the scores are read at other places than the query's and the key's",
     ChunksFromTheEnd: "the mask never shows the future is not proved",
