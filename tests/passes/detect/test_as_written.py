@@ -302,7 +302,7 @@ def check(kind: Callable[[], nn.Module]) -> Any:
 
 
 WRITTEN = [
-    *(OwnConfig, OldSchool, StackedMask, ViewedAs, Encoder, InDataclass, TwoValues, SharedWeights),
+    *(OwnConfig, OldSchool, StackedMask, ViewedAs, Encoder, InDataclass, TwoValues),
     *(Differential, ThreeSoftmaxes, GroupedEinsum, OneKeyHead, FromTheEnd),
 ]
 
@@ -310,6 +310,12 @@ WRITTEN = [
 @pytest.mark.parametrize("kind", WRITTEN)
 def test_as_written(kind: type[Skeleton]) -> None:
     check(kind)
+
+
+def test_sites_stand_in_the_order_of_their_results() -> None:
+    """Whatever the order of their softmaxes: what runs first is the first layer of a plan."""
+    fast = check(SharedWeights)
+    assert [decision.idiom for decision in fast.plan.decisions] == ["softmax", "sdpa", "softmax"]
 
 
 class OwnCache(Skeleton):
