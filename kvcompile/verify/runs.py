@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from kvcompile.errors import ModelError
 from kvcompile.kernels.oracle.choice import Choice
@@ -82,12 +84,18 @@ def _of_last_tokens(model: nn.Module, front: Front, ids: Tensor, positions: Iter
 
 def _logits(model: nn.Module, front: Front, ids: Tensor, more: dict[str, Any]) -> Tensor:
     """The output that holds logits, as it is."""
-    options = {"use_cache": False} if hasattr(model, "config") else {}
+    options = {"use_cache": False} if _takes_use_cache(model) else {}
     with eval_mode(model), attributes_restored(model), torch.no_grad():
         out = model(ids, **options, **more)
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
     # Of a model over several devices, they may be elsewhere.
     return leaves[front.captured.logits_index].to(ids.device)
+
+
+def _takes_use_cache(model: nn.Module) -> bool:
+    """Whether the model may be told to keep no cache; a `config` of its own says nothing about that (nanoGPT)."""
+    named = "use_cache" in inspect.signature(model.forward).parameters
+    return named or isinstance(getattr(model, "config", None), PretrainedConfig)
 
 
 def chosen(logits: Tensor, ids: Tensor, keep: Tensor | None) -> Tensor:

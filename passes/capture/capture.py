@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from kvcompile.errors import CaptureError, DetectionError, ModelError
@@ -48,7 +49,7 @@ from kvcompile.passes.capture.shown import Shown
 from kvcompile.passes.capture.step_proof import Example
 from kvcompile.passes.capture.trace import BATCH, SEQ, WAYS, Traced, Way, trace
 from kvcompile.passes.capture.traced_once import Once
-from kvcompile.passes.graph import expr
+from kvcompile.passes.graph import expr, module_path, told
 from kvcompile.passes.graph_module import unwritten
 from kvcompile.passes.probe.steps import Steps
 from kvcompile.passes.recurrent.replay import prove
@@ -266,16 +267,43 @@ class _Route:
         self, inputs: CapturedInputs, name: str, way: Way
     ) -> tuple[Traced, tuple[OpaqueModule, ...], Plain]:
         """The traced program and its graph; layer by layer where equal layers cannot be traced once."""
-        traced, opaques = self.export(inputs, name, way)
-        try:
-            return traced, opaques, plain(traced, inputs, opaques)
-        except Exception as error:
-            if traced.once is None:
-                raise
-            log.debug("equal layers are not traced once: %s", error)
-            self.once = False
-        traced, opaques = self.export(inputs, name, way)
-        return traced, opaques, plain(traced, inputs, opaques)
+        while True:
+            traced, opaques = self.export(inputs, name, way)
+            try:
+                found = plain(traced, inputs, opaques)
+            except Exception as error:
+                if traced.once is None:
+                    raise
+                log.debug("equal layers are not traced once: %s", error)
+                self.once = False
+                continue
+            chosen = self._choosing(found.graph_module) if way == "export" else {}
+            if not chosen:
+                return traced, opaques, found
+            names = ", ".join(path for path, _ in chosen.values())
+            self.reasons.append(f"{name}: {next(iter(chosen.values()))[1]}: {names} will run as Python")
+            self.opaque |= chosen
+
+    def _choosing(self, graph_module: GraphModule) -> dict[nn.Module, tuple[str, str]]:
+        """The part of the model that makes tensors of as many elements as values say, with all that are like it."""
+        modules = {name: module for module, name in self.names.items() if name}
+        for node in graph_module.graph.nodes:
+            sized = isinstance(node.meta.get("val"), (Tensor, list, tuple)) and _of_values(node)
+            if node.op != "call_function" or not sized or any(map(_of_values, node.all_input_nodes)):
+                continue  # of numbers that are read (sizes of experts' parts), passes/dependence/experts.py knows
+            module = modules.get(module_path(node))
+            if module is not None and module not in self.opaque:
+                return self._like(
+                    module, f"how many elements {told(node)} gives depends on values", self.opaque
+                )
+        return {}
+
+    def _like(
+        self, module: nn.Module, reason: str, known: Mapping[nn.Module, object]
+    ) -> dict[nn.Module, tuple[str, str]]:
+        """A part of the model and all of its class that are traced so far, with why they run as Python."""
+        like = [each for each in self.names if type(each) is type(module) and each not in known]
+        return {each: (self.names[each], reason) for each in like}
 
     def _both_sides(
         self, traced: Traced, found: Plain, inputs: CapturedInputs, way: Way
@@ -401,9 +429,7 @@ class _Route:
         found = innermost(error, self.model)
         if found is None or found[1] in known:
             return {}
-        reason = first_line(error)
-        like = [module for module in self.names if type(module) is type(found[1]) and module not in known]
-        return {module: (self.names[module], reason) for module in like}
+        return self._like(found[1], first_line(error), known)
 
 
 class Calls:
@@ -489,6 +515,11 @@ def _declined(model: nn.Module, first: str, size: tuple[int, int]) -> str:
         except Exception as error:  # a model raises anything
             return first_line(error)
     return ""
+
+
+def _of_values(node: Node) -> bool:
+    """Whether what a node gives, or how many elements it has, are numbers that values in a tensor say."""
+    return bool(free_unbacked_symbols(node.meta.get("val")))
 
 
 def _depends_on_values(error: BaseException | None) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 WRAPPED = "kvcompile_wrapped"  # the wrapper's attribute; stripped from every name afterwards
 
@@ -44,7 +45,18 @@ class Wrapper(nn.Module):
         model = getattr(self, WRAPPED)
         chooses = self.spread and "logits_to_keep" in extra and not torch.compiler.is_dynamo_compiling()
         with _IndicesBeside() if chooses else nullcontext():
-            return model(**{self.first: input_ids}, **extra, **self.fixed)
+            out = model(**{self.first: input_ids}, **extra, **self.fixed)
+        if not torch.compiler.is_dynamo_compiling():
+            _make_known(out)
+        return out
+
+
+def _make_known(out: Any) -> None:
+    """Dataclasses in what a model gives become containers to pytree, which export takes tensors out of."""
+    for leaf in pytree.tree_leaves(out):
+        if is_dataclass(leaf) and not isinstance(leaf, type) and type(leaf) not in pytree.SUPPORTED_NODES:
+            pytree.register_dataclass(type(leaf))
+            _make_known(leaf)
 
 
 class _IndicesBeside(TorchFunctionMode):

@@ -7,17 +7,19 @@ anything else is refused by name.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import sympy
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from kvcompile.errors import ModelError
+from kvcompile.errors import CaptureError, ModelError
 from kvcompile.kernels.ops.opaque import OpaqueModule, opaque
+from kvcompile.passes.capture.first_line import first_line
 from kvcompile.passes.capture.flex import spell_out
 from kvcompile.passes.capture.functionalize import functionalize, mutates, read_back
 from kvcompile.passes.capture.harmless import check_random, check_writes
@@ -27,7 +29,7 @@ from kvcompile.passes.capture.last_token import LastToken, choose_tokens
 from kvcompile.passes.capture.subclasses import open_subclasses
 from kvcompile.passes.capture.trace import Traced, shape_env
 from kvcompile.passes.capture.traced_once import NotOnce, expand
-from kvcompile.passes.graph import expr, shape
+from kvcompile.passes.graph import expr, shape, told
 from kvcompile.passes.graph_module import module_of
 from kvcompile.passes.probe.evaluate import fetch_attr
 from kvcompile.passes.rewrite.clean import clean
@@ -56,6 +58,7 @@ def plain(traced: Traced, inputs: CapturedInputs, opaques: Sequence[OpaqueModule
 
     Raises:
         NotOnce: layers that were not traced are not those that were; only where some were not.
+        CaptureError: what depends on the tokens came as a constant.
         ModelError: what the graph would drop silently (control flow, a buffer that changes, random numbers), or no
             logits.
     """
@@ -68,6 +71,11 @@ def plain(traced: Traced, inputs: CapturedInputs, opaques: Sequence[OpaqueModule
     for node in graph.nodes:
         if node.op == "get_attr":
             found = fetch_attr(module, str(node.target))
+            if isinstance(found, FakeTensor):  # it has no values, and other sizes with every call
+                raise CaptureError(
+                    f"tracing took what is computed from the tokens for a constant of the model ({told(node)}); "
+                    "compute with operators that tracing sees (`x.detach()` in place of `x.data`)"
+                )
             node.target = _strip(str(node.target))
             node._rename(node.name.removeprefix(f"{WRAPPED}_"))
             attributes[node.target] = found
@@ -121,7 +129,13 @@ def _functional(traced: Traced, reasons: list[str]) -> GraphModule:
             raise NotOnce(problem)  # what torch decomposes below are all layers
         if problem:  # slow, but it knows every operator
             reasons.append(f"decomposed by torch, because of an in-place operator: {problem}")
-            module = program.run_decompositions({}).module(check_guards=False)
+            try:
+                module = program.run_decompositions({}).module(check_guards=False)
+            except Exception as error:  # of its own making, as a name that no model has
+                raise CaptureError(
+                    f"an in-place operator cannot be made a value: {problem}; torch cannot either "
+                    f"({first_line(error)}). Write into a new tensor, or into a registered buffer"
+                ) from error
             assert isinstance(module, GraphModule)
             inline(module)
             read_back(module)
@@ -151,9 +165,9 @@ def _logits_index(
     wanted = "expected an output of shape [batch, sequence, vocabulary]"
     output = next(node for node in graph_module.graph.nodes if node.op == "output")
     tensors = output.args[0]
-    names = list(spec.context) if isinstance(spec.context, (list, tuple)) else []
+    names = _names(spec)
     if "logits" in names:
-        leaf = names.index("logits")
+        leaf = sum(child.num_leaves for child in spec.children()[: names.index("logits")])
         index = leaf - sum(1 for number, _ in constants if number < leaf)
         problem = _not_logits(graph_module, tensors[index], same)
         if problem:
@@ -171,6 +185,14 @@ def _logits_index(
         problems.append(f"output {index} {problem}")
     found = "; ".join(problems) or "it returns no tensor"
     raise ModelError(f"the model returns no logits: {wanted}, one row for each token; {found}")
+
+
+def _names(spec: pytree.TreeSpec) -> list[Any]:
+    """The names of what a model gives, in the order of its leaves; empty: it has none."""
+    names = list(spec.context) if isinstance(spec.context, (list, tuple)) else []
+    if is_dataclass(spec.type) and names and isinstance(names[0], (list, tuple)):
+        return list(names[0])  # beside those that are None, which are no leaves
+    return names
 
 
 def _not_logits(graph_module: GraphModule, node: Node, same: dict[Any, Any]) -> str:

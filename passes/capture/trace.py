@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -82,7 +83,8 @@ def trace(
         unanswered() as refused,
     ):
         if way == "export":
-            with _symbolic_math(), _one_of_each(once, wrapper) if once is not None else nullcontext():
+            once_each = _one_of_each(once, wrapper) if once is not None else nullcontext()
+            with _symbolic_math(), _data_as_detached(), _masks_as_given(), once_each:
                 program = torch.export.export(wrapper, given, dynamic_shapes=shapes, strict=False)
         else:
             with quiet(*_LOGGERS):
@@ -132,6 +134,41 @@ def _symbolic_math() -> Iterator[None]:
     finally:
         for name, function in originals.items():
             setattr(math, name, function)
+
+
+@contextmanager
+def _data_as_detached() -> Iterator[None]:
+    """`x.data` is `x.detach()`, the same elements: export takes what `.data` gives for a constant."""
+    original: Any = torch.Tensor.data
+
+    def assigned(self: torch.Tensor, value: torch.Tensor) -> None:
+        original.__set__(self, value)
+
+    FakeTensor.data = property(lambda self: self.detach(), assigned)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del FakeTensor.data
+
+
+@contextmanager
+def _masks_as_given() -> Iterator[None]:
+    """torch's TransformerEncoder and TransformerDecoder do not look whether the mask that they are given is causal.
+
+    They look where nobody says so, at its values, for a hint by which a quicker kernel may be taken. Without the hint
+    the mask itself is applied, which is the same.
+    """
+    home: Any = torch.nn.modules.transformer
+    original = home._detect_is_causal_mask
+
+    def by_hint(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return bool(is_causal)
+
+    home._detect_is_causal_mask = by_hint
+    try:
+        yield
+    finally:
+        home._detect_is_causal_mask = original
 
 
 @contextmanager

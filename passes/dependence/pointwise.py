@@ -132,6 +132,8 @@ def pointwise(ctx: Context, node: Node) -> Result:
         return anything(node, "it draws random numbers")
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and name not in NAMES:
         return anything(node, "it draws random numbers")
+    if not is_tensor(node):  # where(condition): places of which there are as many as values say
+        return anything(node, f"which elements {name} gives depends on values")
     first = node.args[0]
     if name in ("to", "type_as") and isinstance(first, Node):
         return elementwise(ctx, node, [first])  # of the other they take the type alone

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cache, reduce
 
 import torch
 from torch.fx import Node
@@ -60,45 +60,78 @@ def detect(captured: Captured, made_for: int | None = None) -> Detection:
         anchor = next((rule for rule in ANCHORS if rule.is_candidate(node, prober)), None)
         if anchor is None:
             continue
-        block = anchor.match(node, prober)
-        found = block if isinstance(block, NoMatch) else _site(block, len(sites), prober)
-        if isinstance(found, NoMatch):
-            misses.append(found)
-            prober.found(node)  # so that the reasons of later blocks are their own
-            continue
-        spec = ropes.match(found.q, found.k)
-        if isinstance(spec, RopeSpec):
-            found = replace(found, rope=spec)
-        else:
-            notes.append(spec)
-        found = replace(found, kv_source=_kv_source(found, sites))
-        form = latent.match(found, prober) if found.kv_source == found.layer else None
-        if isinstance(form, NoMatch):
-            notes.append(form)
-        elif form is not None:
-            spec = ropes.match(form.site.q, form.site.k)
-            own = replace(form.site, rope=spec if isinstance(spec, RopeSpec) else None)
-            found = replace(found, latent=replace(form, site=own))
-        sites.append(found)
-        prober.found(found.out)
+        matched = anchor.match(node, prober)
+        for block in matched if isinstance(matched, tuple) else (matched,):
+            found = block if isinstance(block, NoMatch) else _site(block, len(sites), prober)
+            if isinstance(found, NoMatch):
+                misses.append(found)
+                prober.found(node)  # so that the reasons of later blocks are their own
+                break
+            found = _with_forms(found, sites, ropes, prober, notes)
+            sites.append(found)
+            prober.found(found.out)
     _require_all(sites, misses)
+    sites = _in_order(sites)
     sites = _of_one_dtype(sites, ropes)
     sites = _positionless(sites, prober)
     output = next(node for node in captured.graph_module.graph.nodes if node.op == "output")
     logits = output.args[0][captured.logits_index]
     analysis = token_local.analysed(sites, prober)
-    mixed = token_local.check(sites, logits, prober, analysis)
+    limit_of = cache(lambda: position_limit(sites, logits, prober, made_for, analysis))
+
+    def most() -> int | None:
+        limit = limit_of()
+        return None if limit is None else limit.tokens
+
+    mixed = token_local.check(sites, logits, prober, analysis, most)
     if mixed is not None:
         known = f"\n  - {captured.state_problem}" if captured.state_problem else ""
         raise DetectionError(
             f"a KV cache alone cannot hold this model's state:\n  - {mixed}{known}", (mixed,)
         )
-    notes.extend(token_local.unproved(sites, logits, analysis))
-    limit = _with_tables(position_limit(sites, logits, prober, made_for, analysis), prober)
+    notes.extend(token_local.unproved(sites, logits, analysis, most()))
+    limit = _with_tables(limit_of(), prober)
     captured.graph_module.recompile()
     seconds = time.perf_counter() - start
     log.info("detect: %d sites, %d notes, %.2f s", len(sites), len(notes), seconds)
     return Detection(tuple(sites), tuple(notes), seconds, limit)
+
+
+def _with_forms(
+    found: AttentionSite,
+    before: list[AttentionSite],
+    ropes: rope.RopeRule,
+    prober: Prober,
+    notes: list[NoMatch],
+) -> AttentionSite:
+    """A site with its rotation, whose cache it reads and its latent form, where it has these; notes: why not."""
+    spec = ropes.match(found.q, found.k)
+    if isinstance(spec, RopeSpec):
+        found = replace(found, rope=spec)
+    else:
+        notes.append(spec)
+    found = replace(found, kv_source=_kv_source(found, before))
+    form = latent.match(found, prober) if found.kv_source == found.layer else None
+    if isinstance(form, NoMatch):
+        notes.append(form)
+    elif form is not None:
+        spec = ropes.match(form.site.q, form.site.k)
+        own = replace(form.site, rope=spec if isinstance(spec, RopeSpec) else None)
+        found = replace(found, latent=replace(form, site=own))
+    return found
+
+
+def _in_order(sites: list[AttentionSite]) -> list[AttentionSite]:
+    """The sites in the order of their results: what a softmax weighs last may come after other softmaxes."""
+    place = {node: number for number, node in enumerate(sites[0].out.graph.nodes)}
+    ordered = sorted(sites, key=lambda site: place[site.out])
+    if ordered == sites:
+        return sites
+    found: list[AttentionSite] = []
+    for number, site in enumerate(ordered):
+        site = replace(site, layer=number, latent=None)  # a latent form is made for who fills the cache
+        found.append(replace(site, kv_source=_kv_source(site, found)))
+    return found
 
 
 def _with_tables(limit: PositionLimit | None, prober: Prober) -> PositionLimit | None:

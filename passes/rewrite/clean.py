@@ -3,7 +3,8 @@
 Asserts and guards go first: they count as side effects, so a guard over a mask would keep the whole mask
 alive. Then casts to the dtype a value has, dropout in eval mode, full slices and `detach` go, and equal calls
 merge. `baddbmm` and two-operand `einsum` become products with `permute` and `add`, so that the rules meet one
-spelling; `view` becomes `reshape`, so that no node depends on another's strides.
+spelling, and `hstack` and its kin become `cat`; `view` and `view_as` become `reshape`, so that no node depends on
+another's strides. Products of differences of probabilities become differences of products (`distribute.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from kvcompile.passes.capture.decompose_complex import to_real
 from kvcompile.passes.graph import call, expr, shape, target_name, value
+from kvcompile.passes.rewrite.distribute import distribute
 from kvcompile.passes.table import graph_pass
 
 aten = torch.ops.aten
@@ -33,6 +35,13 @@ _ASSERTS = (
     "_guards_fn",
     "_assert",
 )
+# Along which dimension they join tensors of two or more dimensions, and as a rule of those with fewer.
+_STACKED = {
+    aten.hstack.default: 1,
+    aten.vstack.default: 0,
+    aten.concatenate.default: None,
+    aten.concat.default: None,
+}
 _IDENTITY = ("detach", "detach_", "alias", "lift_fresh_copy", "lift_fresh")
 
 
@@ -56,6 +65,10 @@ def clean(graph_module: GraphModule) -> int:
         elif node.target in (aten.view.default, aten._unsafe_view.default):
             # A view was legal for the strides of the trace; a rewritten attention may return others.
             node.target = aten.reshape.default
+        elif node.target is aten.view_as.default:
+            node.target = aten.reshape_as.default
+        elif node.target in _STACKED:
+            changed += _joined(node)
         elif node.target is aten.baddbmm.default:
             _split_baddbmm(node)
             changed += 1
@@ -63,7 +76,7 @@ def clean(graph_module: GraphModule) -> int:
             changed += _split_einsum(node)
         elif node.target is aten.cumsum.default:
             changed += _count(node)
-    changed += to_real(graph_module) + _merge_equal(graph_module)
+    changed += to_real(graph_module) + distribute(graph) + _merge_equal(graph_module)
     eliminate_dead_code(graph_module)
     return changed
 
@@ -139,6 +152,19 @@ def _no_op(node: Node) -> Node | None:
     return None
 
 
+def _joined(node: Node) -> int:
+    """hstack, vstack, concat -> cat."""
+    parts, dim = node.args[0], _STACKED[node.target]  # type: ignore[index]
+    assert isinstance(parts, (list, tuple))
+    if dim is None:
+        node.target = aten.cat.default
+        return 1
+    if any(not isinstance(part, Node) or len(shape(part)) < 2 for part in parts):
+        return 0
+    node.target, node.args = aten.cat.default, (parts, dim)
+    return 1
+
+
 def _split_baddbmm(node: Node) -> None:
     """baddbmm(c, a, b, beta, alpha) -> beta * c + alpha * bmm(a, b)."""
     bias, left, right = node.args[:3]
@@ -180,7 +206,8 @@ def _split_einsum(node: Node) -> int:
     row = rows[0] if len(rows) == 1 else dynamic[0] if len(dynamic) == 1 else ""
     if not row:
         return 0
-    batch = [label for label in a if label in out and label != row]
+    # What the operands share comes first, so that the heads of a group stand beside each other.
+    batch = sorted((label for label in a if label in out and label != row), key=lambda label: label not in b)
     graph = node.graph
     with graph.inserting_before(node):
         lhs = _permuted(operands[0], a, [*batch, row, contracted[0]], node)

@@ -30,13 +30,13 @@ def is_candidate(node: Node, prober: Prober) -> bool:
     return target_name(node) == "exp" and any(target_name(n) in _LOGARITHMS for n in _near(node))
 
 
-def match(node: Node, prober: Prober) -> Block | NoMatch:
+def match(node: Node, prober: Prober) -> Block | NoMatch | tuple[Block, ...]:
     """The block around probabilities made with exp, or why there is none."""
     exponent = _uncast(node.args[0] if target_name(node) == "exp" else _uncast(node.args[0]).args[0])
-    found: Block | NoMatch = no_match(NAME, "exp has no exponent", node)
+    found: Block | NoMatch | tuple[Block, ...] = no_match(NAME, "exp has no exponent", node)
     for final in _inputs(exponent):
         found = around(NAME, node, final, prober)
-        if isinstance(found, Block):
+        if not isinstance(found, NoMatch):
             return found
     return found
 

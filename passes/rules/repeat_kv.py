@@ -5,7 +5,8 @@
 The walk goes up through operators that only move elements (expand, reshape, transpose, repeat_interleave,
 index, ..); each ancestor of rank 4 is a candidate, in any order of its dimensions. Which candidate *is* the
 source is proved: the operand's element at symbolic places, translated (`passes/score_mod`), must be the element of the
-source that the formula says.
+source that the formula says. Where there is no such, the operand itself is brought to the heads of the product, in the
+order in which they stand there.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ def resolve(
             and prober.reader.repeats(operand, product, source, order, transposed)
         ):
             return source if order == (0, 1, 2, 3) else _permuted(source, order)
-    unfolded = _unfolded(operand, num_heads, transposed, prober) if num_heads >= at_least else None
+    unfolded = _unfolded(operand, num_heads, transposed, prober) or _all_heads(
+        operand, product, transposed, prober
+    )
     if unfolded is not None:
         return unfolded
     return no_match(
@@ -127,6 +130,28 @@ def _unfolded(operand: Node, num_heads: int, transposed: bool, prober: Prober) -
             operand = call(graph, aten.transpose.int, (operand, 1, 2), operand)
     with graph.inserting_after(operand):
         return call(graph, aten.unflatten.int, (operand, 0, [-1, num_heads]), operand)
+
+
+def _all_heads(operand: Node, product: Node, transposed: bool, prober: Prober) -> Node | None:
+    """[B, G, R, S, D], or what broadcasts to the product's dimensions, as [B, G * R, S, D]: heads in their order."""
+    lead = shape(product)[:-2]
+    own, wanted = ([expr(size) for size in sizes] for sizes in (shape(operand), lead))
+    if len(own) != len(wanted) + 2 or len(wanted) < 2 or wanted[0] != prober.batch or own[0] != prober.batch:
+        return None
+    if any(not size.is_Integer for size in wanted[1:]):
+        return None
+    aten, graph = torch.ops.aten, operand.graph
+    with graph.inserting_after(operand):
+        if transposed:
+            operand = call(graph, aten.transpose.int, (operand, -2, -1), operand)
+    if own[1:-2] != wanted[1:]:
+        sizes = [-1, *map(int, wanted[1:]), -1, -1]
+        with graph.inserting_after(operand):
+            operand = call(graph, aten.expand.default, (operand, sizes), operand)
+    if len(wanted) == 2:
+        return operand
+    with graph.inserting_after(operand):
+        return call(graph, aten.flatten.using_ints, (operand, 1, len(wanted) - 1), operand)
 
 
 def _permuted(source: Node, order: tuple[int, ...]) -> Node:

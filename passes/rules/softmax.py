@@ -33,7 +33,7 @@ def is_candidate(node: Node, prober: Prober) -> bool:
     return prober.seq in expr(sizes[dim]).free_symbols
 
 
-def match(node: Node, prober: Prober) -> Block | NoMatch:
+def match(node: Node, prober: Prober) -> Block | NoMatch | tuple[Block, ...]:
     """The block around a softmax, or why there is none."""
     sizes, dim, final = shape(node), node.args[1], node.args[0]
     assert isinstance(dim, int) and isinstance(final, Node)

@@ -7,12 +7,13 @@ length.
 
 Evaluating is the second line: attention results are replaced by fixed random values, one token of each row changes
 (in the middle, the first, the last), and all at the other positions must stay. Of modules that run as Python nothing
-can be derived, so for them it decides, over 300 tokens of the whole vocabulary, and rule `alone`; `unproved` says so.
+can be derived, so for them it decides, over 300 tokens of the whole vocabulary (fewer, where positions end), and rule
+`alone`; `unproved` says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +37,16 @@ _BATCH, _SEQ, _LONG = 3, 13, 307
 
 
 def check(
-    sites: Sequence[AttentionSite], logits: Node, prober: Prober, dependence: Dependence | None = None
+    sites: Sequence[AttentionSite],
+    logits: Node,
+    prober: Prober,
+    dependence: Dependence | None = None,
+    most: Callable[[], int | None] = lambda: None,
 ) -> NoMatch | None:
     """None when tokens only meet in the attention blocks, else where they meet first.
 
     dependence: of the prober's graph, with the results of all sites cut; None: made here
+    most: how many tokens the model has positions for, asked where many are run; None: no end is known
     """
     analysis = dependence or analysed(sites, prober)
     wanted = operands(sites)
@@ -48,8 +54,13 @@ def check(
     if found is not None:
         return found
     keys = analysis.opaque([*wanted, logits])
-    trial = _Trial(sites, logits, prober, _LONG if keys else _SEQ)
+    trial = _Trial(sites, logits, prober, tried(most()) if keys else _SEQ)
     return trial.mixed() or trial.not_alone([n for n in logits.graph.nodes if _key(n) in keys], analysis)
+
+
+def tried(most: int | None) -> int:
+    """How many tokens modules that run as Python are run with, of a model that has positions for `most`."""
+    return _LONG if most is None else min(_LONG, most)
 
 
 def analysed(sites: Sequence[AttentionSite], prober: Prober) -> Dependence:
@@ -66,13 +77,18 @@ def operands(sites: Sequence[AttentionSite]) -> list[Node]:
     return found + [node for site in sites for node in site.sources]
 
 
-def unproved(sites: Sequence[AttentionSite], logits: Node, dependence: Dependence) -> tuple[NoMatch, ...]:
-    """Modules that run as Python on the way to queries, keys, values and logits: checked by running, not proved."""
+def unproved(
+    sites: Sequence[AttentionSite], logits: Node, dependence: Dependence, most: int | None = None
+) -> tuple[NoMatch, ...]:
+    """Modules that run as Python on the way to queries, keys, values and logits: checked by running, not proved.
+
+    most: how many tokens the model has positions for
+    """
     keys = set(dependence.opaque([*operands(sites), logits]))
     calls = [node for node in logits.graph.nodes if _key(node) in keys]
     text = "treats each token alone as far as running it shows ({} tokens); it runs as Python and cannot be proved"
     return tuple(
-        no_match(NAME, f"{find(str(node.args[1])).path} {text.format(_LONG)}", node) for node in calls
+        no_match(NAME, f"{find(str(node.args[1])).path} {text.format(tried(most))}", node) for node in calls
     )
 
 

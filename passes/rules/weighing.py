@@ -28,18 +28,29 @@ _PRODUCT = (aten.matmul.default, aten.bmm.default)
 _SHAPED_LIKE = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 
 
-def around(rule: str, anchor: Node, final: Node, prober: Prober) -> Block | NoMatch:
-    """The block whose probabilities `anchor` computes from the softmax input `final`, or why there is none."""
-    products = _score_products(final, prober)
-    if len(products) != 1:
-        what = (
-            f"{len(products)} matmuls (relative positions?)" if products else "no matmul of queries and keys"
-        )
+def around(rule: str, anchor: Node, final: Node, prober: Prober) -> Block | NoMatch | tuple[Block, ...]:
+    """The block whose probabilities `anchor` computes from the softmax input `final`, or why there is none.
+
+    Probabilities that weigh several values are a block with each of these.
+    """
+    raws = _score_products(final, prober)
+    if len(raws) != 1:
+        what = f"{len(raws)} matmuls (relative positions?)" if raws else "no matmul of queries and keys"
         return no_match(rule, f"the softmax input comes from {what}", anchor)
-    raw = products[0]
-    product = _value_product(rule, anchor)
-    if isinstance(product, NoMatch):
-        return product
+    products = _value_products(rule, anchor)
+    if isinstance(products, NoMatch):
+        return products
+    blocks = []
+    for product in products:
+        block = _block(rule, anchor, raws[0], product, prober)
+        if isinstance(block, NoMatch):
+            return block
+        blocks.append(block)
+    return blocks[0] if len(blocks) == 1 else tuple(blocks)
+
+
+def _block(rule: str, anchor: Node, raw: Node, product: Node, prober: Prober) -> Block | NoMatch:
+    """The block of the raw scores and one product of their probabilities with values."""
     q, k, v = raw.args[0], raw.args[1], product.args[1]
     assert isinstance(q, Node) and isinstance(k, Node) and isinstance(v, Node)
     if any(expr(length) != prober.seq for length in (shape(q)[-2], shape(k)[-1], shape(v)[-2])):
@@ -107,8 +118,8 @@ def _score_products(final: Node, prober: Prober) -> list[Node]:
     return [node for node in found if all(expr(size) == prober.seq for size in shape(node)[-2:])]
 
 
-def _value_product(rule: str, anchor: Node) -> Node | NoMatch:
-    """The product of the probabilities with the values: the only one that they reach."""
+def _value_products(rule: str, anchor: Node) -> list[Node] | NoMatch:
+    """The products of the probabilities with values, in the order of the graph: they reach nothing else."""
     found, seen, stack = [], {anchor}, [anchor]
     while stack:
         for user in stack.pop().users:
@@ -119,12 +130,17 @@ def _value_product(rule: str, anchor: Node) -> Node | NoMatch:
                 found.append(user)
             else:
                 stack.append(user)
-    if len(found) != 1 or found[0].target not in _PRODUCT or found[0].args[0] not in seen:
+    if not found or any(node.target not in _PRODUCT or node.args[0] not in seen for node in found):
         names = ", ".join(dict.fromkeys(target_name(node) for node in found)) or "nothing"
-        return no_match(
-            rule, f"the probabilities are used by {names}, expected one product with the values", anchor
+        returned = any(node.op == "output" for node in found)
+        hint = (
+            "; a cache has no maps of attention, so the model must not give or use them" if returned else ""
         )
-    return found[0]
+        return no_match(
+            rule, f"the probabilities are used by {names}, expected products with values{hint}", anchor
+        )
+    order = {node: place for place, node in enumerate(anchor.graph.nodes)}
+    return sorted(found, key=order.__getitem__)
 
 
 def _gated(raw: Node, product: Node) -> list[Node]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvcompile.expression import Expr, K, Q, ScoreMod, const, integer, program, walk
 from kvcompile.kernels.shared.expression import Places, evaluate
 from kvcompile.passes.detect.refused import Refused
+from kvcompile.passes.graph import told
 from kvcompile.passes.score_mod import classify
 from kvcompile.passes.score_mod.classify import OWN, PAST
 from kvcompile.passes.score_mod.leaves import LeafRef
@@ -103,6 +104,12 @@ def _check_past(form: Form, prover: Prover) -> None:
     if prover.never(form.seen, _FUTURE):
         return
     if prover.holds(form.seen):
+        unread = [told(e.value.node) for e in walk(form.value) if e.op == "leaf" and e.value.kind == "pair"]
+        if unread:
+            names = ", ".join(dict.fromkeys(unread))
+            raise Refused(
+                f"the mask is bidirectional: query 3 sees key 7, unless {names} hides it, which is not read"
+            )
         raise Refused("the mask is bidirectional: query 3 sees key 7")
     at = prover.counterexample(not_(form.seen), _FUTURE) or {}
     certain = bool(at) and _is_so(form.seen, at)

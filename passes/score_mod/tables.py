@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvcompile.passes.score_mod.translate import Translator
 
 _FLOATS = 2**53  # integers of floats about which nothing is known go below
+_OF_LENGTH = {"n", "nb", "b"}
 _GAP = 900.0  # between what a table shows and what it hides; what goes down step by step is no mask
 
 
@@ -65,17 +66,15 @@ class Tables:
     def element(self, node: Node, places: tuple[Expr, ...]) -> Expr:
         """An element of a table; places that count from its end come as they are."""
         sizes = [int(size) for size in value(node).shape]
-        for place, size in zip(places, sizes, strict=True):
-            if place.names & {"n", "nb", "b"}:
-                raise Untranslatable(
-                    f"{node.name} is read at a place that depends on the text's length", node
-                )
-            if not place.is_const:
-                self.reads[place, size] = node
-        if not self.trained(node):
-            found = self._known(node, places)
-            if found is not None:
-                return found
+        found = None if self.trained(node) else self._known(node, places)
+        # Of places that move with the length, what is known may say nothing: where both do, a distance stays.
+        if any(part.names & _OF_LENGTH for part in ([*places] if found is None else [found])):
+            raise Untranslatable(f"{node.name} is read at a place that depends on the text's length", node)
+        self.reads.update(
+            {(place, size): node for place, size in zip(places, sizes, strict=True) if not place.is_const}
+        )
+        if found is not None:
+            return found
         return Expr("leaf", value(node).dtype, places, LeafRef("table", node))
 
     def _known(self, node: Node, places: tuple[Expr, ...]) -> Expr | None:
@@ -93,8 +92,8 @@ class Tables:
             return const(held.reshape(-1)[0].item(), held.dtype)
         if held.numel() > LONGEST_TABLE:
             return None
-        rows = [i for i, place in enumerate(left) if _offset(place, Q) is not None]
-        columns = [i for i, place in enumerate(left) if _offset(place, K) is not None]
+        rows = [i for i, place in enumerate(left) if self._follows(place, Q)]
+        columns = [i for i, place in enumerate(left) if self._follows(place, K)]
         if len(left) == 2 and len(rows) == 1 and len(columns) == 1:
             table = held.movedim((rows[0], columns[0]), (0, 1))
             return self._pattern(node, places, table, left[rows[0]], left[columns[0]])
@@ -106,6 +105,17 @@ class Tables:
             )
             return self._hides_the_future(node, places, table, left[rows[0]], left[columns[0]])
         return None
+
+    def _follows(self, place: Expr, variable: Expr) -> bool:
+        """Whether a place is variable + what is the same for all queries and keys, and never counts from the end."""
+        offset, factors = linear(place)
+        if factors.get(variable) != 1:
+            return False
+        rest = {term: factor for term, factor in factors.items() if term is not variable}
+        if not rest:
+            return offset >= 0
+        same = all(term.names <= _OF_LENGTH for term in rest)
+        return same and self.translator.prover.holds(le(integer(0), place))
 
     def _pattern(
         self, node: Node, places: tuple[Expr, ...], table: Tensor, row: Expr, column: Expr
@@ -186,12 +196,6 @@ class Tables:
             if low and (found is None or low < found[0]):
                 found = (low, node)
         return found
-
-
-def _offset(place: Expr, variable: Expr) -> int | None:
-    """c of a place variable + c, where that never counts from the end."""
-    offset, factors = linear(place)
-    return offset if factors == {variable: 1} and offset >= 0 else None
 
 
 def closed_form(shown: Tensor, row: Expr, column: Expr) -> Expr | None:

@@ -75,6 +75,7 @@ RULES: dict[str, Rule] = {
             "new_ones",
             "new_full",
             "scalar_tensor",
+            "fill",
         ),
         _full,
     ),

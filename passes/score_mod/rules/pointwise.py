@@ -6,12 +6,13 @@ score are dropped. What does not depend on a score keeps its dtype at every step
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from kvcompile.expression import Expr, const
+from kvcompile.expression import Expr, const, walk
 from kvcompile.passes.graph import value
 from kvcompile.passes.score_mod.leaves import Untranslatable
 from kvcompile.passes.score_mod.make import cast, make, not_, or_, where
@@ -245,11 +246,21 @@ def _power(t: Translator, node: Node, places: Places) -> Expr:
 
 
 def _nan_to_num(t: Translator, node: Node, places: Places) -> Expr:
-    """A probability is no number only where a query sees no key: that those rows are 0 is said of the site."""
+    """A probability is no number only where a query sees no key: that those rows are 0 is said of the site.
+
+    A product of numbers is one, so of raw scores it changes nothing (differential attention); attention kernels compute
+    them in float32, where they do not overflow as those of half precision may.
+    """
     x = _same(t, node, places)
+    if all(part.op in ("score", "mul", "div", "cast") or _is_number(part) for part in walk(x)):
+        return x
     if "reduction" not in x.names:
         raise Untranslatable(f"no translation of {node.target}", node)
     return Expr("nan_to_num", x.dtype, (x,))
+
+
+def _is_number(e: Expr) -> bool:
+    return e.is_const and math.isfinite(e.value)
 
 
 _UNARY = (

@@ -111,6 +111,7 @@ CASES: dict[str, Callable[[Given], Tensor]] = {
     "full": lambda g: (
         torch.full((g.n, g.n), 4.0)
         + torch.full_like(g.f, 2.0)
+        + torch.fill(g.f, 1.5)
         + g.f.new_full((g.n, g.n), 3.0)
         + g.f.new_zeros(g.n, g.n)
     ),
