@@ -112,15 +112,12 @@ class Session(ABC):
             self.cache.check_room(batch, tokens)
             pads = pads_of(self.cache, input_ids, attention_mask, self.manifest.ragged)
             self.cache.allocate(batch, tokens, pads)
-            try:
+            with self.cache.whole(tokens):
                 limits = self.manifest.limits
                 most = None if limits.whole_prompts else limits.prefill_chunk
                 kept = None if keep is None else max(1, keep)
                 (logits,) = in_passes(input_ids, pads, kept, most, self._step)
                 return logits
-            except BaseException:
-                self.cache.trim()
-                raise
 
     def decode(self, input_ids: Tensor) -> Tensor:
         """Append one token of each sequence, int64 [B, 1], and return its logits [B, 1, V]."""
@@ -238,6 +235,7 @@ class Session(ABC):
         outputs = {"logits": logits}
         for alias in graph.aliases:
             outputs[alias.output] = cache.buffers[alias.input] if alias.in_place else self._place(alias.input)
+        cache.calls.begin()
         self._run(graph, {info.name: inputs[info.name] for info in graph.inputs}, outputs)
         for alias in graph.aliases:
             if not alias.in_place:
