@@ -122,7 +122,9 @@ class CacheHandle:
             InputError: there is no text, or the file cannot be written; what was there is as it was.
         """
         with self.module.turns.alone():
-            saved.write(self.cache, Path(path), self.module.plan.digest(), self.module.weights_digest())
+            saved.write(
+                self.cache, Path(path).expanduser(), self.module.plan.digest(), self.module.weights_digest()
+            )
 
     def load(self, path: str | Path) -> None:
         """Hold what `save` has written, in the place of what is held now.
@@ -131,7 +133,9 @@ class CacheHandle:
             InputError: no such file, another plan, other weights, or damage; the cache is as it was.
         """
         with self.module.turns.alone():
-            saved.read(self.cache, Path(path), self.module.plan.digest(), self.module.weights_digest())
+            saved.read(
+                self.cache, Path(path).expanduser(), self.module.plan.digest(), self.module.weights_digest()
+            )
 
     # ---- what transformers asks of a cache
 

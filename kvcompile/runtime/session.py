@@ -49,7 +49,7 @@ class Session(ABC):
         Raises:
             ArtifactError: no artifact, a damaged one, or one for another target.
         """
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         self.manifest = Manifest.read(self.path)
         if self.manifest.target not in self.targets:
             raise ArtifactError(
