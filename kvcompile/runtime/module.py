@@ -31,7 +31,7 @@ from kvcompile.runtime.parallel.group import Group
 from kvcompile.runtime.program import Program
 from kvcompile.runtime.python_steps import tell_of_steps
 from kvcompile.runtime.report import Report
-from kvcompile.runtime.sampling import check_names, check_sampling, pick
+from kvcompile.runtime.sampling import check_ends, check_names, check_sampling, pick
 from kvcompile.runtime.turns import Turns, alone
 from kvcompile.runtime.weights import Weights
 from kvcompile.util.progress import Progress, told
@@ -462,6 +462,8 @@ class PlainCachedModel(CachedModel):
         self._check_ids(input_ids)
         check_names(others, PlainCachedModel.generate)
         max_new_tokens = check_sampling(max_new_tokens, do_sample, temperature, top_k)
+        if eos_token_id is not None:
+            eos_token_id = check_ends(eos_token_id, most=1)[0]
         if self.group is not None and do_sample:
             self.group.share_randomness(generator)
         if streamer is not None and input_ids.shape[0] != 1:

@@ -302,7 +302,7 @@ class Manifest(_Record):
             raise ArtifactError(f"{path}: damaged or edited by hand: {problem}; export again")
         if not seal.holds(data):
             raise ArtifactError(
-                f"{path}: damaged or edited by hand: its {seal.KEY} is not that of what it says, and the graphs are for "
-                "what it said; take it from the original again, or export again"
+                f"{path}: damaged or edited by hand: its {seal.KEY} is not that of what it says, and the graphs are "
+                "for what it said; take it from the original again, or export again"
             )
         return manifest

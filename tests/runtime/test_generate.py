@@ -353,6 +353,8 @@ def test_plain_end_and_streamer(plain: Any) -> None:
         ({"max_new_tokens": 0}, InputError, "max_new_tokens: expected a whole number of at least 1"),
         ({"temperature": 0.0, "do_sample": True}, InputError, "temperature: expected more than 0"),
         ({"top_k": 0, "do_sample": True}, InputError, "top_k: expected a whole number of at least 1"),
+        ({"eos_token_id": "end"}, InputError, "eos_token_id: expected a token id, got 'end'"),
+        ({"eos_token_id": [2, 3]}, InputError, r"eos_token_id: expected a token id, got \[2, 3\]"),
         ({"max_new_tokens": 121}, LimitError, "129 tokens a sequence, but runtime.max_tokens is 128"),
         ({"streamer": Streamer(), "input_ids": prompt(2, 9)}, InputError, "streamer: expected one sequence"),
         ({"input_ids": prompt(1, 9).float()}, InputError, "expected dtype torch.int64"),

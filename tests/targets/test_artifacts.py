@@ -516,6 +516,8 @@ class TestSession:
             (torch.ones(2, 3), {}, r"expected \[2, 9\]"),
             (torch.zeros(0, 9), {}, r"expected \[2, 9\]"),
             (None, {"do_sample": True, "temperature": float("nan")}, "temperature"),
+            (None, {"eos_token_id": "end"}, "eos_token_id: expected a token id"),
+            (None, {"eos_token_id": [2, 1.5]}, "eos_token_id: expected a token id"),
             (None, {"do_sample": True, "temperature": float("inf")}, "temperature"),
         ),
     )
@@ -550,6 +552,31 @@ class TestSession:
             patched.setattr(torch, "zeros", full)
             session.prefill(self.ids(3, 9))
         assert torch.equal(session.prefill(self.ids(2, 9)), wanted)
+
+    @pytest.mark.parametrize("keep", (-1, 1.5, "all", True))
+    def test_a_count_that_is_none(self, session: Session, keep: Any) -> None:
+        session.prefill(self.ids(2, 9))
+        with pytest.raises(InputError, match="keep: expected a count of last tokens"):
+            session.prefill(self.ids(2, 2), keep=keep)
+        assert session.cache.columns == 9
+
+    def test_a_call_that_did_not_end(self, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The graph has written, and nobody has noted it."""
+        ids = self.ids(2, 12)
+        wanted = session.prefill(ids)
+        run = session._run
+
+        def ending(*args: Any) -> None:
+            run(*args)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(session, "_run", ending)
+            session.decode(ids[:, :1])
+        with pytest.raises(InputError, match="the text in this cache is lost"):
+            session.decode(ids[:, :1])
+        session.reset()
+        assert torch.equal(session.prefill(ids), wanted)
 
     def test_limits(self, session: Session) -> None:
         with pytest.raises(LimitError, match=r"runtime.max_batch is 4"):

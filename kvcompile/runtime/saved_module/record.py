@@ -91,8 +91,8 @@ class Record(BaseModel):
             ) from error
         if not seal.holds(data):
             raise ArtifactError(
-                f"{path}: damaged or edited by hand: its {seal.KEY} is not that of what it says; take it from the original "
-                "again, or save the module again"
+                f"{path}: damaged or edited by hand: its {seal.KEY} is not that of what it says; take it from the "
+                "original again, or save the module again"
             )
         if wrong := next(
             (name for name in record.files if ".." in Path(name).parts or name.startswith("/")), None
