@@ -482,6 +482,28 @@ class KVCache:
         made.text.append(ids.to(self.device))
         self.take(made)
 
+    def select(self, index: Tensor) -> None:
+        """Hold rows index[0], index[1], .. of what is held, as many as there are.
+
+        Raises:
+            LimitError: more rows than the limits, or than pools have pages for; the cache is as it was.
+        """
+        rows = index.tolist()
+        self.check_limits(len(rows), self.columns)
+        state, index = self.state(), index.to(self.device)
+        pages_of = dict(zip(itertools.chain(*self._in_pool), self._pools_by_buffer(), strict=True))
+        for name, held in state.items():
+            picked = index
+            if name in pages_of:
+                starts = [0, *itertools.accumulate(map(len, pages_of[name].rows))]
+                picked = torch.tensor([page for row in rows for page in range(starts[row], starts[row + 1])])
+            state[name] = held.index_select(0, picked.to(held.device))
+        ids, lengths = self.text.ids.index_select(0, index), self.seq_lens.index_select(0, index)
+        self.restore(ids, lengths, [self._seen[row] for row in rows], state)
+
+    def _pools_by_buffer(self) -> list[PagePool]:
+        return [pool for pool, names in zip(self.pools, self._in_pool, strict=True) for _ in names]
+
     def take(self, other: KVCache) -> None:
         """Hold what `other` holds, which is of the same shape and is not used any more."""
         self.writers.begin(self.columns)

@@ -157,19 +157,39 @@ class CacheHandle:
             self._check_rows(beam_idx)
             self.cache.reorder(beam_idx.long())
 
-    def _check_rows(self, index: Any) -> None:
-        rows = self.cache.batch
-        fits = isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64)
-        fits = fits and tuple(index.shape) == (rows,)
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep rows `indices`, in that order; a row may come several times.
+
+        Raises:
+            InputError: no whole numbers of rows that there are.
+            LimitError: more rows than the limits, or than pools have pages for; in both cases the cache is as it was.
+        """
+        with self.module.turns.alone():
+            self._check_rows(indices, "batch_select_indices", any_count=True)
+            self.cache.select(indices.long())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row so many times, one beside the other: a prefix that was computed once, for many texts.
+
+        Raises:
+            InputError, LimitError: as `batch_select_indices`.
+        """
+        if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
+            raise InputError(f"batch_repeat_interleave: expected a count of at least 1, got {repeats!r}")
+        self.batch_select_indices(torch.arange(self.cache.batch).repeat_interleave(repeats))
+
+    def _check_rows(self, index: Any, what: str = "reorder_cache", any_count: bool = False) -> None:
+        rows = self.cache.batch if len(self) else 0
+        fits = isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64) and rows > 0
+        fits = fits and index.dim() == 1 and (len(index) > 0 if any_count else len(index) == rows)
         # A GPU is not waited for: beams come from its own scores.
-        if fits and reads_at_once(index.device):
+        if fits and (any_count or reads_at_once(index.device)):
             fits = bool(((index >= 0) & (index < rows)).all())
         if not fits:
             got = f"{index.dtype} {index.tolist()}" if isinstance(index, Tensor) else type(index).__name__
-            raise InputError(
-                f"reorder_cache: expected int64 [{rows}] of rows from 0 to {rows - 1}, one for each sequence in the "
-                f"cache, got {got}"
-            )
+            wanted = "some" if any_count else f"[{rows}]"
+            there = f"rows from 0 to {rows - 1}" if rows else "rows, and the cache is empty"
+            raise InputError(f"{what}: expected int64 {wanted} of {there}, got {got}")
 
     def activate_past_recording(self) -> None:
         """Nothing is to be recorded: a cache that can step back can do so at any time."""

@@ -415,7 +415,9 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
         elif flat and columns and mask.shape[1] == columns + prompt.shape[1]:
             kept, run.alone = columns, True  # the mask says that these are the new tokens alone
         else:
-            kept = handle.common(prompt, mask if flat else None)
+            times = rows // len(prompt)  # beams, or answers to one prompt
+            hides = mask.repeat_interleave(times, 0) if flat else None
+            kept = handle.common(prompt.repeat_interleave(times, 0), hides)
         end = max_cache_length + (columns if run.alone else 0)
         limit = self.plan.limits.max_tokens
         if limit is not None and end > limit:

@@ -494,11 +494,74 @@ def test_rows_that_are_none(llama: nn.Module, recipe: str) -> None:
         [0, 1, 2],
         None,
     ):
-        with pytest.raises(InputError, match=r"reorder_cache: expected int64 \[3\] of rows from 0 to 2"):
+        with pytest.raises(InputError, match=r"reorder_cache: expected int64 \[3\] of rows from 0 to 2, got"):
             fast.handle.reorder_cache(index)  # type: ignore[arg-type]
     close(fast(text(2, batch=3)), fresh(text(2, batch=3)))
     fast.handle.reorder_cache(torch.tensor([2, 0, 0], dtype=torch.int32))
     assert torch.equal(fast.handle.input_ids[:, :40], ids[[2, 0, 0]])
+
+
+@pytest.mark.parametrize("recipe", [*BACK, *ONWARD])
+def test_a_batch_of_other_rows(llama: nn.Module, recipe: str) -> None:
+    """A prefix that was computed once, for several texts; and fewer again."""
+    more = BACK[recipe] if recipe in BACK else ONWARD[recipe][0]
+    fast, fresh = (made(llama, recipe, max_batch=4, **more) for _ in range(2))
+    ids = text(40, batch=2)
+    mask = (torch.arange(40) >= torch.tensor([0, 9])[:, None]).long()
+    fast(ids, mask)
+    fork = fast.handle.fork()
+    index = torch.arange(2)
+    for change, rows in (
+        (lambda h: h.batch_repeat_interleave(2), torch.tensor([0, 0, 1, 1])),
+        (lambda h: h.batch_select_indices(torch.tensor([3, 0, 3])), torch.tensor([3, 0, 3])),
+        (lambda h: h.batch_select_indices(torch.tensor([1])), torch.tensor([1])),
+    ):
+        change(fork)
+        index = index[rows]
+        assert torch.equal(fork.input_ids[:, :40], ids[index]) and fork.cache.batch == len(index)
+        fresh.reset()
+        fresh(ids[index], mask[index])
+        copied = fork.fork()
+        for new in (text(1, seed=1, batch=len(index)), text(5, seed=2, batch=len(index))):
+            close(fast(new, past_key_values=copied), fresh(new))
+    with pytest.raises(LimitError, match=r"5 sequences, but runtime\.max_batch is 4"):
+        fork.batch_repeat_interleave(5)
+    for wrong in (torch.tensor([1]), torch.tensor([], dtype=torch.int64), torch.tensor([-1]), [0]):
+        with pytest.raises(InputError, match="batch_select_indices: expected int64 some of rows from 0 to 0"):
+            fork.batch_select_indices(wrong)  # type: ignore[arg-type]
+    for count in (0, 1.5, True):
+        with pytest.raises(InputError, match="expected a count of at least 1"):
+            fork.batch_repeat_interleave(count)  # type: ignore[arg-type]
+    fast.reset()
+    with pytest.raises(InputError, match="the cache is empty"):
+        fast.handle.batch_select_indices(torch.tensor([0]))
+
+
+def test_many_answers_to_a_prefix(llama: nn.Module) -> None:
+    fast, fresh = (made(llama, "baseline", max_batch=3) for _ in range(2))
+    ids = text(20)
+    fast(ids[:, :17])
+    fast.handle.batch_repeat_interleave(3)
+    steps, given = Steps(fast), {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 3}
+    torch.manual_seed(5)
+    got = fast.generate(ids, past_key_values=fast.handle, **given)
+    torch.manual_seed(5)
+    assert torch.equal(got, fresh.generate(ids, **given)) and steps.sizes[0] == 3
+
+
+def test_beams_go_on_from_beams(llama: nn.Module) -> None:
+    """Rows that have parted keep what all of them have in common with the prompt."""
+    fast, fresh = (made(llama, "paged", cache=PAGED, max_batch=6) for _ in range(2))
+    ids = text(20, batch=2)
+    mask = (torch.arange(20) >= torch.tensor([0, 6])[:, None]).long()
+    given = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False}
+    out = fast.generate(ids, attention_mask=mask, **given)
+    longer = torch.cat([out, text(4, seed=1, batch=2)], 1)
+    hides = torch.cat([mask, torch.ones(2, longer.shape[1] - 20, dtype=torch.long)], 1)
+    steps = Steps(fast)
+    got = fast.generate(longer, attention_mask=hides, past_key_values=fast.handle, **given)
+    assert torch.equal(got, fresh.generate(longer, attention_mask=hides, **given))
+    assert steps.sizes[0] <= longer.shape[1] - 20
 
 
 def test_a_deep_copy_is_a_fork(llama: nn.Module) -> None:
