@@ -28,6 +28,7 @@ LEVELS = {
     "kvcompile.recipes": 0,
     "kvcompile.expression": 0,
     "kvcompile.targets.registry": 0,
+    "kvcompile.targets.seal": 0,
     "kvcompile.util": 1,
     "kvcompile.specs": 1,
     "kvcompile.original": 2,

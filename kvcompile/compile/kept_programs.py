@@ -105,7 +105,8 @@ def _parts(
     regions: Regions, mode: str, shapes: ShapeClass, inputs: Mapping[str, Any]
 ) -> Iterator[object | None]:
     """All that programs depend on; None among it: it cannot be told."""
-    yield from (code_digest(), torch.__version__, torch.backends.cpu.get_cpu_capability(), mode, shapes)
+    # `str` of a class of shapes is for people: it does not tell how many logits are kept, or the span.
+    yield from (code_digest(), torch.__version__, torch.backends.cpu.get_cpu_capability(), mode, repr(shapes))
     yield from (torch.get_num_threads(), os.environ.get(DISABLED, ""), _config())
     with suppress(KernelError, ValueError):  # no compiler, and Inductor will say so
         yield from (compiler(), version(), isa().name)

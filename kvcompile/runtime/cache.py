@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from kvcompile.runtime.growing import Growing, make_growing
 from kvcompile.runtime.pages import PagePool
 from kvcompile.runtime.text import Text
 from kvcompile.runtime.turns import Writers
+from kvcompile.runtime.whole_calls import WholeCalls
 
 # Contiguous slots are read in whole blocks, so that lengths next to each other read the same shapes.
 SPAN_STEP = 64
@@ -53,6 +55,7 @@ class KVCache:
         self._seen: list[int] = []  # tokens of each row, known without asking the device
         self.text = Text(device)
         self.writers = Writers()
+        self.calls = WholeCalls()
         self.pools = tuple(PagePool(pool.group) for pool in shape.pools)
         self._in_pool = [pool.buffers for pool in shape.pools]
         self._paged = {name: of.spec for name, of in shape.buffers.items() if of.spec.paged}
@@ -173,6 +176,7 @@ class KVCache:
             LimitError: more sequences or tokens than the limits.
             InputError: another number of sequences than the cache holds.
         """
+        self.calls.check()
         limit = self.shape.limits.max_tokens
         if self.columns and batch != self.batch:
             raise InputError(
@@ -236,6 +240,17 @@ class KVCache:
                 for row, before in pool.extend(lengths):
                     pages = pool.rows[row]
                     self._write_table(pool, row, before, pages[before:])
+
+    def whole(self, tokens: int) -> AbstractContextManager[None]:
+        """A call that appends `tokens` columns: where it does not end, it has not been, or the text is lost."""
+        columns, lengths, seen = self.columns, self.seq_lens, self._seen
+
+        def undo() -> None:
+            self.columns, self.seq_lens, self._seen = columns, lengths, seen
+            self.text.crop(columns)
+            self.trim()
+
+        return self.calls.whole(columns, tokens, self.shape.back, undo)
 
     def trim(self) -> None:
         """Take back pages that no token has been written to (a call that failed)."""
@@ -357,6 +372,7 @@ class KVCache:
     def reset(self) -> None:
         """Forget all sequences; the memory is kept for the next ones of the same number, that of pools for any."""
         self.writers.begin(self.columns)
+        self.calls.forget()
         self.columns = 0
         self.text.crop(0)
         for pool in self.pools:
@@ -378,6 +394,7 @@ class KVCache:
         self.batch = self.columns = 0
         self.seq_lens = torch.zeros(0, dtype=torch.int64, device=self.device)
         self._seen = []
+        self.calls.forget()
 
     @property
     def hidden(self) -> Tensor:
@@ -395,6 +412,8 @@ class KVCache:
         gone = self.columns - columns
         if not gone:
             return
+        if columns:
+            self.calls.check()
         problem = self.shape.back.problem(self.columns) if columns else None
         if problem is not None:
             raise InputError(f"this cache cannot step back by {gone} of {self.columns} tokens: {problem}")
@@ -415,6 +434,7 @@ class KVCache:
     def state(self) -> dict[str, Tensor]:
         """What the buffers hold of the text, by name: slots behind it are left out, and pages stand in the order of
         their sequences, the tables left out."""
+        self.calls.check()
         found = {}
         tables = {pool.group.name for pool in self.pools}
         for name, buffer in self.buffers.items():
@@ -462,6 +482,28 @@ class KVCache:
         made.text.append(ids.to(self.device))
         self.take(made)
 
+    def select(self, index: Tensor) -> None:
+        """Hold rows index[0], index[1], .. of what is held, as many as there are.
+
+        Raises:
+            LimitError: more rows than the limits, or than pools have pages for; the cache is as it was.
+        """
+        rows = index.tolist()
+        self.check_limits(len(rows), self.columns)
+        state, index = self.state(), index.to(self.device)
+        pages_of = dict(zip(itertools.chain(*self._in_pool), self._pools_by_buffer(), strict=True))
+        for name, held in state.items():
+            picked = index
+            if name in pages_of:
+                starts = [0, *itertools.accumulate(map(len, pages_of[name].rows))]
+                picked = torch.tensor([page for row in rows for page in range(starts[row], starts[row + 1])])
+            state[name] = held.index_select(0, picked.to(held.device))
+        ids, lengths = self.text.ids.index_select(0, index), self.seq_lens.index_select(0, index)
+        self.restore(ids, lengths, [self._seen[row] for row in rows], state)
+
+    def _pools_by_buffer(self) -> list[PagePool]:
+        return [pool for pool, names in zip(self.pools, self._in_pool, strict=True) for _ in names]
+
     def take(self, other: KVCache) -> None:
         """Hold what `other` holds, which is of the same shape and is not used any more."""
         self.writers.begin(self.columns)
@@ -471,9 +513,11 @@ class KVCache:
         self._in_memory = other._in_memory
         self.batch, self.columns = other.batch, other.columns
         self.seq_lens, self._seen = other.seq_lens, other._seen
+        self.calls.forget()
 
     def copy(self) -> KVCache:
         """Another cache that holds the same."""
+        self.calls.check()
         made = KVCache(self.shape, self.device, self.grows)
         made.batch, made.columns = self.batch, self.columns
         for name, buffer in self.buffers.items():
@@ -496,6 +540,7 @@ class KVCache:
             LimitError: a row that is chosen twice needs pages of its own, and a pool of a fixed size has too few; the
                 cache is as it was.
         """
+        self.calls.check()
         index = index.to(self.device)
         if self.pools:
             self._reorder_pages(index.tolist())

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvcompile.errors import InputError
 from kvcompile.runtime import saved
 from kvcompile.runtime.cache import KVCache
+from kvcompile.runtime.ids import reads_at_once
 
 if TYPE_CHECKING:
     from kvcompile.runtime.module import CachedModel
@@ -94,6 +95,26 @@ class CacheHandle:
         with self.module.turns.alone():
             return CacheHandle(self.module, self.cache.copy())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> CacheHandle:
+        """As `fork`: the idiom of transformers for a prefix of many texts. Attribute by attribute, all that a buffer
+        has addresses for would be copied, and steps that were captured over one would be taken for the other's."""
+        return self.fork()
+
+    def __copy__(self) -> CacheHandle:
+        """Another handle of the same cache."""
+        return CacheHandle(self.module, self.cache)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InputError(
+            "a cache handle cannot be pickled or saved by torch.save: handle.save(path) writes the text and its cache, "
+            "and handle.load(path) of the same model and recipe reads it"
+        )
+
+    def reset(self) -> None:
+        """Forget all tokens; the memory is kept."""
+        with self.module.turns.alone():
+            self.cache.reset()
+
     def save(self, path: str | Path) -> None:
         """Write the text and its cache as one safetensors file, for `load` of the same plan and weights.
 
@@ -101,7 +122,9 @@ class CacheHandle:
             InputError: there is no text, or the file cannot be written; what was there is as it was.
         """
         with self.module.turns.alone():
-            saved.write(self.cache, Path(path), self.module.plan.digest(), self.module.weights_digest())
+            saved.write(
+                self.cache, Path(path).expanduser(), self.module.plan.digest(), self.module.weights_digest()
+            )
 
     def load(self, path: str | Path) -> None:
         """Hold what `save` has written, in the place of what is held now.
@@ -110,7 +133,9 @@ class CacheHandle:
             InputError: no such file, another plan, other weights, or damage; the cache is as it was.
         """
         with self.module.turns.alone():
-            saved.read(self.cache, Path(path), self.module.plan.digest(), self.module.weights_digest())
+            saved.read(
+                self.cache, Path(path).expanduser(), self.module.plan.digest(), self.module.weights_digest()
+            )
 
     # ---- what transformers asks of a cache
 
@@ -123,9 +148,48 @@ class CacheHandle:
         return -1 if limit is None else limit
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams that were kept."""
+        """Follow the beams that were kept: row i becomes what row beam_idx[i] was.
+
+        Raises:
+            InputError: not one whole number from 0 on for each row; the cache is as it was.
+        """
         with self.module.turns.alone():
-            self.cache.reorder(beam_idx)
+            self._check_rows(beam_idx)
+            self.cache.reorder(beam_idx.long())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep rows `indices`, in that order; a row may come several times.
+
+        Raises:
+            InputError: no whole numbers of rows that there are.
+            LimitError: more rows than the limits, or than pools have pages for; in both cases the cache is as it was.
+        """
+        with self.module.turns.alone():
+            self._check_rows(indices, "batch_select_indices", any_count=True)
+            self.cache.select(indices.long())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row so many times, one beside the other: a prefix that was computed once, for many texts.
+
+        Raises:
+            InputError, LimitError: as `batch_select_indices`.
+        """
+        if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
+            raise InputError(f"batch_repeat_interleave: expected a count of at least 1, got {repeats!r}")
+        self.batch_select_indices(torch.arange(self.cache.batch).repeat_interleave(repeats))
+
+    def _check_rows(self, index: Any, what: str = "reorder_cache", any_count: bool = False) -> None:
+        rows = self.cache.batch if len(self) else 0
+        fits = isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64) and rows > 0
+        fits = fits and index.dim() == 1 and (len(index) > 0 if any_count else len(index) == rows)
+        # A GPU is not waited for: beams come from its own scores.
+        if fits and (any_count or reads_at_once(index.device)):
+            fits = bool(((index >= 0) & (index < rows)).all())
+        if not fits:
+            got = f"{index.dtype} {index.tolist()}" if isinstance(index, Tensor) else type(index).__name__
+            wanted = "some" if any_count else f"[{rows}]"
+            there = f"rows from 0 to {rows - 1}" if rows else "rows, and the cache is empty"
+            raise InputError(f"{what}: expected int64 {wanted} of {there}, got {got}")
 
     def activate_past_recording(self) -> None:
         """Nothing is to be recorded: a cache that can step back can do so at any time."""
@@ -138,7 +202,7 @@ class CacheHandle:
         mask: [B, S], 0 for padding on the left; None: none
         """
         cache = self.cache
-        if not cache.columns or len(ids) != cache.batch:
+        if not cache.columns or cache.calls.lost or len(ids) != cache.batch:
             return 0
         hidden = cache.hidden
         size = min(ids.shape[1], cache.columns)

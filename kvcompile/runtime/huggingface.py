@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from kvcompile.compile.executor import Executor
 from kvcompile.errors import ExportError, InputError, LimitError, MethodError
 from kvcompile.plan import Plan
+from kvcompile.runtime.cache import KVCache
 from kvcompile.runtime.handle import CacheHandle
 from kvcompile.runtime.module import CachedModel
 from kvcompile.runtime.padding import check_dense, check_prompt, pads_of
@@ -33,6 +35,8 @@ _MODES = (
     GenerationMode.BEAM_SEARCH,
     GenerationMode.BEAM_SAMPLE,
 )
+# Ways to guess tokens that need the original's own modules.
+_INSIDE = ("assistant_early_exit", "use_mtp", "speculation_type", "dola_layers")
 _NAMES = ("past_key_values", "cache")
 _STEPS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 # What the installed transformers calls a cache: in the arguments of each step, and in what a step returns.
@@ -47,6 +51,13 @@ def _one_cache(**given: Any) -> Any:
     return caches[0] if caches else None
 
 
+_WRITTEN_OVER = (
+    "a generate() of this module is at this cache, and what it calls would write over its text: give the assistant, or "
+    "what a callback calls, a module of its own (kvcompile.optimize again: weights are shared) or a fork of the cache "
+    "(past_key_values=fast.handle.fork())"
+)
+
+
 @contextmanager
 def _asked() -> Iterator[None]:
     """What transformers refuses, as an error of ours."""
@@ -56,16 +67,36 @@ def _asked() -> Iterator[None]:
         raise InputError(f"generate: {' '.join(str(error).split())}") from error
 
 
+def _check_count(name: str, count: Any) -> None:
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        raise InputError(f"{name}: expected a whole number of at least 1, got {count!r}")
+
+
+@dataclass
+class _Run:
+    """What is known of a `generate`.
+
+    prompt:     token ids that were passed, and mask with them
+    from_start: whether its first call brings the text from its beginning, whatever the cache holds
+    alone:      whether it brings new tokens alone
+    """
+
+    prompt: Any = None
+    mask: Any = None
+    assistant: Any = None
+    from_start: bool = False
+    alone: bool = False
+
+
 class HuggingFaceCachedModel(CachedModel, GenerationMixin):
     """A rewritten `transformers` model; call it and generate from it as from the original."""
 
     main_input_name = "input_ids"
     base_model_prefix = "model"
     input_modalities = ("text",)
-    # Of the `generate` that runs: its text and mask, and whether its first call brings the text from its beginning,
-    # whatever the cache holds.
-    _prompt: tuple[Any, Any] = (None, None)
-    _from_start = False
+    _run = _Run()  # the `generate` that runs
+    # Caches that one is at: what it calls (an assistant, a callback) needs another.
+    _at_work: tuple[KVCache, ...] = ()
 
     def __init__(self, model: Any, program: Program, plan: Plan, executor: Executor):
         super().__init__(model, program, plan, executor)
@@ -107,6 +138,8 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
             raise InputError(f"logits_to_keep: expected a count of last tokens, got {logits_to_keep!r}")
         given = _one_cache(past_key_values=past_key_values, cache=cache)
         with self._at(given):
+            if given is None and self.cache in self._at_work:
+                raise InputError(_WRITTEN_OVER)
             if positions is not None:
                 self._check_positions(input_ids, attention_mask, positions)
             flat = self._call(
@@ -143,9 +176,7 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
                 raise InputError(f"attention_mask: expected a tensor [batch, tokens], got {got}")
             check_dense(mask, self.device)
         for name in ("num_beams", "num_return_sequences"):
-            count = kwargs.get(name)
-            if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-                raise InputError(f"{name}: expected a whole number of at least 1, got {count!r}")
+            _check_count(name, kwargs.get(name))
         streamer = kwargs.get("streamer")
         if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
             raise InputError(f"streamer: expected one with put() and end(), got {type(streamer).__name__}")
@@ -166,18 +197,35 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
             kwargs[_CACHE] = handle
         if self.group is not None:
             self.group.share_randomness()
-        self._prompt = (kwargs.get("input_ids") if inputs is None else inputs, kwargs.get("attention_mask"))
-        try:
-            with self._at(handle):
+        assistant, before = kwargs.get("assistant_model"), (self._run, self._at_work)
+        with self._at(handle) as own:
+            if own.cache in self._at_work or (assistant is self and own is self.handle):
+                raise InputError(_WRITTEN_OVER)
+            self._run = _Run(given, mask, assistant)
+            self._at_work = (*self._at_work, own.cache)
+            try:
                 return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
-        finally:
-            self._prompt, self._from_start = (None, None), False
+            finally:
+                self._run, self._at_work = before
 
     # What generate() is asked is checked by transformers, which raises of its own kinds.
 
     def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
         with _asked():
-            return super()._prepare_generation_config(*args, **kwargs)  # type: ignore[misc]
+            config, rest = super()._prepare_generation_config(*args, **kwargs)  # type: ignore[misc]
+        for name in ("num_beams", "num_return_sequences"):
+            _check_count(name, getattr(config, name))
+        for name in _INSIDE:
+            if getattr(config, name, None):
+                raise InputError(
+                    f"{name}: it runs some of the model's layers, or reads what is between them, and the rewritten "
+                    "graph gives logits only; call the original model"
+                )
+        return config, rest
+
+    def _get_deprecated_gen_repo(self, generation_mode: Any, *args: Any, **kwargs: Any) -> Any:
+        self._check_mode(generation_mode)  # before transformers asks to trust code that it would load
+        return super()._get_deprecated_gen_repo(generation_mode, *args, **kwargs)
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         with _asked():
@@ -216,28 +264,60 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
                 "differ; leave them out"
             )
 
+    def _check_mode(self, mode: Any) -> None:
+        if mode not in (*_MODES, GenerationMode.ASSISTED_GENERATION):
+            raise InputError(
+                f"{mode.value}: this module has greedy search, sampling, beam search and assisted generation; call the "
+                "original model"
+            )
+
     def _validate_generation_mode(
         self, generation_mode: Any, generation_config: Any, mode_kwargs: Any
     ) -> None:
-        back = self.cache.shape.back
-        if generation_mode == GenerationMode.ASSISTED_GENERATION and not back.always:
-            raise InputError(
-                f"{generation_mode.value}: it steps back in the text, and this cache cannot: {back.reason}; use "
-                "a recipe that keeps every token by itself, greedy search, sampling, beams, or the original model"
-            )
-        if generation_mode not in (*_MODES, GenerationMode.ASSISTED_GENERATION):
-            raise InputError(
-                f"{generation_mode.value}: this module has greedy search, sampling, beam search and assisted "
-                "generation; call the original model"
-            )
+        self._check_mode(generation_mode)
         super()._validate_generation_mode(  # type: ignore[misc]
             generation_mode, generation_config, mode_kwargs
         )
 
-    @property
-    def _is_stateful(self) -> bool:
-        """Whether a step back is impossible, as transformers calls it."""
-        return not self.cache.shape.back.always
+    # Whether a step back is impossible, as transformers calls it: see `_check_steps_back`, which knows how far.
+    _is_stateful = False
+
+    def _check_steps_back(self, tokens: int, whose: str) -> None:
+        """Refuse guesses where they could not be taken back from a text of `tokens`."""
+        back = self.cache.shape.back
+        problem = back.problem(tokens)
+        if problem is None:
+            return
+        most = f" beyond {back.until} tokens, and this text may come to {tokens}" if back.until else ""
+        raise InputError(
+            f"assisted_generation: {whose} steps back in the text, and its cache cannot{most}: {problem}; use a recipe "
+            "that keeps every token by itself (also in sliding layers, retention: {kind: full}), greedy search, "
+            "sampling, beams, or the original model"
+        )
+
+    def _check_as_assistant(self, tokens: int) -> None:
+        """Refuse to guess for a text of `tokens` that could not be held, or not stepped back in."""
+        self._check_steps_back(tokens, "the assistant")
+        limit = self.plan.limits.max_tokens
+        if limit is not None and tokens > limit:
+            raise LimitError(
+                f"prompt and max_new_tokens come to {tokens} cached tokens, more than the assistant's "
+                f"runtime.max_tokens {limit}: raise it in its recipe, or ask for fewer tokens"
+            )
+
+    def _get_candidate_generator(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers has it, but that no guess goes beyond `max_length`, which the cache has been asked for."""
+        make: Any = super()._get_candidate_generator  # type: ignore[misc]
+        generator = make(generation_config, *args, **kwargs)
+        guess, most = generator.get_candidates, generation_config.max_length - 1
+
+        def within(input_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+            ids, logits = guess(input_ids, *args, **kwargs)
+            count = max(0, min(ids.shape[1], most) - input_ids.shape[1])
+            return ids[:, : input_ids.shape[1] + count], None if logits is None else logits[:, :count]
+
+        generator.get_candidates = within
+        return generator
 
     def can_generate(self) -> bool:
         return True
@@ -276,6 +356,14 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
             f"call fast.model.{name}(..), and optimize again if it changes the model"
         )
 
+    def _serves_no_batches(self, *args: Any, **kwargs: Any) -> Any:
+        raise MethodError(
+            "continuous batching of transformers has a cache of its own: kvcompile.serve.Engine(fast) answers requests "
+            "that come and go over this one (docs/serving.md); generate() takes a batch"
+        )
+
+    generate_batch = init_continuous_batching = continuous_batching_context_manager = _serves_no_batches
+
     @classmethod
     def is_remote_code(cls) -> bool:
         return False
@@ -313,30 +401,40 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
         for name in ("output_attentions", "output_hidden_states"):
             if getattr(generation_config, name):
                 raise InputError(f"{name}: the rewritten graph gives logits only; call the original model")
-        limit = self.plan.limits.max_tokens
-        if limit is not None and max_cache_length > limit:
-            raise LimitError(
-                f"prompt and max_new_tokens come to {max_cache_length} cached tokens, more than "
-                f"runtime.max_tokens {limit}: raise it in the recipe, ask for fewer tokens, or choose a "
-                "bounded retention"
-            )
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-        self.cache.check_limits(rows, 1)
-        prompt, mask = self._prompt  # transformers drops a mask of ones
+        assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        if assisted and rows > 1:
+            raise InputError(f"assisted_generation: it is for one sequence, got {rows}")
+        run = self._run
+        prompt, mask = run.prompt, run.mask  # transformers drops a mask of ones
         flat = isinstance(mask, Tensor) and mask.dim() == 2
-        columns, alone = self.cache.columns, False
-        if given is None or not isinstance(prompt, Tensor) or prompt.dim() != 2:
+        columns, known = self.cache.columns, isinstance(prompt, Tensor) and prompt.dim() == 2
+        run.alone = False
+        if given is None or not known or rows != self.cache.batch:
             kept = 0
-        elif flat and columns and mask.shape[1] == columns + prompt.shape[1] and rows == self.cache.batch:
-            kept = columns  # the mask says that these are the new tokens alone
-            alone = True
+        elif flat and columns and mask.shape[1] == columns + prompt.shape[1]:
+            kept, run.alone = columns, True  # the mask says that these are the new tokens alone
         else:
-            kept = handle.common(prompt, mask if flat else None) if rows == self.cache.batch else 0
+            times = rows // len(prompt)  # beams, or answers to one prompt
+            hides = mask.repeat_interleave(times, 0) if flat else None
+            kept = handle.common(prompt.repeat_interleave(times, 0), hides)
+        end = max_cache_length + (columns if run.alone else 0)
+        limit = self.plan.limits.max_tokens
+        if limit is not None and end > limit:
+            raise LimitError(
+                f"prompt and max_new_tokens come to {end} cached tokens, more than runtime.max_tokens {limit}: raise "
+                "it in the recipe, ask for fewer tokens, or choose a bounded retention"
+            )
+        self.cache.check_limits(rows, 1)
+        if assisted or getattr(generation_config, "is_assistant", False):
+            self._check_steps_back(end, "it" if assisted else "an assistant")
+        if assisted and isinstance(run.assistant, HuggingFaceCachedModel):
+            run.assistant._check_as_assistant(max_cache_length)
         if flat and not kept:
             check_prompt(self.cache, mask, mask, self.program.ragged)
-        self.cache.check_end(max_cache_length, rows, mask, kept == columns > 0)
+        self.cache.check_end(end, rows, mask, kept == columns > 0)
         handle.keep(kept)
-        self._from_start = generation_mode == GenerationMode.ASSISTED_GENERATION and not alone
+        run.from_start = assisted and not run.alone
         # Every step is one token long; without this, generate() would send the whole sequence again.
         generation_config.use_cache = True
         model_kwargs[_CACHE] = handle
@@ -368,12 +466,17 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
             )
         # The prompt says where each sequence starts; what generate() adds is never padding.
         first = is_first_iteration or self.cache.columns == 0
-        if next_sequence_length is None and first and self._from_start:
+        if next_sequence_length is None and first and self._run.from_start:
             next_sequence_length = input_ids.shape[1] - self.cache.columns
         new = input_ids if next_sequence_length is None else input_ids[:, -next_sequence_length:]
+        total = self.cache.columns + new.shape[1]
+        if self._run.alone and attention_mask is not None and attention_mask.shape[1] < total:
+            # Assisted generation cuts the mask to the tokens that it has.
+            ones = self._run.mask.new_ones(len(new), total - self._run.mask.shape[1])
+            attention_mask = torch.cat([self._run.mask, ones], 1)
         # In transformers 5.17 nothing tells a later chunk of a prompt (prefill_chunk_size) from what is added.
         if attention_mask is not None and new.shape[1] > 1:
-            first = first or attention_mask.shape[1] == self.cache.columns + new.shape[1]
+            first = first or attention_mask.shape[1] == total
         given = None if position_ids is None or not first else position_ids[..., -new.shape[1] :]
         return {
             "input_ids": new.contiguous(),

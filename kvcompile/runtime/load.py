@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kvcompile.errors import ArtifactError
 from kvcompile.runtime.session import Session
 from kvcompile.targets.manifest import FILE, Manifest
 from kvcompile.targets.registry import TARGETS
@@ -25,13 +27,24 @@ def load(path: str | Path, **options: Any) -> Any:
     Raises:
         ArtifactError: nothing of the kind, damaged, of another version, or not for this machine.
     """
-    if _target(Path(path)) == "module":
+    folder = Path(path).expanduser()
+    if _target(folder) == "module":
         from kvcompile.runtime import saved_module
 
-        return saved_module.load(path, **options)
-    manifest = Manifest.read(path)
+        _check_options(saved_module.load, options, f"{folder}, a saved module,")
+        return saved_module.load(folder, **options)
+    manifest = Manifest.read(folder)
     _, opened = next(openers(manifest))
-    return opened(path, **options)
+    _check_options(opened, options, f"{folder}, an artifact for {manifest.target},")
+    return opened(folder, **options)
+
+
+def _check_options(opens: Callable[..., Any], options: dict[str, Any], what: str) -> None:
+    """Raises ArtifactError where `opens` does not have one of the options."""
+    known = [name for name, of in inspect.signature(opens).parameters.items() if of.kind == of.KEYWORD_ONLY]
+    other = next((name for name in options if name not in known), None)
+    if other is not None:
+        raise ArtifactError(f"{what} is not opened with {other}=: it takes {', '.join(known)}")
 
 
 def _target(folder: Path) -> Any:

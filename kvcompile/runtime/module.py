@@ -31,7 +31,7 @@ from kvcompile.runtime.parallel.group import Group
 from kvcompile.runtime.program import Program
 from kvcompile.runtime.python_steps import tell_of_steps
 from kvcompile.runtime.report import Report
-from kvcompile.runtime.sampling import check_names, check_sampling, pick
+from kvcompile.runtime.sampling import check_ends, check_names, check_sampling, pick
 from kvcompile.runtime.turns import Turns, alone
 from kvcompile.runtime.weights import Weights
 from kvcompile.util.progress import Progress, told
@@ -222,14 +222,11 @@ class CachedModel(nn.Module):
                 self.group.agree(input_ids, attention_mask)
             pads = pads_of(self.cache, input_ids, attention_mask, self.program.ragged)
             self.cache.allocate(batch, tokens, pads)
-            try:
+            with self.cache.whole(tokens):
                 captured = self.executor.graphs is not None
                 self.cache.hold(self._span(self.cache.columns + tokens, captured), pads)
                 most = None if self.whole_plan.whole_prompts else self.plan.limits.prefill_chunk
                 return in_passes(input_ids, pads, keep, most, self._step)
-            except BaseException:
-                self.cache.trim()
-                raise
 
     def _step(self, input_ids: Tensor, pads: Tensor | None, kept: int) -> list[Tensor]:
         """One pass over all regions; returns the flat outputs of the last `kept` tokens."""
@@ -237,6 +234,10 @@ class CachedModel(nn.Module):
         first = cache.seq_lens if pads is None else cache.seq_lens - pads
         positions = first[:, None] + torch.arange(tokens, device=self.device)
         rows = cache.rows(pads) if self.program.states or cache.pools else None
+        self._prepare(
+            self._shapes(len(input_ids), tokens, max(kept, 1)), None
+        )  # what fails here writes nothing
+        cache.calls.begin()
         flat = self.run_pass(
             input_ids,
             positions,
@@ -461,6 +462,8 @@ class PlainCachedModel(CachedModel):
         self._check_ids(input_ids)
         check_names(others, PlainCachedModel.generate)
         max_new_tokens = check_sampling(max_new_tokens, do_sample, temperature, top_k)
+        if eos_token_id is not None:
+            eos_token_id = check_ends(eos_token_id, most=1)[0]
         if self.group is not None and do_sample:
             self.group.share_randomness(generator)
         if streamer is not None and input_ids.shape[0] != 1:

@@ -31,6 +31,21 @@ def check_sampling(max_new_tokens: object, do_sample: object, temperature: objec
     return int(max_new_tokens)
 
 
+def check_ends(eos_token_id: object, most: int | None = None) -> tuple[int, ...]:
+    """The tokens that end a row: one, or a list or tensor of some; `most`: how many there may be.
+
+    Raises:
+        InputError: something else.
+    """
+    given = eos_token_id.tolist() if isinstance(eos_token_id, Tensor) else eos_token_id
+    several = list(given) if isinstance(given, (list, tuple)) else [given]
+    found = tuple(int(token) for token in several if _whole(token))
+    if len(found) < len(several) or (most is not None and len(found) != most):
+        what = "a token id" if most == 1 else "a token id, or a list of some"
+        raise InputError(f"eos_token_id: expected {what}, got {eos_token_id!r}")
+    return found
+
+
 def check_names(others: Mapping[str, object], generate: Callable[..., object]) -> None:
     """Refuse arguments that a `generate` without transformers does not have.
 

@@ -23,7 +23,7 @@ from kvcompile.runtime.cache import SPAN_STEP, KVCache
 from kvcompile.runtime.chunked_prefill import in_passes
 from kvcompile.runtime.ids import check_ids, check_vocabulary
 from kvcompile.runtime.padding import check_prompt, pads_of
-from kvcompile.runtime.sampling import check_names, check_sampling, pick
+from kvcompile.runtime.sampling import check_ends, check_names, check_sampling, pick
 from kvcompile.runtime.turns import Turns, alone
 from kvcompile.targets import folder as files
 from kvcompile.targets.cache_spec import cache_shape
@@ -49,7 +49,7 @@ class Session(ABC):
         Raises:
             ArtifactError: no artifact, a damaged one, or one for another target.
         """
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         self.manifest = Manifest.read(self.path)
         if self.manifest.target not in self.targets:
             raise ArtifactError(
@@ -106,21 +106,20 @@ class Session(ABC):
             InputError: another thread has begun a text since this thread's last call.
         """
         input_ids = self._checked(input_ids)
+        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 0):
+            raise InputError(f"keep: expected a count of last tokens, or None for all, got {keep!r}")
         batch, tokens = input_ids.shape
         with self.turns.alone():
             self.cache.writers.go_on()
             self.cache.check_room(batch, tokens)
             pads = pads_of(self.cache, input_ids, attention_mask, self.manifest.ragged)
             self.cache.allocate(batch, tokens, pads)
-            try:
+            with self.cache.whole(tokens):
                 limits = self.manifest.limits
                 most = None if limits.whole_prompts else limits.prefill_chunk
                 kept = None if keep is None else max(1, keep)
                 (logits,) = in_passes(input_ids, pads, kept, most, self._step)
                 return logits
-            except BaseException:
-                self.cache.trim()
-                raise
 
     def decode(self, input_ids: Tensor) -> Tensor:
         """Append one token of each sequence, int64 [B, 1], and return its logits [B, 1, V]."""
@@ -166,8 +165,7 @@ class Session(ABC):
         check_names(others, Session.generate)
         max_new_tokens = check_sampling(max_new_tokens, do_sample, temperature, top_k)
         ids = self._encoded(prompt) if isinstance(prompt, str) else self._checked(prompt)
-        ends = self.manifest.model.eos_token_ids if eos_token_id is None else eos_token_id
-        ends = (ends,) if isinstance(ends, int) else tuple(ends)
+        ends = check_ends(self.manifest.model.eos_token_ids if eos_token_id is None else eos_token_id)
         cached = ids.shape[1] + max_new_tokens - 1
         self.cache.check_limits(len(ids), cached)
         check_prompt(self.cache, ids, attention_mask, self.manifest.ragged)
@@ -238,6 +236,7 @@ class Session(ABC):
         outputs = {"logits": logits}
         for alias in graph.aliases:
             outputs[alias.output] = cache.buffers[alias.input] if alias.in_place else self._place(alias.input)
+        cache.calls.begin()
         self._run(graph, {info.name: inputs[info.name] for info in graph.inputs}, outputs)
         for alias in graph.aliases:
             if not alias.in_place:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvcompile.layouts import BufferSpec, PageGroup
+from kvcompile.layouts.stepping import StepsBack
 from kvcompile.plan import Limits
 from kvcompile.runtime.cache_spec import Buffer, CacheShape, Pool
 from kvcompile.targets.manifest import Manifest, dtype_named
@@ -30,4 +31,5 @@ def cache_shape(manifest: Manifest) -> CacheShape:
     )
     limits = Limits(manifest.limits.max_batch, manifest.limits.max_tokens, manifest.limits.prefill_chunk)
     state = tuple(cache.name for cache in manifest.caches if cache.state)
-    return CacheShape(buffers, pools, limits, manifest.slots, state)
+    back = StepsBack(0, "an artifact does not tell which caches step back")
+    return CacheShape(buffers, pools, limits, manifest.slots, state, back)

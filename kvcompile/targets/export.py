@@ -65,7 +65,7 @@ def export(
 
     if target not in TARGETS:
         raise ExportError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}")
-    folder.check_replaceable(Path(out).expanduser().absolute())
+    folder.check_replaceable(folder.place(out))
     module = import_module(TARGETS[target].writer)  # and what it needs, before the model is looked at
     if hasattr(module, "ready"):
         module.ready(options or {})

@@ -26,7 +26,7 @@ def writing(out: str | Path) -> Iterator[Path]:
     Raises:
         ExportError: `out` holds something that is no artifact, or cannot be written (no room, no rights).
     """
-    final = Path(out).expanduser().absolute()
+    final = place(out)
     check_replaceable(final)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -47,6 +47,11 @@ def writing(out: str | Path) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
+def place(out: str | Path) -> Path:
+    """Where `out` is: of a link, what it leads to, for a folder in the place of the link would leave that as it was."""
+    return Path(out).expanduser().resolve()
+
+
 def check_replaceable(final: Path) -> None:
     """Refuse a place that holds what no export has written.
 
@@ -65,7 +70,7 @@ def check_replaceable(final: Path) -> None:
         written = _written(final / FILE)
         for path in sorted(final.rglob("*")):
             name = path.relative_to(final).as_posix()
-            if not path.is_dir() and name not in written:
+            if (path.is_symlink() or not path.is_dir()) and name not in written:
                 raise ExportError(
                     f"{final} holds {name!r}, which is not of the artifact there; move it, or name a new folder"
                 )

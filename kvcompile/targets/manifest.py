@@ -13,9 +13,10 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvcompile.errors import ArtifactError
+from kvcompile.targets import seal
 from kvcompile.targets.registry import TARGETS, Target
 from kvcompile.util.console import shown
 
@@ -254,7 +255,12 @@ class Manifest(_Record):
         return ""
 
     def to_json(self) -> str:
-        return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
+        return json.dumps(seal.sealed(self.model_dump(mode="json")), indent=1) + "\n"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_seal(cls, data: Any) -> Any:
+        return seal.unsealed(data) if isinstance(data, dict) else data
 
     @staticmethod
     def read(folder: str | Path) -> Manifest:
@@ -294,4 +300,9 @@ class Manifest(_Record):
         problem = manifest.problem()
         if problem:
             raise ArtifactError(f"{path}: damaged or edited by hand: {problem}; export again")
+        if not seal.holds(data):
+            raise ArtifactError(
+                f"{path}: damaged or edited by hand: its {seal.KEY} is not that of what it says, and the graphs are "
+                "for what it said; take it from the original again, or export again"
+            )
         return manifest

@@ -6,6 +6,7 @@ import json
 import logging
 import stat
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from torch._inductor.standalone_compile import CacheCompiledArtifact
 
 import kvcompile
 from kvcompile.compile import executor, kept_programs
-from kvcompile.compile.inductor import compile_region
+from kvcompile.compile.inductor import ShapeClass, compile_region
 from kvcompile.compile.kept_programs import KeptPrograms
 from kvcompile.util import cache_dir
 from tests.support.marks import cases
@@ -111,6 +112,15 @@ def _key(fast: Any, inputs: dict[str, Any] | None = None) -> str | None:
         with pytest.raises(Enough):
             fast.prepare(1, 1)
     return None if asked[0] is None else asked[0].folder.name
+
+
+@pytest.mark.usefixtures("compiled")
+def test_each_class_of_shapes_has_a_name_of_its_own() -> None:
+    """A prompt of which one row of logits is kept is another program than one of which all are."""
+    fast = kvcompile.optimize(tiny_hf(), "baseline", **TINY)
+    classes = [ShapeClass(*ones, span) for ones in product((True, False), repeat=3) for span in (0, 1, 64)]
+    made = [KeptPrograms.of(fast.executor.regions, "default", shapes, {}) for shapes in classes]
+    assert len({kept.folder for kept in made if kept is not None}) == len(classes)
 
 
 def _wider(model: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kvcompile
-from kvcompile.errors import InputError, KVCompileError, LimitError
+from kvcompile.errors import InputError, KVCompileError, LimitError, MethodError
 from kvcompile.runtime.handle import CacheHandle
 from tests.support.models import NanoGPT, make, tiny_hf
 
@@ -241,6 +241,27 @@ REFUSED: dict[str, tuple[Callable[[Any], dict[str, Any]], type[KVCompileError], 
         "output_hidden_states",
     ),
     "other positions": (lambda m: {"position_ids": torch.arange(23)[None] + 2}, InputError, "position_ids"),
+    "contrastive search": (
+        lambda m: {"penalty_alpha": 0.6, "top_k": 4},
+        InputError,
+        "contrastive_search: this module",
+    ),
+    "early exit": (lambda m: {"assistant_early_exit": 1}, InputError, "assistant_early_exit: it runs some"),
+    "guesses for several": (
+        lambda m: {"inputs": prompt(2), "prompt_lookup_num_tokens": 3},
+        InputError,
+        "it is for one sequence, got 2",
+    ),
+    "no beams": (
+        lambda m: {"generation_config": transformers.GenerationConfig(num_beams=0)},
+        InputError,
+        "num_beams: expected a whole number",
+    ),
+    "its own batches": (
+        lambda m: {"cache_implementation": "paged"},
+        MethodError,
+        r"kvcompile\.serve\.Engine",
+    ),
     "too long": (lambda m: {"max_new_tokens": 96 - 23 + 2}, LimitError, "97 cached tokens.*max_tokens 96"),
     "too many": (lambda m: {"num_beams": 13}, LimitError, "13 sequences.*max_batch is 12"),
 }
@@ -253,7 +274,7 @@ def test_refused_before_the_first_token(original: Any, fast: Any, what: str) -> 
     streamer = Streamer()
     calls = fast.cache.columns
     with pytest.raises(kind, match=message):
-        fast.generate(prompt(), **{"max_new_tokens": 8} | arguments(original))
+        fast.generate(**{"inputs": prompt(), "max_new_tokens": 8} | arguments(original))
     # "other positions" is seen by the first forward, after generate() has emptied the cache.
     assert fast.cache.columns in (calls, 0) and not streamer.tokens
     assert torch.equal(*both(original, fast, prompt(), max_new_tokens=9))
@@ -332,6 +353,8 @@ def test_plain_end_and_streamer(plain: Any) -> None:
         ({"max_new_tokens": 0}, InputError, "max_new_tokens: expected a whole number of at least 1"),
         ({"temperature": 0.0, "do_sample": True}, InputError, "temperature: expected more than 0"),
         ({"top_k": 0, "do_sample": True}, InputError, "top_k: expected a whole number of at least 1"),
+        ({"eos_token_id": "end"}, InputError, "eos_token_id: expected a token id, got 'end'"),
+        ({"eos_token_id": [2, 3]}, InputError, r"eos_token_id: expected a token id, got \[2, 3\]"),
         ({"max_new_tokens": 121}, LimitError, "129 tokens a sequence, but runtime.max_tokens is 128"),
         ({"streamer": Streamer(), "input_ids": prompt(2, 9)}, InputError, "streamer: expected one sequence"),
         ({"input_ids": prompt(1, 9).float()}, InputError, "expected dtype torch.int64"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -360,7 +363,222 @@ def test_an_optimized_assistant(llama: nn.Module) -> None:
 def test_assisted_generation_is_refused_where_nothing_steps_back(llama: nn.Module, recipe: str) -> None:
     fast = made(llama, recipe, **ONWARD[recipe][0])
     with pytest.raises(InputError, match=ONWARD[recipe][1]):
-        fast.generate(text(9), max_new_tokens=4, prompt_lookup_num_tokens=3)
+        fast.generate(text(30), max_new_tokens=4, prompt_lookup_num_tokens=3)
+
+
+@pytest.mark.parametrize("recipe", ["kivi4", "streaming"])
+def test_guesses_are_taken_back_while_nothing_is_given_up(llama: nn.Module, recipe: str) -> None:
+    """A text that never gets as long as the window, or as what stays in full, can always step back."""
+    fast = made(llama, recipe, **ONWARD[recipe][0])
+    most = {"kivi4": 31, "streaming": 14}[recipe]
+    ids = text(5).repeat(1, 2)
+    for more in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": llama}):
+        given = {"max_new_tokens": most - 10 + 1, "do_sample": False, "eos_token_id": None}
+        assert torch.equal(fast.generate(ids, **given, **more), fast.generate(ids, **given))
+        with pytest.raises(InputError, match=f"beyond {most} tokens, and this text may come to {most + 1}"):
+            fast.generate(ids, **given | {"max_new_tokens": most - 10 + 2}, **more)
+
+
+@pytest.mark.parametrize("recipe", ["kivi4", "int4"])
+def test_steps_back_until_a_token_is_rounded(llama: nn.Module, recipe: str) -> None:
+    own = {"dtype": "int4", "group": 32, "residual": 8}
+    cache, most = {"kivi4": (KIVI, 31), "int4": ({"keys": own, "values": own}, 8)}[recipe]
+    fast, fresh = (made(llama, recipe, cache=cache) for _ in range(2))
+    ids, other = text(most + 1), text(40, seed=1)
+    for keep in (1, most - 1):
+        fast.reset(), fresh.reset()
+        fast(ids[:, :most])
+        fast.handle.crop(keep)
+        fresh(ids[:, :keep])
+        for start, end in ((0, 3), (3, 4), (4, 40)):
+            close(fast(other[:, start:end]), fresh(other[:, start:end]))
+    fast.reset()
+    fast(ids)
+    with pytest.raises(InputError, match="rounded"):
+        fast.handle.crop(-1)
+
+
+def test_no_guess_goes_beyond_the_limit(llama: nn.Module) -> None:
+    """transformers looks up more than may still come; those would be refused in the middle of a text that fits."""
+    fast = made(llama, "paged", cache=PAGED, max_tokens=48)
+    ids = text(5).repeat(1, 4)
+    given = {"max_new_tokens": 48 - 20 + 1, "do_sample": False, "eos_token_id": None}
+    wanted = fast.generate(ids, **given)
+    for more in ({"prompt_lookup_num_tokens": 9}, {"assistant_model": llama}):
+        assert torch.equal(fast.generate(ids, **given, **more), wanted), more
+    small = made(llama, "baseline", max_tokens=40)
+    with pytest.raises(LimitError, match=r"more than the assistant's runtime\.max_tokens 40"):
+        fast.generate(ids, **given, assistant_model=small)
+
+
+def test_tokens_alone_and_guesses(llama: nn.Module) -> None:
+    """transformers cuts the mask to the tokens that it has; padding stands before them."""
+    fast = made(llama, "baseline")
+    ids = text(12).repeat(1, 2)
+    mask = (torch.arange(24) >= 5).long()[None]
+    given = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    wanted = fast.generate(ids, attention_mask=mask, **given)[:, 24:]
+    for more in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": llama}):
+        fast.reset()
+        fast(ids[:, :15], mask[:, :15])
+        got = fast.generate(ids[:, 15:], attention_mask=mask, past_key_values=fast.handle, **given, **more)
+        assert torch.equal(got[:, 9:], wanted), more
+
+
+def test_tokens_alone_that_would_not_fit(llama: nn.Module) -> None:
+    fast = made(llama, "baseline", max_tokens=48)
+    fast(text(30))
+    given = {"attention_mask": torch.ones(1, 35), "past_key_values": fast.handle}
+    with pytest.raises(LimitError, match="come to 49 cached tokens"):
+        fast.generate(text(5, seed=1), max_new_tokens=48 - 35 + 2, **given)
+    assert len(fast.handle) == 30
+    fast.generate(text(5, seed=1), max_new_tokens=48 - 35 + 1, eos_token_id=None, **given)
+    assert len(fast.handle) == 48
+
+
+@pytest.mark.parametrize("recipe", ONWARD)
+def test_an_assistant_that_cannot_step_back_is_told_at_once(llama: nn.Module, recipe: str) -> None:
+    assistant = made(llama, recipe, **ONWARD[recipe][0])
+    target = made(llama, "baseline")
+    target(text(7))
+    steps = Steps(target)
+    with pytest.raises(InputError, match="the assistant steps back"):
+        target.generate(text(30), max_new_tokens=9, assistant_model=assistant)
+    assert not steps.sizes and len(target.handle) == 7
+    with pytest.raises(InputError, match="an assistant steps back"):
+        llama.generate(text(30), max_new_tokens=9, assistant_model=assistant)
+
+
+def test_one_cache_is_not_at_two_texts(llama: nn.Module) -> None:
+    """A module that guesses for itself, or is called by what its generate() calls, would write over its own text."""
+    fast = made(llama, "baseline")
+    ids = text(12)
+    wanted = fast.generate(ids, max_new_tokens=8, do_sample=False)
+
+    def calling(call: Any) -> dict[str, Any]:
+        def processor(_: Tensor, scores: Tensor) -> Tensor:
+            call()
+            return scores
+
+        return {"logits_processor": [processor]}
+
+    fork = fast.handle.fork()
+    for more in (
+        {"assistant_model": fast},
+        calling(lambda: fast.generate(ids, max_new_tokens=2)),
+        calling(lambda: fast(ids)),
+    ):
+        with pytest.raises(InputError, match="would write over its text"):
+            fast.generate(ids, max_new_tokens=8, do_sample=False, **more)
+    for more in (
+        {"assistant_model": fast, "past_key_values": fork},
+        calling(lambda: fast.generate(ids, max_new_tokens=2, past_key_values=fork)),
+    ):
+        assert torch.equal(fast.generate(ids, max_new_tokens=8, do_sample=False, **more), wanted)
+
+
+@pytest.mark.parametrize("recipe", ["baseline", "paged", "h2o"])
+def test_rows_that_are_none(llama: nn.Module, recipe: str) -> None:
+    more = BACK.get(recipe) or ONWARD.get(recipe, ({},))[0]
+    fast, fresh = (made(llama, recipe, max_batch=4, **more) for _ in range(2))
+    ids = text(40, batch=3)
+    fast(ids), fresh(ids)
+    for index in (
+        torch.tensor([0]),
+        torch.tensor([0, 1, 2, 1]),
+        torch.tensor([0, 1, 3]),
+        torch.tensor([-1, 0, 1]),
+        torch.tensor([0.0, 1.0, 2.0]),
+        torch.tensor([True, False, True]),
+        torch.tensor([[0, 1, 2]]),
+        [0, 1, 2],
+        None,
+    ):
+        with pytest.raises(InputError, match=r"reorder_cache: expected int64 \[3\] of rows from 0 to 2, got"):
+            fast.handle.reorder_cache(index)  # type: ignore[arg-type]
+    close(fast(text(2, batch=3)), fresh(text(2, batch=3)))
+    fast.handle.reorder_cache(torch.tensor([2, 0, 0], dtype=torch.int32))
+    assert torch.equal(fast.handle.input_ids[:, :40], ids[[2, 0, 0]])
+
+
+@pytest.mark.parametrize("recipe", [*BACK, *ONWARD])
+def test_a_batch_of_other_rows(llama: nn.Module, recipe: str) -> None:
+    """A prefix that was computed once, for several texts; and fewer again."""
+    more = BACK[recipe] if recipe in BACK else ONWARD[recipe][0]
+    fast, fresh = (made(llama, recipe, max_batch=4, **more) for _ in range(2))
+    ids = text(40, batch=2)
+    mask = (torch.arange(40) >= torch.tensor([0, 9])[:, None]).long()
+    fast(ids, mask)
+    fork = fast.handle.fork()
+    index = torch.arange(2)
+    for change, rows in (
+        (lambda h: h.batch_repeat_interleave(2), torch.tensor([0, 0, 1, 1])),
+        (lambda h: h.batch_select_indices(torch.tensor([3, 0, 3])), torch.tensor([3, 0, 3])),
+        (lambda h: h.batch_select_indices(torch.tensor([1])), torch.tensor([1])),
+    ):
+        change(fork)
+        index = index[rows]
+        assert torch.equal(fork.input_ids[:, :40], ids[index]) and fork.cache.batch == len(index)
+        fresh.reset()
+        fresh(ids[index], mask[index])
+        copied = fork.fork()
+        for new in (text(1, seed=1, batch=len(index)), text(5, seed=2, batch=len(index))):
+            close(fast(new, past_key_values=copied), fresh(new))
+    with pytest.raises(LimitError, match=r"5 sequences, but runtime\.max_batch is 4"):
+        fork.batch_repeat_interleave(5)
+    for wrong in (torch.tensor([1]), torch.tensor([], dtype=torch.int64), torch.tensor([-1]), [0]):
+        with pytest.raises(InputError, match="batch_select_indices: expected int64 some of rows from 0 to 0"):
+            fork.batch_select_indices(wrong)  # type: ignore[arg-type]
+    for count in (0, 1.5, True):
+        with pytest.raises(InputError, match="expected a count of at least 1"):
+            fork.batch_repeat_interleave(count)  # type: ignore[arg-type]
+    fast.reset()
+    with pytest.raises(InputError, match="the cache is empty"):
+        fast.handle.batch_select_indices(torch.tensor([0]))
+
+
+def test_many_answers_to_a_prefix(llama: nn.Module) -> None:
+    fast, fresh = (made(llama, "baseline", max_batch=3) for _ in range(2))
+    ids = text(20)
+    fast(ids[:, :17])
+    fast.handle.batch_repeat_interleave(3)
+    steps, given = Steps(fast), {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 3}
+    torch.manual_seed(5)
+    got = fast.generate(ids, past_key_values=fast.handle, **given)
+    torch.manual_seed(5)
+    assert torch.equal(got, fresh.generate(ids, **given)) and steps.sizes[0] == 3
+
+
+def test_beams_go_on_from_beams(llama: nn.Module) -> None:
+    """Rows that have parted keep what all of them have in common with the prompt."""
+    fast, fresh = (made(llama, "paged", cache=PAGED, max_batch=6) for _ in range(2))
+    ids = text(20, batch=2)
+    mask = (torch.arange(20) >= torch.tensor([0, 6])[:, None]).long()
+    given = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False}
+    out = fast.generate(ids, attention_mask=mask, **given)
+    longer = torch.cat([out, text(4, seed=1, batch=2)], 1)
+    hides = torch.cat([mask, torch.ones(2, longer.shape[1] - 20, dtype=torch.long)], 1)
+    steps = Steps(fast)
+    got = fast.generate(longer, attention_mask=hides, past_key_values=fast.handle, **given)
+    assert torch.equal(got, fresh.generate(longer, attention_mask=hides, **given))
+    assert steps.sizes[0] <= longer.shape[1] - 20
+
+
+def test_a_deep_copy_is_a_fork(llama: nn.Module) -> None:
+    """Of all addresses, a copy would take memory; and what was captured over one cache is known by its version."""
+    with pytest.warns(UserWarning, match="was made for 512"):
+        fast = made(llama, "baseline", max_tokens=4096)
+    fast(text(9))
+    copied, alias = copy.deepcopy(fast.handle), copy.copy(fast.handle)
+    assert copied.cache.version != fast.handle.cache.version and alias.cache is fast.handle.cache
+    assert copied.cache.nbytes == fast.cache.nbytes < copied.cache.reserved / 8
+    wanted = fast(text(3, seed=1)).logits
+    close(fast(text(3, seed=1), past_key_values=copied), wanted)
+    alias.reset()
+    assert len(fast.handle) == 0 and len(copied) == 12
+    for saved in (pickle.dumps, lambda h: torch.save(h, io.BytesIO())):
+        with pytest.raises(InputError, match=r"handle\.save\(path\)"):
+            saved(fast.handle)
 
 
 def test_recurrent_state_does_not_step_back() -> None:

@@ -22,7 +22,7 @@ from kvcompile.errors import ArtifactError, ExportError, InputError, KVCompileEr
 from kvcompile.runtime.saved_module import values
 from kvcompile.runtime.saved_module.graphs import Unwritable, graph_of_json, graph_to_json
 from kvcompile.runtime.saved_module.tensors import packed
-from kvcompile.targets import folder
+from kvcompile.targets import folder, seal
 from tests.passes.capture.test_opaque import routed
 from tests.support.models import NanoGPT, TinyConfig, TinyLlama, make, tiny_hf
 
@@ -221,7 +221,7 @@ def test_code_of_another_machine_is_made_anew(compiled: Compiled, tmp_path: Path
 def edited(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     record = json.loads((folder / "manifest.json").read_text())
     change(record)
-    (folder / "manifest.json").write_text(json.dumps(record))
+    (folder / "manifest.json").write_text(json.dumps(seal.sealed(record)))
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +243,7 @@ def test_weights_by_reference(saved: Path, tmp_path: Path) -> None:
     for number, part in enumerate((names[::2], names[1::2])):
         save_file({name: state[name] for name in part}, tmp_path / f"sharded/{number}.safetensors")
     save_file(state, tmp_path / "one.safetensors")
-    for given in (model, state, tmp_path / "sharded", str(tmp_path / "one.safetensors")):
+    for given in (model, fast, state, tmp_path / "sharded", str(tmp_path / "one.safetensors")):
         same(kvcompile.load(saved, weights=given), fast)
     shared = kvcompile.load(saved, weights=model)
     pointers = {parameter.data_ptr() for parameter in model.parameters()}
@@ -264,9 +264,16 @@ def test_other_weights_are_refused(saved: Path, tmp_path: Path) -> None:
         kvcompile.load(saved, weights=7)
     with pytest.raises(ArtifactError, match="holds no safetensors file"):
         kvcompile.load(saved, weights=tmp_path)
-    small = {name: tensor[:1] for name, tensor in make(TinyLlama).state_dict().items()}
-    with pytest.raises(ArtifactError):
-        kvcompile.load(saved, weights=small)
+    state = make(TinyLlama).state_dict()
+    for given, message in (
+        ({name: tensor.numpy() for name, tensor in state.items()}, "expected a tensor of torch, got ndarray"),
+        ({name: tensor.to("meta") for name, tensor in state.items()}, "got one without numbers"),
+        (make(TinyLlama).to("meta"), "got one without numbers"),
+        ({name: tensor.bfloat16() for name, tensor in state.items()}, r"or not in float32; optimize"),
+        ({name: tensor[:1] for name, tensor in state.items()}, r"weights that were given is \[1"),
+    ):
+        with pytest.raises(ArtifactError, match=message):
+            kvcompile.load(saved, weights=given)
 
 
 def test_other_weights_beside_those_inside_are_refused(tmp_path: Path) -> None:
@@ -302,6 +309,13 @@ def test_damage_is_told(tmp_path: Path) -> None:
     assert "optimize the model again" in broken(
         lambda m: edited(m, lambda r: r["versions"].update(kvcompile="0.0.1"))
     )
+    with pytest.raises(
+        ArtifactError, match="a saved module, is not opened with threads=: it takes weights, check"
+    ):
+        kvcompile.load(whole, threads=2)
+    record = json.loads((whole / "manifest.json").read_text())
+    record["plan"]["limits"]["max_tokens"] *= 2
+    assert "its sha256 is not" in broken(lambda m: (m / "manifest.json").write_text(json.dumps(record)))
     assert "format version" in broken(lambda m: edited(m, lambda r: r.update(format_version=2)))
     assert "kind is" in broken(lambda m: edited(m, lambda r: r.update(kind="other")))
     for name, value in (

@@ -27,7 +27,7 @@ from kvcompile.errors import (
     VerificationError,
 )
 from kvcompile.runtime.load import load
-from kvcompile.targets import folder
+from kvcompile.targets import folder, seal
 from kvcompile.targets.check import checked
 from kvcompile.targets.manifest import Manifest
 from kvcompile.targets.onnx.session import Session
@@ -199,6 +199,23 @@ class TestWriting:
             kvcompile.export(model, copy, "onnx", recipe=small("baseline"))
         assert listed(copy) == before
 
+    def test_a_link_leads_to_the_artifact(self, copy: Path) -> None:
+        """A folder in the place of the link would leave what it leads to as it was, and be on another disk."""
+        for name, to in (("link", copy), ("dangling", copy.parent / "new")):
+            (copy.parent / name).symlink_to(to)
+            with folder.writing(copy.parent / name) as made:
+                (made / "manifest.json").write_text("new")
+            assert (copy.parent / name).is_symlink() and (to / "manifest.json").read_text() == "new"
+
+    def test_a_link_beside_an_artifact_is_left_alone(self, copy: Path) -> None:
+        (copy / "mine").symlink_to(copy.parent)
+        with (
+            pytest.raises(ExportError, match="holds 'mine', which is not of the artifact"),
+            folder.writing(copy),
+        ):
+            pass
+        assert (copy / "mine").is_symlink()
+
     @pytest.mark.parametrize("fails", (1, 2))
     def test_a_rename_that_fails(self, copy: Path, monkeypatch: pytest.MonkeyPatch, fails: int) -> None:
         """The old artifact is where it was; where not even that can be, it is not removed."""
@@ -243,7 +260,7 @@ class TestWriting:
 class TestDamage:
     def change(self, path: Path, **fields: Any) -> None:
         data = json.loads((path / "manifest.json").read_text())
-        (path / "manifest.json").write_text(json.dumps(data | fields))
+        (path / "manifest.json").write_text(json.dumps(seal.sealed(data | fields)))
 
     def test_no_artifact(self, tmp_path: Path) -> None:
         with pytest.raises(ArtifactError, match=r"with a manifest.json, and there is none"):
@@ -292,6 +309,40 @@ class TestDamage:
         (copy / "manifest.json").write_text("[]")
         with pytest.raises(ArtifactError, match="no manifest of kvcompile"):
             load(copy)
+
+    def test_a_number_that_still_is_one(self, copy: Path) -> None:
+        """7 slots are less than a text of 96 tokens has: the graphs would read the first 7, and say nothing."""
+        good = (copy / "manifest.json").read_text()
+        assert json.loads(good)["slots"] == 96
+        data = json.loads(good)
+        for wrong in (
+            {**data, "slots": 7},
+            {**data, "model": {**data["model"], "eos_token_ids": [3]}},
+            seal.unsealed(data),
+            {**data, seal.KEY: "0" * 64},
+        ):
+            (copy / "manifest.json").write_text(json.dumps(wrong))
+            with pytest.raises(ArtifactError, match="edited by hand: its sha256 is not that of what it says"):
+                load(copy)
+        (copy / "manifest.json").write_text(json.dumps(dict(sorted(data.items()))))  # only written otherwise
+        assert Manifest.read(copy) == Manifest.model_validate(data)
+
+    def test_options_that_it_does_not_take(self, made: Path) -> None:
+        for options, message in (
+            (
+                {"weights": None},
+                "an artifact for onnx, is not opened with weights=: it takes providers, threads, check",
+            ),
+            ({"providers": "CPUExecutionProvider"}, "providers: expected a list of names"),
+            ({"threads": "2"}, "threads: expected a whole number of at least 1, or None, got '2'"),
+            ({"threads": 0}, "threads: expected a whole number"),
+        ):
+            with pytest.raises(ArtifactError, match=message):
+                load(made, **options)
+
+    def test_a_folder_at_home(self, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOME", str(made.parent))
+        assert load("~/artifact").path == Session("~/artifact").path == made
 
     def test_edited(self, copy: Path) -> None:
         self.change(copy, graphs=3)
@@ -465,6 +516,8 @@ class TestSession:
             (torch.ones(2, 3), {}, r"expected \[2, 9\]"),
             (torch.zeros(0, 9), {}, r"expected \[2, 9\]"),
             (None, {"do_sample": True, "temperature": float("nan")}, "temperature"),
+            (None, {"eos_token_id": "end"}, "eos_token_id: expected a token id"),
+            (None, {"eos_token_id": [2, 1.5]}, "eos_token_id: expected a token id"),
             (None, {"do_sample": True, "temperature": float("inf")}, "temperature"),
         ),
     )
@@ -499,6 +552,31 @@ class TestSession:
             patched.setattr(torch, "zeros", full)
             session.prefill(self.ids(3, 9))
         assert torch.equal(session.prefill(self.ids(2, 9)), wanted)
+
+    @pytest.mark.parametrize("keep", (-1, 1.5, "all", True))
+    def test_a_count_that_is_none(self, session: Session, keep: Any) -> None:
+        session.prefill(self.ids(2, 9))
+        with pytest.raises(InputError, match="keep: expected a count of last tokens"):
+            session.prefill(self.ids(2, 2), keep=keep)
+        assert session.cache.columns == 9
+
+    def test_a_call_that_did_not_end(self, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The graph has written, and nobody has noted it."""
+        ids = self.ids(2, 12)
+        wanted = session.prefill(ids)
+        run = session._run
+
+        def ending(*args: Any) -> None:
+            run(*args)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(session, "_run", ending)
+            session.decode(ids[:, :1])
+        with pytest.raises(InputError, match="the text in this cache is lost"):
+            session.decode(ids[:, :1])
+        session.reset()
+        assert torch.equal(session.prefill(ids), wanted)
 
     def test_limits(self, session: Session) -> None:
         with pytest.raises(LimitError, match=r"runtime.max_batch is 4"):

@@ -55,7 +55,7 @@ _DAMAGED = (
 
 def load(folder: str | Path, *, weights: Any = None, check: bool = True) -> CachedModel:
     """The module that `CachedModel.save` wrote to `folder`; see `kvcompile.load`."""
-    path = Path(folder)
+    path = Path(folder).expanduser()
     record = Record.read(path)
     files.check_files(path, record.files, contents=check)
     here = versions()
@@ -123,15 +123,24 @@ def _module(path: Path, record: Record, bases: dict[str, Tensor], foreign: bool)
                 )
             place = places.get(view.base, device)
             base = bases[view.base] = bases[view.base].detach().to(place).contiguous()
-            found[name] = view.of(base)
+            try:
+                found[name] = view.of(base)
+            except ValueError as error:
+                if not foreign:
+                    raise
+                raise ArtifactError(
+                    f"{path}: {view.base} of the weights that were given is {list(base.shape)}: {error}; they are of "
+                    "another model"
+                ) from error
         return found
 
+    plan: Plan = of_json(record.plan)
     standing = SavedWeights(record.architecture, tensors(graph["parameters"]), tensors(graph["buffers"]))
     standing.saved_as = (record.weights, record.model)
     if foreign and of_weights(standing) != record.weights:
         raise ArtifactError(
             f"{path}: the weights that were given are not those that it was saved with: they are of another checkpoint "
-            f"of {record.architecture}; optimize that one"
+            f"of {record.architecture}, or not in {plan.dtype}; optimize that one"
         )
     modules = tuple(graph_of_json(nodes, f"Region{number}") for number, nodes in enumerate(graph["regions"]))
     calls: tuple[RegionCall, ...] = of_json(graph["calls"])
@@ -142,7 +151,6 @@ def _module(path: Path, record: Record, bases: dict[str, Tensor], foreign: bool)
         tensors(graph["weights"]),
         tuple(graph["outputs"]),
     )
-    plan: Plan = of_json(record.plan)
     recipe = Recipe.load(record.recipe)
     graphs = StepGraphs(CudaRecorder(device)) if plan.step == "cudagraph" else None
     executor = Executor(regions, recipe.compile.mode, graphs)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvcompile.errors import ArtifactError
+from kvcompile.targets import seal
 from kvcompile.targets.manifest import FILE, FORMAT_VERSION, FileInfo
 from kvcompile.util.console import shown
 
@@ -61,6 +62,9 @@ class Record(BaseModel):
     generation: dict[str, Any] | None = None
     files: dict[str, FileInfo] = {}
 
+    def to_json(self) -> str:
+        return json.dumps(seal.sealed(self.model_dump(mode="json")), indent=1) + "\n"
+
     @staticmethod
     def read(folder: Path) -> Record:
         """
@@ -77,7 +81,7 @@ class Record(BaseModel):
         if not isinstance(data, dict) or data.get("format_version") != FORMAT_VERSION:
             raise ArtifactError(f"{path}: expected format version {FORMAT_VERSION}; save the module again")
         try:
-            record = Record.model_validate(data)
+            record = Record.model_validate(seal.unsealed(data))
         except ValidationError as error:
             places = ", ".join(
                 f"{'.'.join(map(str, e['loc']))} is {shown(e.get('input'))}" for e in error.errors()[:5]
@@ -85,6 +89,11 @@ class Record(BaseModel):
             raise ArtifactError(
                 f"{path}: damaged or edited by hand: {places}; save the module again"
             ) from error
+        if not seal.holds(data):
+            raise ArtifactError(
+                f"{path}: damaged or edited by hand: its {seal.KEY} is not that of what it says; take it from the "
+                "original again, or save the module again"
+            )
         if wrong := next(
             (name for name in record.files if ".." in Path(name).parts or name.startswith("/")), None
         ):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from kvcompile.errors import ArtifactError, ModelError
+from kvcompile.runtime.module import CachedModel
 
 
 class SavedWeights(nn.Module):
@@ -95,10 +96,13 @@ def given(weights: Any) -> dict[str, Tensor]:
     Raises:
         ArtifactError: nothing of that kind, or it cannot be read.
     """
+    if isinstance(weights, CachedModel):  # another one of the same original
+        weights = weights.model
     if isinstance(weights, nn.Module):
-        return {**dict(weights.named_buffers()), **dict(weights.named_parameters(remove_duplicate=False))}
+        buffers = dict(weights.named_buffers())
+        return _whole({**buffers, **dict(weights.named_parameters(remove_duplicate=False))})
     if isinstance(weights, Mapping):
-        return dict(weights)
+        return _whole(weights)
     if not isinstance(weights, (str, Path)):
         raise ArtifactError(
             "weights: expected a module, a mapping of tensors by name, a safetensors file or a folder of some, got "
@@ -115,3 +119,12 @@ def given(weights: Any) -> dict[str, Tensor]:
         except (OSError, SafetensorError) as error:
             raise ArtifactError(f"weights: {file} cannot be read: {error}") from error
     return found
+
+
+def _whole(named: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The same; raises ArtifactError where one is no tensor with numbers in it."""
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor) or tensor.is_meta:
+            got = "one without numbers (meta)" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ArtifactError(f"weights: {name!r}: expected a tensor of torch, got {got}")
+    return dict(named)

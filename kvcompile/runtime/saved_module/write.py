@@ -102,7 +102,7 @@ def save(module: CachedModel, folder: str | Path, *, weights: bool = True) -> No
         record = record.model_copy(
             update={"programs": to_json(programs), "vectors": vectors, "files": files.infos(made)}
         )
-        (made / FILE).write_text(record.model_dump_json(indent=1), encoding="utf-8")
+        (made / FILE).write_text(record.to_json(), encoding="utf-8")
 
 
 def versions() -> dict[str, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -34,20 +35,27 @@ class Package(session.Session):
         Raises:
             ArtifactError: no artifact, a damaged one, or one for another target, PyTorch or machine.
         """
+        path = Path(path).expanduser()
         manifest = Manifest.read(path)
         needed = manifest.machine or {}
         if manifest.target in self.targets:
-            _check_torch(Path(path), manifest)
+            _check_torch(path, manifest)
             problem = machine.problem(needed)
             if problem is not None:
                 raise ArtifactError(f"{path}: {problem}")
         super().__init__(path, device=needed.get("device", "cpu"), check=check)
-        weights = load_file(self.path / WEIGHTS, device=str(self.device))
+        weights = self._weights()
         self._models = {
             graph.entry: self._loaded(self.path / graph.file, graph.entry, weights)
             for graph in self.manifest.graphs
             if graph.entry is not None
         }
+
+    def _weights(self) -> dict[str, Tensor]:
+        try:
+            return load_file(self.path / WEIGHTS, device=str(self.device))
+        except (OSError, SafetensorError) as error:
+            raise ArtifactError(f"{self.path / WEIGHTS} cannot be read: {error}; export again") from error
 
     def _loaded(self, file: Path, entry: str, weights: dict[str, Tensor]) -> Any:
         """One graph of the package, and its constants where `weights` has them."""

@@ -55,6 +55,12 @@ class Session(session.Session):
             ArtifactError: no ONNX Runtime, no such provider; no artifact, a damaged one, or one for another target.
         """
         runtime = onnxruntime()
+        if isinstance(providers, str) or not all(isinstance(name, str) for name in providers):
+            raise ArtifactError(
+                f"providers: expected a list of names such as ['CPUExecutionProvider'], got {providers!r}"
+            )
+        if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
+            raise ArtifactError(f"threads: expected a whole number of at least 1, or None, got {threads!r}")
         missing = [name for name in providers if name not in runtime.get_available_providers()]
         if missing:
             raise ArtifactError(

@@ -31,7 +31,7 @@ from kvcompile.kernels.cpp.spec import CppSpec
 from kvcompile.kernels.shared.dialect import AOTI
 from kvcompile.models import load_model
 from kvcompile.recipe import Recipe, shipped_recipes
-from kvcompile.targets import machine
+from kvcompile.targets import machine, seal
 from kvcompile.targets.aoti import package
 from kvcompile.targets.aoti.kernels import isa_of
 from kvcompile.targets.aoti.package import LEVELS, compiled, entries, instruction_sets
@@ -422,7 +422,7 @@ def test_the_cpp_sample_generates_the_same(made: Callable[..., Made], sample: Pa
 def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     data = json.loads((folder / "manifest.json").read_text())
     change(data)
-    (folder / "manifest.json").write_text(json.dumps(data))
+    (folder / "manifest.json").write_text(json.dumps(seal.sealed(data)))
     return folder
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 import kvcompile
 from kvcompile.errors import ArtifactError, LimitError
+from kvcompile.targets import seal
 from kvcompile.targets.manifest import FILE, Manifest
 from kvcompile.targets.tensorrt import adapter
 from kvcompile.targets.tensorrt.session import Engine, profile_for
@@ -248,4 +249,4 @@ def test_a_real_engine_gives_the_numbers_of_the_model(artifact: Path) -> None:
 def edit(folder: Path, change: Any) -> None:
     data = json.loads((folder / FILE).read_text())
     change(data)
-    (folder / FILE).write_text(json.dumps(data))
+    (folder / FILE).write_text(json.dumps(seal.sealed(data)))
