@@ -12,6 +12,19 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def times(n, SIZE: tl.constexpr, BITS: tl.constexpr):
+    """n * SIZE of n below 2^BITS, bit by bit.
+
+    The rows that one thread copies differ in some bits of their number alone, which are known when a kernel is compiled:
+    so the compiler sees that their addresses are a constant apart, and computes one of them.
+    """
+    whole = n % 2 * SIZE
+    for bit in tl.static_range(1, BITS):
+        whole += (n >> bit) % 2 * (SIZE << bit)
+    return whole
+
+
 @triton.jit(do_not_specialize=["slots"])
 def decode_attention(
     q_ptr, q_s0, q_s1, q_s2,
@@ -54,10 +67,10 @@ def decode_attention(
     for tile in range(plain_begin, plain_stop):
         start = tile * 64
         base = (batch * 8 + head) * slots + start
-        k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0)
+        k0 = tl.load(keys_data_ptr + base * 128 + (times(n, 128, 6)[:, None] + kc0))
         s = tl.dot(q0, tl.trans(k0))
         s = s * 0.12751743082459868
-        v0 = tl.load(values_data_ptr + base * 128 + n[:, None] * 128 + vc0)
+        v0 = tl.load(values_data_ptr + base * 128 + (times(n, 128, 6)[:, None] + vc0))
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
@@ -74,11 +87,11 @@ def decode_attention(
         start = tile * 64
         inside = start + n < end
         base = (batch * 8 + head) * slots + start
-        k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0, mask=inside[:, None], other=0.0)
+        k0 = tl.load(keys_data_ptr + base * 128 + (times(n, 128, 6)[:, None] + kc0), mask=inside[:, None], other=0.0)
         s = tl.dot(q0, tl.trans(k0))
         s = s * 0.12751743082459868
         s = tl.where(inside[None, :], s, float("-inf"))
-        v0 = tl.load(values_data_ptr + base * 128 + n[:, None] * 128 + vc0, mask=inside[:, None], other=0.0)
+        v0 = tl.load(values_data_ptr + base * 128 + (times(n, 128, 6)[:, None] + vc0), mask=inside[:, None], other=0.0)
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])

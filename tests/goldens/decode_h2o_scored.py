@@ -14,6 +14,19 @@ import triton.language as tl
 
 
 @triton.jit
+def times(n, SIZE: tl.constexpr, BITS: tl.constexpr):
+    """n * SIZE of n below 2^BITS, bit by bit.
+
+    The rows that one thread copies differ in some bits of their number alone, which are known when a kernel is compiled:
+    so the compiler sees that their addresses are a constant apart, and computes one of them.
+    """
+    whole = n % 2 * SIZE
+    for bit in tl.static_range(1, BITS):
+        whole += (n >> bit) % 2 * (SIZE << bit)
+    return whole
+
+
+@triton.jit
 def share_of(logit, level, lse):
     """Probabilities of logits [tiles, slots] in base 2, less the level [tiles] of their tile, by a log-sum-exp."""
     # What no query sees has no share, even where none sees anything.
@@ -191,13 +204,13 @@ def decode_attention(
         for tile in range(plain_begin, plain_stop):
             start = tile * 128
             base = (batch * 8 + head) * 1024 + start
-            k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0)
+            k0 = tl.load(keys_data_ptr + base * 128 + (times(n, 128, 7)[:, None] + kc0))
             s = tl.dot(q0, tl.trans(k0))
             s = s * 0.12751743082459868
             highest = tl.maximum(top, tl.max(s, 1))
             level = tl.where(level > -1.0e30, level, highest)
             tl.store(logits_ptr + ((batch * 8 + head) * 4 + m)[:, None] * 1024 + (start + n)[None, :], (s - level[:, None]).to(tl.float16), mask=real[:, None] & (start + n < 1024)[None, :], eviction_policy="evict_last")
-            v0 = tl.load(values_data_ptr + base * 128 + n[:, None] * 128 + vc0)
+            v0 = tl.load(values_data_ptr + base * 128 + (times(n, 128, 7)[:, None] + vc0))
             alpha = tl.exp2(top - highest)
             p = tl.exp2(s - highest[:, None])
             top = highest
@@ -213,14 +226,14 @@ def decode_attention(
             start = tile * 128
             inside = start + n < end
             base = (batch * 8 + head) * 1024 + start
-            k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0, mask=inside[:, None], other=0.0)
+            k0 = tl.load(keys_data_ptr + base * 128 + (times(n, 128, 7)[:, None] + kc0), mask=inside[:, None], other=0.0)
             s = tl.dot(q0, tl.trans(k0))
             s = s * 0.12751743082459868
             s = tl.where(inside[None, :], s, float("-inf"))
             highest = tl.maximum(top, tl.max(s, 1))
             level = tl.where(level > -1.0e30, level, highest)
             tl.store(logits_ptr + ((batch * 8 + head) * 4 + m)[:, None] * 1024 + (start + n)[None, :], (s - level[:, None]).to(tl.float16), mask=real[:, None] & (start + n < 1024)[None, :], eviction_policy="evict_last")
-            v0 = tl.load(values_data_ptr + base * 128 + n[:, None] * 128 + vc0, mask=inside[:, None], other=0.0)
+            v0 = tl.load(values_data_ptr + base * 128 + (times(n, 128, 7)[:, None] + vc0), mask=inside[:, None], other=0.0)
             alpha = tl.exp2(top - highest)
             p = tl.exp2(s - highest[:, None])
             top = highest

@@ -13,6 +13,19 @@ import triton.language as tl
 
 
 @triton.jit
+def times(n, SIZE: tl.constexpr, BITS: tl.constexpr):
+    """n * SIZE of n below 2^BITS, bit by bit.
+
+    The rows that one thread copies differ in some bits of their number alone, which are known when a kernel is compiled:
+    so the compiler sees that their addresses are a constant apart, and computes one of them.
+    """
+    whole = n % 2 * SIZE
+    for bit in tl.static_range(1, BITS):
+        whole += (n >> bit) % 2 * (SIZE << bit)
+    return whole
+
+
+@triton.jit
 def bits4_at0_subnormals(x):
     """4 bits from bit 0 on of uint16 -> float16, exactly: a subnormal number, code * 2^-24."""
     return tl.inline_asm_elementwise(
@@ -139,18 +152,25 @@ def decode_attention(
     q1 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == (((((kc1 // 32) >> 0 & 1) << 1) | (((kc1 // 32) >> 1 & 1) << 0)))[None, :, :]), q1[None, :, :], 0.0), [16, 32])
     q2 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == (((((kc2 // 32) >> 0 & 1) << 1) | (((kc2 // 32) >> 1 & 1) << 0)))[None, :, :]), q2[None, :, :], 0.0), [16, 32])
     q3 = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == (((((kc3 // 32) >> 0 & 1) << 1) | (((kc3 // 32) >> 1 & 1) << 0)))[None, :, :]), q3[None, :, :], 0.0), [16, 32])
-    q_sum0 = (tl.sum(q0 + q1 + q2 + q3, 1)) * 9.5367431640625e-07
     q0 = (q0 * 16.0).to(tl.float16)
     q1 = (q1 * 16.0).to(tl.float16)
     q2 = q2.to(tl.float16)
     q3 = q3.to(tl.float16)
+    column = tl.arange(0, 16)[None, :]
+    q_minima = tl.dot(q0, tl.where((tl.trans(kc0) // 32 == column % 4) & (column < 8), 0.0625, 0.0).to(tl.float16))
+    q_minima = tl.dot(q1, tl.where((tl.trans(kc1) // 32 == column % 4) & (column < 8), 0.0625, 0.0).to(tl.float16), q_minima)
+    q_minima = tl.dot(q2, tl.where((tl.trans(kc2) // 32 == column % 4) & (column < 8), 1.0, 0.0).to(tl.float16), q_minima)
+    q_minima = tl.dot(q3, tl.where((tl.trans(kc3) // 32 == column % 4) & (column < 8), 1.0, 0.0).to(tl.float16), q_minima)
+    q_minima = q_minima * 9.5367431640625e-07
+    q_high = (q_minima.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    q_minima = tl.where(column < 4, q_high, q_minima - q_high)
     top = tl.full([4], -1.0e30, tl.float32)
     total = tl.zeros([4, 32], tl.float32)
     acc0 = tl.zeros([16, 32], tl.float32)
     acc1 = tl.zeros([16, 32], tl.float32)
     acc2 = tl.zeros([16, 32], tl.float32)
     acc3 = tl.zeros([16, 32], tl.float32)
-    minima0 = tl.zeros([16, 32], tl.float32)
+    minima0 = tl.zeros([16, 8], tl.float32)
 
     # the cache
     end = far + 1
@@ -166,9 +186,9 @@ def decode_attention(
     for tile in range(plain_begin, plain_stop):
         start = tile * 32
         base = (batch * 8 + head) * slots + start
-        k_scale = tl.load(keys_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
-        k_minimum = tl.load(keys_minimum_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
-        k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 32 + n[:, None] * 32 + kw0)
+        k_scale = tl.load(keys_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :])
+        k_minimum = tl.load(keys_minimum_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :])
+        k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 32 + (times(n, 32, 5)[:, None] + kw0))
         k0 = bits4_at0_subnormals(k_words0)
         k1 = bits4_at8_subnormals(k_words0)
         k2 = bits4_at4_subnormals(k_words0)
@@ -178,28 +198,23 @@ def decode_attention(
         s = tl.dot(q2, tl.trans(k2), s)
         s = tl.dot(q3, tl.trans(k3), s)
         k_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(k_scale, [32, 2, 2]), [2, 1, 0]), [4, 32])[:, None, :], [4, 4, 32]), [16, 32])
-        k_minimums = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(k_minimum, [32, 2, 2]), [2, 1, 0]), [4, 32])[:, None, :], [4, 4, 32]), [16, 32])
         s = s * k_scales
-        s = s + q_sum0[:, None] * k_minimums
+        s = tl.dot(q_minima, tl.trans(tl.reshape(tl.broadcast_to(k_minimum.to(tl.float32)[:, None, :], [32, 4, 4]), [32, 16])), s, input_precision="tf32")
         s = tl.sum(tl.reshape(s, [4, 4, 32]), 0)
         s = s * row_scale[:, None]
-        v_scale = tl.load(values_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
-        v_minimum = tl.load(values_minimum_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
-        v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 32 + n[:, None] * 32 + vw0)
+        v_scale = tl.load(values_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :])
+        v_minimum = tl.load(values_minimum_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :])
+        v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 32 + (times(n, 32, 5)[:, None] + vw0))
         v0 = bits4_at0_subnormals(v_words0)
         v1 = bits4_at8_subnormals(v_words0)
         v2 = bits4_at4_subnormals(v_words0)
         v3 = bits4_at12_subnormals(v_words0)
-        v_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_scale, [32, 2, 2]), [2, 1, 0]), [4, 32])[:, None, :], [4, 4, 32]), [16, 32])
-        v_exponent = log2_of(tl.maximum(tl.max(tl.reshape(v_scales, [4, 4, 32]), 0), 5.960464477539063e-08))
-        s = s + v_exponent
-        v_unit = tl.exp2(-v_exponent)
-        highest = tl.maximum(top, tl.max(s, 1) - 12.0)
+        v_power = log2_of(tl.maximum(tl.max(tl.max(v_scale, 1), 0).to(tl.float32), 1.0))
+        highest = tl.maximum(top, tl.max(s, 1) + (v_power - 15.0))
         moved = (highest != top).to(tl.int32)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
         top = highest
-        p = p * v_unit
         total = total * alpha[:, None] + p
         alpha = tl.reshape(tl.broadcast_to(alpha[None, :], [4, 4]), [16])
         if tl.max(moved, 0) > 0:
@@ -207,9 +222,11 @@ def decode_attention(
             acc1 = acc1 * alpha[:, None]
             acc2 = acc2 * alpha[:, None]
             acc3 = acc3 * alpha[:, None]
-        v_minima = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_minimum, [32, 2, 2]), [2, 1, 0]), [4, 32])[:, None, :], [4, 4, 32]), [16, 32])
-        minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 32]), [16, 32]) * v_minima
-        w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 32]), [16, 32]) * v_scales).to(tl.float16)
+            minima0 = minima0 * alpha[:, None]
+        w = p.to(tl.float16)
+        w = tl.reshape(tl.broadcast_to(w[None, :, :], [4, 4, 32]), [16, 32])
+        minima0 = tl.dot(w, tl.reshape(tl.broadcast_to(v_minimum[:, None, :], [32, 2, 4]), [32, 8]), minima0)
+        w = w * tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_scale, [32, 2, 2]), [2, 1, 0]), [4, 32])[:, None, :], [4, 4, 32]), [16, 32])
         acc0 = tl.dot(w, v0, acc0)
         acc1 = tl.dot(w, v1, acc1)
         acc2 = tl.dot(w, v2, acc2)
@@ -222,9 +239,9 @@ def decode_attention(
         start = tile * 32
         inside = start + n < end
         base = (batch * 8 + head) * slots + start
-        k_scale = tl.load(keys_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-        k_minimum = tl.load(keys_minimum_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-        k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 32 + n[:, None] * 32 + kw0, mask=inside[:, None], other=0)
+        k_scale = tl.load(keys_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0)
+        k_minimum = tl.load(keys_minimum_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0)
+        k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 32 + (times(n, 32, 5)[:, None] + kw0), mask=inside[:, None], other=0)
         k0 = bits4_at0_subnormals(k_words0)
         k1 = bits4_at8_subnormals(k_words0)
         k2 = bits4_at4_subnormals(k_words0)
@@ -234,29 +251,24 @@ def decode_attention(
         s = tl.dot(q2, tl.trans(k2), s)
         s = tl.dot(q3, tl.trans(k3), s)
         k_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(k_scale, [32, 2, 2]), [2, 1, 0]), [4, 32])[:, None, :], [4, 4, 32]), [16, 32])
-        k_minimums = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(k_minimum, [32, 2, 2]), [2, 1, 0]), [4, 32])[:, None, :], [4, 4, 32]), [16, 32])
         s = s * k_scales
-        s = s + q_sum0[:, None] * k_minimums
+        s = tl.dot(q_minima, tl.trans(tl.reshape(tl.broadcast_to(k_minimum.to(tl.float32)[:, None, :], [32, 4, 4]), [32, 16])), s, input_precision="tf32")
         s = tl.sum(tl.reshape(s, [4, 4, 32]), 0)
         s = s * row_scale[:, None]
         s = tl.where(inside[None, :], s, float("-inf"))
-        v_scale = tl.load(values_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-        v_minimum = tl.load(values_minimum_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-        v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 32 + n[:, None] * 32 + vw0, mask=inside[:, None], other=0)
+        v_scale = tl.load(values_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0)
+        v_minimum = tl.load(values_minimum_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0)
+        v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 32 + (times(n, 32, 5)[:, None] + vw0), mask=inside[:, None], other=0)
         v0 = bits4_at0_subnormals(v_words0)
         v1 = bits4_at8_subnormals(v_words0)
         v2 = bits4_at4_subnormals(v_words0)
         v3 = bits4_at12_subnormals(v_words0)
-        v_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_scale, [32, 2, 2]), [2, 1, 0]), [4, 32])[:, None, :], [4, 4, 32]), [16, 32])
-        v_exponent = log2_of(tl.maximum(tl.max(tl.reshape(v_scales, [4, 4, 32]), 0), 5.960464477539063e-08))
-        s = s + v_exponent
-        v_unit = tl.exp2(-v_exponent)
-        highest = tl.maximum(top, tl.max(s, 1) - 12.0)
+        v_power = log2_of(tl.maximum(tl.max(tl.max(v_scale, 1), 0).to(tl.float32), 1.0))
+        highest = tl.maximum(top, tl.max(s, 1) + (v_power - 15.0))
         moved = (highest != top).to(tl.int32)
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
         top = highest
-        p = p * v_unit
         total = total * alpha[:, None] + p
         alpha = tl.reshape(tl.broadcast_to(alpha[None, :], [4, 4]), [16])
         if tl.max(moved, 0) > 0:
@@ -264,16 +276,21 @@ def decode_attention(
             acc1 = acc1 * alpha[:, None]
             acc2 = acc2 * alpha[:, None]
             acc3 = acc3 * alpha[:, None]
-        v_minima = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_minimum, [32, 2, 2]), [2, 1, 0]), [4, 32])[:, None, :], [4, 4, 32]), [16, 32])
-        minima0 = minima0 * alpha[:, None] + tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 32]), [16, 32]) * v_minima
-        w = (tl.reshape(tl.broadcast_to(p[None, :, :], [4, 4, 32]), [16, 32]) * v_scales).to(tl.float16)
+            minima0 = minima0 * alpha[:, None]
+        w = p.to(tl.float16)
+        w = tl.reshape(tl.broadcast_to(w[None, :, :], [4, 4, 32]), [16, 32])
+        minima0 = tl.dot(w, tl.reshape(tl.broadcast_to(v_minimum[:, None, :], [32, 2, 4]), [32, 8]), minima0)
+        w = w * tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_scale, [32, 2, 2]), [2, 1, 0]), [4, 32])[:, None, :], [4, 4, 32]), [16, 32])
         acc0 = tl.dot(w, v0, acc0)
         acc1 = tl.dot(w, v1, acc1)
         acc2 = tl.dot(w, v2, acc2)
         acc3 = tl.dot(w, v3, acc3)
 
     total = tl.sum(total, 1)
-    minima0 = tl.sum(minima0, 1)
+    column = tl.arange(0, 8)[None, :]
+    own_column = (tl.arange(0, 4)[:, None, None] == (((((column // 1) >> 0 & 1) << 1) | (((column // 1) >> 1 & 1) << 0)))[None, :, :]) & (column < 4)[None, :, :]
+    own_column = tl.reshape(tl.broadcast_to(own_column, [4, 4, 8]), [16, 8])
+    minima0 = tl.sum(tl.where(own_column, minima0, 0.0), 1)
     acc0 = acc0 * 16777216.0 + minima0[:, None]
     acc1 = acc1 * 16777216.0 + minima0[:, None]
     acc2 = acc2 * 1048576.0 + minima0[:, None]

@@ -14,6 +14,19 @@ import triton.language as tl
 
 
 @triton.jit
+def times(n, SIZE: tl.constexpr, BITS: tl.constexpr):
+    """n * SIZE of n below 2^BITS, bit by bit.
+
+    The rows that one thread copies differ in some bits of their number alone, which are known when a kernel is compiled:
+    so the compiler sees that their addresses are a constant apart, and computes one of them.
+    """
+    whole = n % 2 * SIZE
+    for bit in tl.static_range(1, BITS):
+        whole += (n >> bit) % 2 * (SIZE << bit)
+    return whole
+
+
+@triton.jit
 def int8_at0_halves(x):
     """int8 in the lower byte of uint16 -> float16, exactly: x + 128 in the mantissa of 1024"""
     return tl.inline_asm_elementwise(
@@ -287,7 +300,7 @@ def decode_attention(
             page = tl.load(page_table_ptr + batch * page_table_s0 + (start // 64)).to(tl.int64)
             base = (page * 8 + head) * 64 + (start % 64)
             k_scale = tl.load(keys_scale_ptr + base + n).to(tl.float32)
-            k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 64 + n[:, None] * 64 + kw0)
+            k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 64 + (times(n, 64, 4)[:, None] + kw0))
             k0 = int8_at0_subnormals(k_words0)
             k1 = int8_at8_subnormals(k_words0)
             s = tl.dot(q0, tl.trans(k0), q_lowest)
@@ -295,7 +308,7 @@ def decode_attention(
             s = s * k_scale[None, :]
             s = s * row_scale[:, None]
             v_scale = tl.load(values_scale_ptr + base + n).to(tl.float32)
-            v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 64 + n[:, None] * 64 + vw0)
+            v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 64 + (times(n, 64, 4)[:, None] + vw0))
             v0 = int8_at0_halves(v_words0)
             v1 = int8_at8_halves(v_words0)
             v_exponent = log2_of(tl.maximum(v_scale, 5.960464477539063e-08))
@@ -325,7 +338,7 @@ def decode_attention(
             page = tl.load(page_table_ptr + batch * page_table_s0 + (start // 64)).to(tl.int64)
             base = (page * 8 + head) * 64 + (start % 64)
             k_scale = tl.load(keys_scale_ptr + base + n, mask=inside, other=0.0).to(tl.float32)
-            k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 64 + n[:, None] * 64 + kw0, mask=inside[:, None], other=0)
+            k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 64 + (times(n, 64, 4)[:, None] + kw0), mask=inside[:, None], other=0)
             k0 = int8_at0_subnormals(k_words0)
             k1 = int8_at8_subnormals(k_words0)
             s = tl.dot(q0, tl.trans(k0), q_lowest)
@@ -334,7 +347,7 @@ def decode_attention(
             s = s * row_scale[:, None]
             s = tl.where(inside[None, :], s, float("-inf"))
             v_scale = tl.load(values_scale_ptr + base + n, mask=inside, other=0.0).to(tl.float32)
-            v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 64 + n[:, None] * 64 + vw0, mask=inside[:, None], other=0)
+            v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 64 + (times(n, 64, 4)[:, None] + vw0), mask=inside[:, None], other=0)
             v0 = int8_at0_halves(v_words0)
             v1 = int8_at8_halves(v_words0)
             v_exponent = log2_of(tl.maximum(v_scale, 5.960464477539063e-08))

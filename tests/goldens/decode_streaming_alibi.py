@@ -13,6 +13,19 @@ import triton.language as tl
 
 
 @triton.jit
+def times(n, SIZE: tl.constexpr, BITS: tl.constexpr):
+    """n * SIZE of n below 2^BITS, bit by bit.
+
+    The rows that one thread copies differ in some bits of their number alone, which are known when a kernel is compiled:
+    so the compiler sees that their addresses are a constant apart, and computes one of them.
+    """
+    whole = n % 2 * SIZE
+    for bit in tl.static_range(1, BITS):
+        whole += (n >> bit) % 2 * (SIZE << bit)
+    return whole
+
+
+@triton.jit
 def decode_attention(
     q_ptr, q_s0, q_s1, q_s2,
     keys_data_ptr,
@@ -54,11 +67,11 @@ def decode_attention(
         start = tile * 128
         key = tl.where(((start + n) < 4), (start + n), (length - 1 - (((1019 + length - (start + n)) % 1020 + 1020) % 1020)))
         base = (batch * 32 + head) * 1024 + start
-        k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0)
+        k0 = tl.load(keys_data_ptr + base * 128 + (times(n, 128, 7)[:, None] + kc0))
         s = tl.dot(q0, tl.trans(k0))
         s = s * 0.12751743082459868
         s = s - slope[:, None] * (position - key[None, :]).to(tl.float32)
-        v0 = tl.load(values_data_ptr + base * 128 + n[:, None] * 128 + vc0)
+        v0 = tl.load(values_data_ptr + base * 128 + (times(n, 128, 7)[:, None] + vc0))
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])
@@ -76,12 +89,12 @@ def decode_attention(
         inside = start + n < end
         key = tl.where(((start + n) < 4), (start + n), (length - 1 - (((1019 + length - (start + n)) % 1020 + 1020) % 1020)))
         base = (batch * 32 + head) * 1024 + start
-        k0 = tl.load(keys_data_ptr + base * 128 + n[:, None] * 128 + kc0, mask=inside[:, None], other=0.0)
+        k0 = tl.load(keys_data_ptr + base * 128 + (times(n, 128, 7)[:, None] + kc0), mask=inside[:, None], other=0.0)
         s = tl.dot(q0, tl.trans(k0))
         s = s * 0.12751743082459868
         s = s - slope[:, None] * (position - key[None, :]).to(tl.float32)
         s = tl.where(inside[None, :], s, float("-inf"))
-        v0 = tl.load(values_data_ptr + base * 128 + n[:, None] * 128 + vc0, mask=inside[:, None], other=0.0)
+        v0 = tl.load(values_data_ptr + base * 128 + (times(n, 128, 7)[:, None] + vc0), mask=inside[:, None], other=0.0)
         highest = tl.maximum(top, tl.max(s, 1))
         alpha = tl.exp2(top - highest)
         p = tl.exp2(s - highest[:, None])

@@ -22,6 +22,10 @@ from kvcompile.kernels.triton.tile.values import Values
 from kvcompile.layouts import Paged, Scored, TopPages
 from kvcompile.specs import RotaryForm
 
+# Sums of a program for each slot of a tile, from which on they are many: of one warp and 32 slots, a thread has 64. To
+# scale them down takes as many instructions, and some ten to see whether that must be.
+_SUMS = 64
+
 
 @dataclass(frozen=True)
 class Attend:
@@ -110,6 +114,19 @@ class Attend:
         """Rows of the products."""
         return self.spec.block_m * self.stack
 
+    @property
+    def many_sums(self) -> bool:
+        """Whether a step's program has many sums for each slot of its tiles, as one of a single warp has."""
+        sums = self.rows * sum(self.values.of.pieces[index].block for index in self.values.indices)
+        return not self.many and sums >= _SUMS * self.spec.block_n
+
+    def narrow(self, part: TileLoader) -> bool:
+        """Whether numbers of groups of channels stay in float16, and minima are products (`minima.py`).
+
+        Where a program has several warps, what they make of a tile would go through shared memory once more.
+        """
+        return part.narrow and self.many_sums
+
     def groups(self, side: str) -> tuple[int, int]:
         """Groups of K's or V's channels that are rows of their own, and channels of one."""
         of = self.keys if side == "keys" else self.values.of
@@ -138,7 +155,11 @@ class Attend:
         slots = "slots" if self.in_order else str(layout.slots(None))
         if slots == "slots" and "slots16" in self.spec.options:
             slots = "slots_16"
-        return SlotArray("", slots, self.spec.num_kv_heads, self.spec.block_n, size, self.chosen)
+        # Where a loop has more to compute of its tiles, Triton makes such addresses anew, or hands them over.
+        by_bits = not (self.many or layout.in_keys or self.rotary)
+        return SlotArray(
+            "", slots, self.spec.num_kv_heads, self.spec.block_n, size, self.chosen, by_bits=by_bits
+        )
 
     @property
     def chosen(self) -> int:

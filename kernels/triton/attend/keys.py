@@ -114,7 +114,7 @@ def loaded(attend: Attend, source: SlotArray, side: str, masked: bool) -> list[s
     if rows:
         # The settled form of what is read in full may not be there yet.
         lines = ["every = inside", f"inside = {rows.settled_flag()}"]
-    lines += part.load_scales(source, masked)
+    lines += part.load_scales(source, masked, attend.narrow(part))
     if part.folded:
         lines += part.channel_scales(source)
     lines += dequantize.loaded(part, source, masked)

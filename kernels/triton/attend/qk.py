@@ -7,6 +7,7 @@ Keys in full have products of their own (`f`), which take the place of the other
 
 from __future__ import annotations
 
+from kvcompile.kernels.triton.attend import minima
 from kvcompile.kernels.triton.attend.context import Attend
 from kvcompile.kernels.triton.spec import DotType
 from kvcompile.kernels.triton.tile import dot_dtype, scores, stacking
@@ -27,7 +28,7 @@ def products(attend: Attend, masked: bool) -> list[str]:
             lines.append(f"{name} = {_dot(left, f'k{index}', name if count else first, keys.dot)}")
         numbers = {}
         for part, number in (("scale", group.scale), ("minimum", group.minimum)):
-            if number is None:
+            if number is None or (part == "minimum" and attend.narrow(keys)):
                 continue
             numbers[part] = f"{number}[None, :]"
             if group.groups > 1:
@@ -37,7 +38,9 @@ def products(attend: Attend, masked: bool) -> list[str]:
                 numbers[part] = f"{number}s"
         if group.scale:
             lines.append(f"{name} = {name} * {numbers['scale']}")
-        if group.minimum:
+        if group.minimum and attend.narrow(keys):
+            lines += minima.of_scores(attend, group.minimum, group.groups)
+        elif group.minimum:
             lines.append(f"{name} = {name} + q_sum{place}[:, None] * {numbers['minimum']}")
         if place:
             lines.append("s = s + t")

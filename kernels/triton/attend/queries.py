@@ -4,7 +4,8 @@ q[i]        piece i of a query's channels, [BLOCK_M, W]; q[i]_full for keys in f
 row_scale   of queries that are divided by their largest channel: it, the factor of scores, and what codes of all pieces
             are owed (`TileLoader.power`); what those of a piece are owed besides, its queries have, 2^8 at most
 q_lowest    what scores of signed codes that count from the lowest begin with (`TileLoader.from_lowest`)
-q_sum[g]    the sum of a group's channels, times which the minimum of a key enters its score
+q_sum[g]    the sum of a group's channels, times which the minimum of a key enters its score, or `q_minima`
+            (`minima.py`)
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import reduce
 
 import torch
 
+from kvcompile.kernels.triton.attend import minima
 from kvcompile.kernels.triton.attend.context import Attend
 from kvcompile.kernels.triton.tile import cache_positions, dot_dtype, scores, stacking
 from kvcompile.kernels.triton.tile.tile_loader import LEAST, TileLoader
@@ -59,7 +61,7 @@ def queries(attend: Attend) -> list[str]:
     if attend.stack > 1:
         lines += [f"q{index} = {_rows(attend, index, attend.groups('keys')[0])}" for index in every]
     for index, group in enumerate(keys.scales()):
-        if group.minimum is not None:
+        if group.minimum is not None and not attend.narrow(keys):
             wide = "" if attend.normalized else ".to(tl.float32)"
             total = over_channels(attend, "tl.sum", {i: f"q{i}{wide}" for i in group.pieces})
             # `row_scale` multiplies it as well, and a minimum is owed nothing.
@@ -72,6 +74,8 @@ def queries(attend: Attend) -> list[str]:
         owed = [keys.power(index) - unit for index in every]
         own = [f"(q{index} * {2.0**more})" if more else f"q{index}" for index, more in enumerate(owed)]
         lines += [f"q{index} = {own[index]}.to(tl.{keys.dot})" for index in every]
+    if attend.narrow(keys) and keys.scales()[0].minimum is not None:
+        lines += minima.of_queries(attend, {index: keys.power(index) - unit for index in every}, unit)
     if keys.from_lowest:
         total = over_channels(attend, "tl.sum", {i: f"q{i}.to(tl.float32)" for i in every})
         # 128 in the unit of the codes, of the queries as they are in products.

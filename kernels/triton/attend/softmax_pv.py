@@ -12,23 +12,26 @@ and nothing but the score is compared over a tile. `scale` is the largest of a t
 stands in full has 1. In float16, `top` is 12 less than the largest exponent: weights are at most 2^12, so that those
 down to 2^-26 of the largest keep all their bits (`HEADROOM`); what runs on is relative to `top` anyway.
 
+Where scales of groups stay in float16 (`Attend.narrow`), a weight is the product of two such numbers, and a tile's
+probabilities are at most 2^15 by its largest scale, or by 1: no token has an exponent of its own. Down to 2^-29 of the
+largest, times that scale, a probability keeps its bits, and so does a weight: of scales up to 1, all that float16 has.
+
 A step's rows are few, and its warps share the slots: there the total is kept for each place of a tile (`summed_late`),
 and is summed up once, behind the loops.
 """
 
 from __future__ import annotations
 
+from kvcompile.kernels.triton.attend import minima
 from kvcompile.kernels.triton.attend.context import Attend
 from kvcompile.kernels.triton.tile import dot_dtype, stacking
 from kvcompile.kernels.triton.tile.residual import InFull
 
 # Powers of two between the largest weight and 1: float16 has 2^16 above 1, and as many below it.
 HEADROOM = 12
+NARROW_HEADROOM = 15  # where scales are no part of the exponents: a probability, and it times its scale, are below 2^16
 # Numbers that summed up late take registers: of a program's, so many at most.
 _LATE = 2048
-# Sums of a program, for each slot of a tile, from which on it pays to see whether they must be scaled down: 64 and more
-# multiplications of a thread (32 slots, one warp), beside some ten instructions to see it.
-_SUMS = 64
 # Scales below are taken for it: what they scale is 0, or no scale could tell. float16 has no smaller one.
 _SMALLEST = {"float16": 2.0**-24}
 _SMALLEST_WIDE = 2.0**-80
@@ -37,16 +40,6 @@ _SMALLEST_WIDE = 2.0**-80
 def summed_late(attend: Attend) -> bool:
     """Whether rows are summed up behind the loops."""
     return not attend.many and attend.spec.block_m * attend.spec.block_n <= _LATE
-
-
-def scaled_seldom(attend: Attend) -> bool:
-    """Whether sums are scaled down only in a tile that has a larger score than all before it.
-
-    A factor of 1 leaves them as they are, and few tiles have a larger one: of scores in no order, the n-th with a
-    probability of 1/n. What it takes to look is a maximum of all rows, and a branch, in each tile.
-    """
-    sums = attend.rows * sum(attend.values.of.pieces[i].block for i in attend.values.indices)
-    return not attend.many and sums >= _SUMS * attend.spec.block_n
 
 
 def accumulators(attend: Attend) -> list[str]:
@@ -59,7 +52,9 @@ def accumulators(attend: Attend) -> list[str]:
     lines += [f"acc{i} = tl.zeros([{rows}, {values.of.pieces[i].block}], tl.float32)" for i in values.indices]
     sums = f"[{rows}, {attend.spec.block_n}]" if summed_late(attend) else f"[{rows}]"
     return lines + [
-        f"minima{p} = tl.zeros({sums}, tl.float32)" for p, g in enumerate(values.scales) if g.minimum
+        f"minima{p} = {minima.zeros(attend, g.groups) if attend.narrow(values.of) else f'tl.zeros({sums}, tl.float32)'}"
+        for p, g in enumerate(values.scales)
+        if g.minimum
     ]
 
 
@@ -84,29 +79,39 @@ def continued(attend: Attend) -> list[str]:
 
 def highest(attend: Attend, masked: bool) -> list[str]:
     """Lines that make the new maximum, `highest`, of `s`."""
-    lines = _bounded(attend, masked) if attend.values.normalized else []
-    less = f" - {HEADROOM}.0" if attend.values.dot == "float16" else ""
+    values = attend.values
+    less = f" - {HEADROOM}.0" if values.dot == "float16" else ""
+    if attend.narrow(values.of):
+        log2 = "log2_of" if values.of.assembly else "tl.log2"
+        lines = [f"v_power = {log2}(tl.maximum(tl.max(tl.max(v_scale, 1), 0).to(tl.float32), 1.0))"]
+        less = f" + (v_power - {NARROW_HEADROOM}.0)"
+    else:
+        lines = _bounded(attend, masked) if values.normalized else []
     return [*lines, f"highest = tl.maximum(top, tl.max(s, 1){less})"]
 
 
 def softmax(attend: Attend) -> list[str]:
     """Lines that make weights `w` and probabilities `p` of `s` and `highest`, and scale the sums down to that."""
     values = attend.values
-    seldom = scaled_seldom(attend)
     # Of a score that is no number as well.
-    lines = ["moved = (highest != top).to(tl.int32)"] if seldom else []
+    lines = ["moved = (highest != top).to(tl.int32)"] if attend.many_sums else []
     lines += [
         "alpha = tl.exp2(top - highest)",
         "p = tl.exp2(s - highest[:, None])",
         "top = highest",
     ]
-    if values.normalized:
+    if _by_token(attend):
         lines += ["e = p", "p = p * v_unit"]
     lines.append(_summed(attend, "total", "p"))
     if attend.stack > 1:
         lines.append(f"alpha = {stacking.repeated('alpha', attend.stack, attend.spec.block_m)}")
-    scaled = [f"acc{i} = acc{i} * alpha[:, None]" for i in values.indices]
-    if seldom:
+    sums = [f"acc{i}" for i in values.indices]
+    if attend.narrow(values.of):
+        sums += [f"minima{place}" for place, group in enumerate(values.scales) if group.minimum]
+    scaled = [f"{name} = {name} * alpha[:, None]" for name in sums]
+    if attend.many_sums:
+        # A factor of 1 leaves sums as they are, and few tiles have another: of scores in no order, the n-th is larger
+        # than all before it with a probability of 1/n. To look takes a maximum of all rows, and a branch, in each tile.
         lines.append("if tl.max(moved, 0) > 0:")
         return [*lines, *(f"    {line}" for line in scaled)]
     return lines + scaled
@@ -115,8 +120,10 @@ def softmax(attend: Attend) -> list[str]:
 def relative(attend: Attend, masked: bool) -> tuple[list[str], str]:
     """Between `highest` and `softmax`: lines that make `level` of the first scores; an expression, scores less that."""
     level = f"highest + {HEADROOM}.0" if attend.values.dot == "float16" else "highest"
+    if attend.narrow(attend.values.of):
+        level = f"highest + ({NARROW_HEADROOM}.0 - v_power)"
     # The exponent of a value's scale is in these scores, and is no part of what a query sees.
-    less = f" - v_exponent{_wide(attend, masked)}" if attend.values.normalized else ""
+    less = f" - v_exponent{_wide(attend, masked)}" if _by_token(attend) else ""
     return [f"level = tl.where(level > -1.0e30, level, {level})"], f"s - level[:, None]{less}"
 
 
@@ -163,18 +170,20 @@ def weigh(attend: Attend, masked: bool) -> list[str]:
     """Lines that add p v; of tiles that are not `masked`, none is read in full."""
     values, rows = attend.values, _in_full(attend, masked)
     lines: list[str] = []
-    whole = "e" if values.normalized else "p"
+    whole = "e" if _by_token(attend) else "p"
     if rows:
         flag = rows.flag_of_scores
         lines += [
             f"{whole}_full = tl.where({flag}, {whole}, 0.0)",
             f"{whole} = tl.where({flag}, 0.0, {whole})",
         ]
-        if values.normalized:
+        if _by_token(attend):
             lines.append(f"p = tl.where({flag}, 0.0, p)")
     exact = dot_dtype.precision(values.dot)
     alone = len(values.scales) == values.scales[0].groups == 1 and values.of.storage.scale.dtype in _SMALLEST
-    for place, group in enumerate(values.scales):
+    if attend.narrow(values.of):
+        lines += _weighed_in_float16(attend)
+    for place, group in enumerate(() if attend.narrow(values.of) else values.scales):
         scale, minimum = (_of_rows(attend, number, group.groups) for number in (group.scale, group.minimum))
         if minimum:
             if group.groups > 1:
@@ -201,6 +210,23 @@ def weigh(attend: Attend, masked: bool) -> list[str]:
     return lines
 
 
+def _weighed_in_float16(attend: Attend) -> list[str]:
+    """Lines that add p v, where probabilities take the scales of groups of channels in float16."""
+    values = attend.values
+    (group,) = values.scales
+    assert group.scale is not None
+    lines = ["w = p.to(tl.float16)", f"w = {_rows(attend, 'w')}"]
+    if group.minimum:
+        lines.append(minima.of_values(attend, 0, group.minimum, group.groups, "w"))
+    lines.append(f"w = w * {_of_rows(attend, group.scale, group.groups)}")
+    return [*lines, *(f"acc{i} = tl.dot(w, {values.name(i)}, acc{i})" for i in group.pieces)]
+
+
+def _by_token(attend: Attend) -> bool:
+    """Whether the exponent of a token's scale joins that of its score."""
+    return attend.values.normalized and not attend.narrow(attend.values.of)
+
+
 def _rows(attend: Attend, name: str) -> str:
     """An expression: a block of all heads and slots as rows of the products."""
     return stacking.repeated(name, attend.stack, attend.spec.block_m, attend.spec.block_n)
@@ -218,7 +244,11 @@ def finish(attend: Attend) -> list[str]:
     values, lines = attend.values, []
     if summed_late(attend):
         lines.append("total = tl.sum(total, 1)")
-        lines += [f"minima{p} = tl.sum(minima{p}, 1)" for p, g in enumerate(values.scales) if g.minimum]
+    for place, group in enumerate(values.scales):
+        if group.minimum and attend.narrow(values.of):
+            lines += minima.summed(attend, place, group.groups)
+        elif group.minimum and summed_late(attend):
+            lines.append(f"minima{place} = tl.sum(minima{place}, 1)")
     for place, group in enumerate(values.scales):
         for i in group.pieces:
             own = f"acc{i}"

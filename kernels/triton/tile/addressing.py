@@ -22,6 +22,7 @@ from kvcompile.kernels.triton.tile.symbolic import printed
 from kvcompile.layouts import symbols as sy
 from kvcompile.layouts.pages import offset, page_index
 
+_LONG = 32  # elements of a row: numbers of groups of channels are fewer
 _SLOT = sympy.Symbol("slot", integer=True, nonnegative=True)
 
 
@@ -33,6 +34,7 @@ class SlotArray:
     slots:  how many there are, a number, or the argument that says so; "slots_16" says how many times 16
     page_size: 0: dense
     packed: whether the tokens of all sequences stand in one row (`kernels/triton/packed.py`)
+    by_bits: whether addresses of long rows are sums over the bits of their numbers (`times` of the helpers)
     chosen: tokens of a page, where only pages that were chosen are read (`attend/keys.py`); 0: all slots are
     """
 
@@ -43,6 +45,7 @@ class SlotArray:
     page_size: int = 0
     chosen: int = 0
     packed: bool = False
+    by_bits: bool = False
 
     @property
     def at(self) -> str:
@@ -113,7 +116,10 @@ class SlotArray:
             pointer = f"{pointer}.to(tl.pointer_type(tl.uint16))"
         if self.gathers:
             return f"{pointer} + {base}[:, None] * {elements} + {channels}"
-        return f"{pointer} + {base} * {elements} + n[:, None] * {elements} + {channels}"
+        if not self.by_bits or elements < _LONG:  # of short rows a thread copies few
+            return f"{pointer} + {base} * {elements} + n[:, None] * {elements} + {channels}"
+        row = f"times(n, {elements}, {self.block_n.bit_length() - 1})[:, None]"
+        return f"{pointer} + {base} * {elements} + ({row} + {channels})"
 
     def numbers(self, name: str, elements: int = 1, index: int = 0) -> str:
         """Pointers [BLOCK_N] to number `index` of each row of part `name`."""

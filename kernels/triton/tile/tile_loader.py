@@ -148,6 +148,13 @@ class TileLoader:
         plain = element.kind == "uint" and element.bits in (2, 4)
         return (plain or self.from_lowest) and self.dot == "float16" and not whole
 
+    @property
+    def narrow(self) -> bool:
+        """Whether numbers of groups, which multiply rows of products (`stacking.py`), may stay in float16."""
+        kept = self.storage.scale
+        grouped = self.stack > 1 and self.scales()[0].groups > 1
+        return grouped and kept.dtype == "float16" and self.dot == "float16"
+
     def bit(self, index: int) -> int:
         """Of a piece of `subnormal` numbers: from which bit of float16 on its codes stand."""
         piece, bits = self.pieces[index], self.storage.element.bits
@@ -195,12 +202,12 @@ class TileLoader:
             case _:
                 return (Scales(every),)
 
-    def load_scales(self, source: SlotArray, masked: bool) -> list[str]:
-        """Lines that define what `scales` names, fp32 [BLOCK_N]."""
+    def load_scales(self, source: SlotArray, masked: bool, narrow: bool = False) -> list[str]:
+        """Lines that define what `scales` names, fp32 [BLOCK_N]. narrow: of groups, as they are stored, [BLOCK_N, groups]"""
         lines = []
         groups = self.scales()
         if groups[0].groups > 1:
-            return self._by_groups(source, groups[0], masked)
+            return self._by_groups(source, groups[0], masked, narrow)
         for part in ("scale", "minimum"):
             names = [name for group in groups if (name := getattr(group, part)) is not None]
             count = len(names)
@@ -213,14 +220,15 @@ class TileLoader:
                 lines.append(f"{name} = {scale_number(self.storage.scale, f'tl.load({at}{guard})')}")
         return lines
 
-    def _by_groups(self, source: SlotArray, own: Scales, masked: bool) -> list[str]:
+    def _by_groups(self, source: SlotArray, own: Scales, masked: bool, narrow: bool) -> list[str]:
         """Lines that load the numbers of all groups of a token, [BLOCK_N, groups]."""
         guard = ", mask=inside[:, None], other=0.0" if masked else ""
         lines = []
         for part, name in (("scale", own.scale), ("minimum", own.minimum)):
             if name is not None:
                 at = source.rows(f"{self.side}_{part}", own.groups, f"tl.arange(0, {own.groups})[None, :]")
-                lines.append(f"{name} = {scale_number(self.storage.scale, f'tl.load({at}{guard})')}")
+                number = f"tl.load({at}{guard})"
+                lines.append(f"{name} = {number if narrow else scale_number(self.storage.scale, number)}")
         return lines
 
     def _split(self, source: SlotArray, part: str, names: list[str], masked: bool) -> list[str]:

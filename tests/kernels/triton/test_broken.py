@@ -113,8 +113,8 @@ BROKEN: dict[str, tuple[Break, Case]] = {
         ),
         GATHERED,
     ),
-    "two parts of a bundle's list in one place": (
-        Break(("decode",), "segment = (sequence * 2 + own) * 2", "segment = sequence * 2 * 2"),
+    "a part of a bundle's list that is not joined": (
+        Break(("decode",), "- 1) // share - tl.program_id(0) + 1)", "- 1) // share - tl.program_id(0))"),
         BUNDLED,
     ),
     "a part that is not joined": (Break(("decode",), "// share - first + 1", "// share - first"), SEVERAL),
@@ -219,6 +219,22 @@ BROKEN: dict[str, tuple[Break, Case]] = {
     "no minimum of keys in a step": (
         Break(("decode",), "s = s + q_sum0[:, None] * ", "s = s + 0.0 * "),
         INT4,
+    ),
+    "minima of keys that are not the group's": (
+        Break(("decode",), "// 16 == column % 2)", "// 16 != column % 2)"),
+        replace(INT4, dtype=torch.float16),
+    ),
+    "what tf32 has of a query's sum, twice": (
+        Break(("decode",), "q_high, q_minima - q_high)", "q_high, q_high)"),
+        replace(INT4, dtype=torch.float16),
+    ),
+    "minima of values of another group": (
+        Break(("decode",), "(column // 1)", "(column ^ 1)"),
+        replace(INT4, dtype=torch.float16),
+    ),
+    "minima of values that are products, not rescaled": (
+        Break(("decode",), "    minima0 = minima0 * alpha[:, None]", "    minima0 = minima0"),
+        replace(INT4, dtype=torch.float16, chunks=LONG.chunks),
     ),
     "minima of values not rescaled": (
         Break(("decode",), "minima0 = minima0 * alpha[:, None]", "minima0 = minima0"),

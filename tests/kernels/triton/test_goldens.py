@@ -204,4 +204,4 @@ def test_branches_of_loops_that_are_pipelined_read_no_tile(name: str) -> None:
     assert loops
     branches = [inner for loop in loops for inner in ast.walk(loop) if isinstance(inner, ast.If)]
     lines = [ast.unparse(line) for branch in branches for line in (*branch.body, *branch.orelse)]
-    assert all(re.fullmatch(r"(acc\d) = \1 \* alpha\[:, None\]", line) for line in lines), lines
+    assert all(re.fullmatch(r"((?:acc|minima)\d) = \1 \* alpha\[:, None\]", line) for line in lines), lines
