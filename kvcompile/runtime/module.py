@@ -234,9 +234,8 @@ class CachedModel(nn.Module):
         first = cache.seq_lens if pads is None else cache.seq_lens - pads
         positions = first[:, None] + torch.arange(tokens, device=self.device)
         rows = cache.rows(pads) if self.program.states or cache.pools else None
-        self._prepare(
-            self._shapes(len(input_ids), tokens, max(kept, 1)), None
-        )  # what fails here writes nothing
+        # A compilation that fails, or is stopped, has written nothing.
+        self._prepare(self._shapes(len(input_ids), tokens, max(kept, 1)), None)
         cache.calls.begin()
         flat = self.run_pass(
             input_ids,
