@@ -248,8 +248,11 @@ class Loop:
 
     def _fail(self, ids: Iterable[int], error: BaseException) -> None:
         """Requests end with an error, and all that they had is given back."""
+        with_lost = (*ids, *self._passes.lost)
         failed = {
-            id_of.request.handle.id: id_of.request for id in ids if (id_of := self._texts.get(id)) is not None
+            id_of.request.handle.id: id_of.request
+            for id in with_lost
+            if (id_of := self._texts.get(id)) is not None
         }
         for request in failed.values():
             log.warning("request %s failed: %s", request.handle.id, error, exc_info=error)
