@@ -186,7 +186,9 @@ class Rows:
         if row is None:
             return
         self._at[row] = None
+        self._torn.add(row)
         self._clear_tables(row)
+        self._torn.discard(row)
 
     def _clear_tables(self, row: int) -> None:
         """All of them: what a write that failed has left is not in `_written`."""

@@ -130,10 +130,24 @@ def _first(own: Any) -> Any:
     """Fails the first time."""
     calls: list[int] = []
 
-    def drop(text: int) -> None:
-        calls.append(text)
+    def call(given: int) -> None:
+        calls.append(given)
         if len(calls) == 1:
             raise RuntimeError("out of memory")
-        own(text)
+        own(given)
 
-    return drop
+    return call
+
+
+def test_who_cannot_leave_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last token is there, and what it has cannot be given back: nobody waits for it for ever."""
+    with Stepped(module("pages")) as engine:
+        short, other = engine.submit([5, 6], some(3)), engine.submit([7, 8], some(6))
+        engine.turn()
+        monkeypatch.setattr(engine._passes.rows, "_clear_tables", _first(engine._passes.rows._clear_tables))
+        for _ in range(10):
+            engine.turn()
+        assert short.done and told(short) is None and told(other) is not None
+        again = engine.submit([5, 6], some(3))
+        engine.finish([again])
+        assert nothing_left(engine)
