@@ -100,7 +100,8 @@ class Loop:
             self._step()
         except Exception as error:  # a defect of ours
             log.exception("the engine's step failed")
-            self._fail(self._texts, error, everyone)
+            self._fail(list(self._texts), error, everyone)
+            self._scheduler.begin_again()
 
     def _enter(self, request: LiveRequest) -> None:
         with self._changed:

@@ -151,3 +151,27 @@ def test_who_cannot_leave_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         again = engine.submit([5, 6], some(3))
         engine.finish([again])
         assert nothing_left(engine)
+
+
+def test_a_plan_that_fails_keeps_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has taken pages, and which of them are in a table nobody knows; the next requests have all of them."""
+    with Stepped(module("pages")) as engine:
+        first = engine.submit(LONG, some(6))
+        expected = engine.finish([first])[0].tokens
+        running = engine.submit([5, 6], some(9))
+        engine.turn()
+        take, taken = engine._scheduler._take, []
+
+        def taking(number: int, moves: Any) -> int:
+            taken.append(take(number, moves))
+            if len(taken) == 2:
+                raise MemoryError
+            return taken[-1]
+
+        monkeypatch.setattr(engine._scheduler, "_take", taking)
+        failing = engine.submit(LONG[::-1], some(6))
+        engine.turn()
+        monkeypatch.undo()
+        assert len(taken) == 2 and told(running) is None and told(failing) is None and nothing_left(engine)
+        again = engine.submit(LONG, some(6))
+        assert engine.finish([again])[0].tokens == expected and nothing_left(engine)
