@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -95,11 +95,13 @@ class Loop:
             notes, self._inbox = self._inbox, []
         for texts, note in notes:
             self._guarded(texts, note)
+        everyone = self._requests_of(self._texts)
         try:
             self._step()
         except Exception as error:  # a defect of ours
             log.exception("the engine's step failed")
-            self._fail(list(self._texts), error)
+            self._fail(list(self._texts), error, everyone)
+            self._scheduler.begin_again()
 
     def _enter(self, request: LiveRequest) -> None:
         with self._changed:
@@ -141,10 +143,11 @@ class Loop:
 
     def _guarded(self, texts: Sequence[int], run: Callable[[], None]) -> None:
         """A pass that fails takes the requests in it along, and no others."""
+        before = self._requests_of(texts)
         try:
             run()
         except Exception as error:
-            self._fail(texts, error)
+            self._fail(texts, error, before)
 
     def _decode(self, batch: Sequence[int]) -> None:
         """The next token of every text of a batch."""
@@ -246,12 +249,23 @@ class Loop:
         self._requests.pop(request.handle.id, None)
         self._changed.notify_all()
 
-    def _fail(self, ids: Iterable[int], error: BaseException) -> None:
-        """Requests end with an error, and all that they had is given back."""
-        failed = {
-            id_of.request.handle.id: id_of.request for id in ids if (id_of := self._texts.get(id)) is not None
-        }
-        for request in failed.values():
+    def _requests_of(self, ids: Iterable[int]) -> dict[str, LiveRequest]:
+        """The requests of these texts, as far as they are here, by name."""
+        lives = [self._texts[id] for id in ids if id in self._texts]
+        return {live.request.handle.id: live.request for live in lives}
+
+    def _fail(
+        self, ids: Iterable[int], error: BaseException, before: Mapping[str, LiveRequest] | None = None
+    ) -> None:
+        """Requests end with an error, and all that they had is given back.
+
+        before: requests that were here when what failed began; where one has not ended by now, it is told, even if
+            none of its texts is here any more
+        """
+        with_lost = (*ids, *self._passes.lost)
+        for request in {**(before or {}), **self._requests_of(with_lost)}.values():
+            if self._requests.get(request.handle.id) is not request:
+                continue  # it has ended
             log.warning("request %s failed: %s", request.handle.id, error, exc_info=error)
             for live in request.texts:
                 if live.text.id in self._texts:

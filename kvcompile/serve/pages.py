@@ -106,6 +106,11 @@ class Pages:
 
     def __init__(self, group: Group):
         self.group = group
+        self.clear()
+
+    def clear(self) -> None:
+        """All pages are free, whoever had them."""
+        group = self.group
         self._references = [0] * (group.pages + 1)
         # Nobody's pages, the next to be taken first: free ones before cached ones.
         self._nobodys: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, group.pages + 1))

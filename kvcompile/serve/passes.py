@@ -50,6 +50,11 @@ class Passes:
         """Why no pass can run any more; None: passes can."""
         return None
 
+    @property
+    def lost(self) -> list[int]:
+        """Texts that a failure has left with a part of what they had, whether they were meant or not."""
+        return self.rows.lost
+
     def idle(self) -> None:
         """Called while there is nothing to do."""
 
@@ -83,24 +88,34 @@ class Passes:
 
     def move(self, moves: Sequence[Move], computed: dict[int, int]) -> None:
         """Carry out moves, one after the other; computed: tokens that each text that comes back has in the cache."""
-        fetched = self.tiers.fetched
-        for move in moves:
-            match move:
-                case Copy():
-                    self.rows.copy_pages([move])
-                case Drop(text):
-                    self.rows.drop(text)
-                case Out(text, tables):
-                    self._on_host[text] = self.rows.state(text, tables)
-                case In(text, tables):
-                    self.rows.restore(text, computed[text], tables, self._on_host.pop(text))
-                case Down():
-                    self._keep_page(move)
-                case Up(_, group, page, key):
-                    self.rows.fill_page(group, page, fetched(key))
-                case Restore(text, tokens, row, slots, pages):
-                    self.rows.resume(text, tokens, pages, fetched(row), [fetched(key) for key in slots])
+        try:
+            for move in moves:
+                self._do(move, computed)
+        except Exception:
+            for move in moves:  # who has given way has no row, whatever became of the others
+                if isinstance(move, Drop):
+                    self.rows.drop(move.text)
+            raise
         self.tiers.release()
+
+    def _do(self, move: Move, computed: dict[int, int]) -> None:
+        """Carry out a move, as `move`."""
+        fetched = self.tiers.fetched
+        match move:
+            case Copy():
+                self.rows.copy_pages([move])
+            case Drop(text):
+                self.rows.drop(text)
+            case Out(text, tables):
+                self._on_host[text] = self.rows.state(text, tables)
+            case In(text, tables):
+                self.rows.restore(text, computed[text], tables, self._on_host.pop(text))
+            case Down():
+                self._keep_page(move)
+            case Up(_, group, page, key):
+                self.rows.fill_page(group, page, fetched(key))
+            case Restore(text, tokens, row, slots, pages):
+                self.rows.resume(text, tokens, pages, fetched(row), [fetched(key) for key in slots])
 
     def _keep_page(self, down: Down) -> None:
         """Keep what a page holds; where that fails it is forgotten, and nobody misses it."""

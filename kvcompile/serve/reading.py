@@ -43,10 +43,8 @@ class Reading:
     def take(self, key: Key) -> Item | None:
         """What the store has under a key, as `Store.load`; it is read here if nobody asked for it."""
         future = self._asked.pop(key, None)
-        if future is None:
-            return self._store.load(key)
         try:
-            return future.result()
+            return self._store.load(key) if future is None else future.result()
         except Exception:  # what cannot be read is not there
             log.exception("an item of the store could not be read")
             return None

@@ -81,6 +81,8 @@ class Rows:
         self._at: list[int | None] = [None] * rows  # which text is in a row
         self._row: dict[int, int] = {}
         self._tokens = [0] * rows
+        # Rows that were changing places when something failed: what is in them is nobody's, and their tables too.
+        self._torn: set[int] = set()
         self.in_bundles = any(pool.triton for pool in shape.pools)
         self._ordered: frozenset[int] = frozenset()  # the texts that stand in the order of their pages
         # Pools whose pages say which texts begin alike: of all tokens, and those of windows that are released last.
@@ -153,9 +155,20 @@ class Rows:
 
     def _enter(self, text: int) -> None:
         row = self._at.index(None)
+        if row in self._torn:
+            self._clear_tables(row)
+            self._torn.discard(row)
         self._at[row], self._row[text] = text, row
         self._tokens[row] = 0
         self._ordered = frozenset()
+
+    @property
+    def lost(self) -> list[int]:
+        """Texts whose rows were changing places when something failed, as memory may run out in their midst.
+
+        Such a text need not be one of the pass that failed: it may only have stood where one of those had to.
+        """
+        return [text for row in sorted(self._torn) if (text := self._at[row]) is not None]
 
     def note(self, text: int, tokens: int) -> None:
         """So many tokens of a text are in its row."""
@@ -173,13 +186,21 @@ class Rows:
         if row is None:
             return
         self._at[row] = None
+        self._torn.add(row)
+        self._clear_tables(row)
+        self._torn.discard(row)
+
+    def _clear_tables(self, row: int) -> None:
+        """All of them: what a write that failed has left is not in `_written`."""
         for name, written in zip(self._tables, self._written[row], strict=True):
-            self.buffers[name][row, : len(written)] = 0
+            self.buffers[name][row] = 0
             written.clear()
 
     def _exchange(self, one: int, other: int) -> None:
         """Texts of two rows, of which one may be nobody's, change places."""
         self._ordered = frozenset()
+        torn = self._torn & {one, other}
+        self._torn |= {one, other}  # until the lists below say what the buffers hold
         tokens = max(self._tokens[one], self._tokens[other])
         for name in self._own:
             parts = [self._used(name, self.buffers[name][row], tokens) for row in (one, other)]
@@ -193,6 +214,9 @@ class Rows:
             text = self._at[row]
             if text is not None:
                 self._row[text] = row
+        # A row that nobody entered since it was torn has its tables still, now in the other place.
+        self._torn -= {one, other}
+        self._torn |= {one + other - row for row in torn}
 
     # ---- pages
 

@@ -103,6 +103,19 @@ class Scheduler:
         self._give_back(text)
         self._came_back(id)
 
+    def begin_again(self) -> None:
+        """A plan was not made to its end, and its texts have ended: pages that it took for none of them are free again.
+
+        What was found by a key is forgotten, as no plan says what has become of it.
+        """
+        assert not self.texts, "whose plan has failed has ended"
+        for pages in self.pages:
+            pages.clear()
+        self._on_host.clear()
+        self._below.limit(self._host_room)
+        self._reads = None
+        self._below.forget()
+
     def _of(self, *states: State) -> list[Text]:
         return sorted((t for t in self.texts.values() if t.state in states), key=lambda t: t.order)
 

@@ -145,6 +145,21 @@ def test_a_full_disk_costs_no_more_than_what_it_would_keep(
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes")
+def test_a_disk_that_does_not_answer_has_nothing(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored(disk, 1)
+    name, own = disk._path(KEYS[0]).name, os.stat
+
+    def stat(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        if str(path).endswith(name):
+            raise OSError(errno.EIO, "input/output error")
+        return own(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert not disk.lookup(KEYS[0])
+    monkeypatch.undo()
+    assert disk.lookup(KEYS[0])
+
+
 def test_its_secret_is_its_owners_alone(tmp_path: Path) -> None:
     disk = Disk(tmp_path / "store", 1 << 20)
     disk.close()
