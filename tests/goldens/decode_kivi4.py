@@ -13,19 +13,6 @@ import triton.language as tl
 
 
 @triton.jit
-def times(n, SIZE: tl.constexpr, BITS: tl.constexpr):
-    """n * SIZE of n below 2^BITS, bit by bit.
-
-    The rows that one thread copies differ in some bits of their number alone, which are known when a kernel is compiled:
-    so the compiler sees that their addresses are a constant apart, and computes one of them.
-    """
-    whole = n % 2 * SIZE
-    for bit in tl.static_range(1, BITS):
-        whole += (n >> bit) % 2 * (SIZE << bit)
-    return whole
-
-
-@triton.jit
 def bits4_at0_halves(x):
     """4 bits from bit 0 on of uint16 -> float16, exactly: in the mantissa of 1024, two numbers in two instructions."""
     return tl.inline_asm_elementwise(
@@ -314,7 +301,7 @@ def decode_attention(
         start = tile * 64
         base = (batch * 8 + head) * slots + start
         base_32 = (batch * 8 + head) * ((slots + 31) // 32 * 32) + start
-        k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base_32 * 32 + (times(n, 32, 6)[:, None] + kw0))
+        k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base_32 * 32 + n[:, None] * 32 + kw0)
         k_groups = base_32 // 32 + tl.arange(0, 2)[:, None]
         k_scale = tl.reshape(tl.load(keys_scale_ptr.to(tl.pointer_type(tl.uint32)) + k_groups * 64 + (tl.arange(0, 64)[None, :])), [2, 2, 32])
         k_scale0, k_scale2 = tl.split(tl.permute(k_scale, [0, 2, 1]))
@@ -340,7 +327,7 @@ def decode_attention(
         s = s * row_scale[:, None]
         v_scale = tl.load(values_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
         v_minimum = tl.load(values_minimum_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
-        v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 32 + (times(n, 32, 6)[:, None] + vw0))
+        v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 32 + n[:, None] * 32 + vw0)
         v0 = bits4_at0_subnormals(v_words0)
         v1 = bits4_at8_subnormals(v_words0)
         v2 = bits4_at4_subnormals(v_words0)
@@ -382,7 +369,7 @@ def decode_attention(
         v_in_full = ((key >= (length - 128))) & inside
         every = inside
         inside = (inside & ~k_in_full)
-        k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base_32 * 32 + (times(n, 32, 6)[:, None] + kw0), mask=inside[:, None], other=0)
+        k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base_32 * 32 + n[:, None] * 32 + kw0, mask=inside[:, None], other=0)
         k_groups = base_32 // 32 + tl.arange(0, 2)[:, None]
         k_scale = tl.reshape(tl.load(keys_scale_ptr.to(tl.pointer_type(tl.uint32)) + k_groups * 64 + (tl.arange(0, 64)[None, :]), mask=(start + tl.arange(0, 2)[:, None] * 32 < end), other=0), [2, 2, 32])
         k_scale0, k_scale2 = tl.split(tl.permute(k_scale, [0, 2, 1]))
@@ -423,7 +410,7 @@ def decode_attention(
         inside = (inside & ~v_in_full)
         v_scale = tl.load(values_scale_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
         v_minimum = tl.load(values_minimum_ptr + base * 4 + n[:, None] * 4 + tl.arange(0, 4)[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-        v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 32 + (times(n, 32, 6)[:, None] + vw0), mask=inside[:, None], other=0)
+        v_words0 = tl.load(values_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 32 + n[:, None] * 32 + vw0, mask=inside[:, None], other=0)
         v0 = bits4_at0_subnormals(v_words0)
         v1 = bits4_at8_subnormals(v_words0)
         v2 = bits4_at4_subnormals(v_words0)

@@ -156,7 +156,7 @@ class Attend:
         if slots == "slots" and "slots16" in self.spec.options:
             slots = "slots_16"
         # Where a loop has more to compute of its tiles, Triton makes such addresses anew, or hands them over.
-        by_bits = not (self.many or layout.in_keys or self.rotary)
+        by_bits = not (self.many or layout.in_keys or self.rotary or self.mixed)
         return SlotArray(
             "", slots, self.spec.num_kv_heads, self.spec.block_n, size, self.chosen, by_bits=by_bits
         )

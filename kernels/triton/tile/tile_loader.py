@@ -203,7 +203,10 @@ class TileLoader:
                 return (Scales(every),)
 
     def load_scales(self, source: SlotArray, masked: bool, narrow: bool = False) -> list[str]:
-        """Lines that define what `scales` names, fp32 [BLOCK_N]. narrow: of groups, as they are stored, [BLOCK_N, groups]"""
+        """Lines that define what `scales` names, fp32 [BLOCK_N].
+
+        narrow: numbers of groups as they are stored, [BLOCK_N, groups]
+        """
         lines = []
         groups = self.scales()
         if groups[0].groups > 1:
