@@ -25,6 +25,7 @@ from kvcompile.specs import RotaryForm
 # Sums of a program for each slot of a tile, from which on they are many: of one warp and 32 slots, a thread has 64. To
 # scale them down takes as many instructions, and some ten to see whether that must be.
 _SUMS = 64
+_ROWS = 16  # of a product of one warp
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,10 @@ class Attend:
     def narrow(self, part: TileLoader) -> bool:
         """Whether numbers of groups of channels stay in float16, and minima are products (`minima.py`).
 
-        Where a program has several warps, what they make of a tile would go through shared memory once more.
+        Where a program has several warps, what they make of a tile would go through shared memory once more; as has one
+        whose rows (16 heads, four times each) are more than a product of one warp has.
         """
-        return part.narrow and self.many_sums
+        return part.narrow and self.many_sums and self.rows <= _ROWS
 
     def groups(self, side: str) -> tuple[int, int]:
         """Groups of K's or V's channels that are rows of their own, and channels of one."""
