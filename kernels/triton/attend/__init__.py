@@ -119,7 +119,8 @@ def generate(spec: KernelSpec) -> KernelSource:
         rows=work_list.heads(spec),
         members=work_list.members(spec),
         at_once=work_list.AT_ONCE,
-        looked_at=work_list.LOOKED_AT,
+        # Beside tokens in full no register is left for where a search began: these look from the first sequence on.
+        looked_at=work_list.AT_ONCE if attend.mixed else work_list.LOOKED_AT,
         options=spec.options,
         queries=[*constants(attend), *scale, *queries(attend)],
         accumulators=(continued if "continued" in spec.options else accumulators)(attend),
