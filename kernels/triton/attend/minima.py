@@ -28,19 +28,16 @@ _TF32 = -(2**13)  # a mask: the bits of float32 that tf32 has
 def of_queries(attend: Attend, owed: Mapping[int, int], unit: int) -> list[str]:
     """Lines that define `q_minima`, of queries as they are in products.
 
-    owed: of each piece, the power of two by which its queries are larger than they are;
-    unit: what scores are owed
+    owed: of each piece, the power of two by which its queries are larger than they are; unit: what scores are owed
     """
     keys, group = attend.keys, attend.keys.scales()[0]
     count, columns = group.groups, max(_LEAST, 2 * group.groups)
     lines = [f"column = tl.arange(0, {columns})[None, :]"]
-    sums = ""
-    for i, power in owed.items():
+    for place, (i, power) in enumerate(owed.items()):
         channel = f"tl.trans({keys.letter}c{i}) // {keys.dim // count}"
         ones = f"tl.where(({channel} == column % {count}) & (column < {2 * count}), {2.0**-power}, 0.0)"
-        onto = f", {sums}" if sums else ""
+        onto = ", q_minima" if place else ""
         lines.append(f"q_minima = tl.dot(q{i}, {ones}.to(tl.{keys.dot}){onto})")
-        sums = "q_minima"
     return [
         *lines,
         *([f"q_minima = q_minima * {2.0**-unit!r}"] if unit else []),

@@ -29,9 +29,8 @@ from kvcompile.kernels.triton.tile.residual import InFull
 
 # Powers of two between the largest weight and 1: float16 has 2^16 above 1, and as many below it.
 HEADROOM = 12
-NARROW_HEADROOM = (
-    15  # where scales are no part of the exponents: a probability, and it times its scale, are below 2^16
-)
+# Where scales are no part of the exponents: a probability, and it times its scale, are below 2^16.
+NARROW_HEADROOM = 15
 # Numbers that summed up late take registers: of a program's, so many at most.
 _LATE = 2048
 # Scales below are taken for it: what they scale is 0, or no scale could tell. float16 has no smaller one.

@@ -272,7 +272,7 @@ def test_the_figures_of_a_kernel_whose_loop_is_known(together: dict[str, Assembl
     assert elements(request("decode", "baseline:causal", "llama", 90).spec) == 64 * 256
     assert made.loads == {128: 64 * 256 * 2 // 16 // 128}
     assert made.products == 2 * (16 * 64 * 128) // (16 * 8 * 16) // 4
-    assert made.per_element is not None and 1.7 < made.per_element < 2.5
+    assert made.per_element is not None and 1.7 < made.per_element < 2.1
     assert made.instructions == round(made.per_element * 64 * 256 / 128)
     assert len(made.main_loop) >= made.instructions and "HMMA" in "".join(made.main_loop)
     assert elements(request("combine", "kivi4:causal", "llama", 90).spec) is None
