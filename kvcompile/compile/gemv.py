@@ -11,15 +11,16 @@ faster, on GPUs one:
 
 Packages have the kernels linked in (`targets/aoti/kernels.py`), and the loop where there is none.
 
-For more than one row, which is decided while tracing, the BLAS stays. On CPUs there are four exceptions where the
-kernel could run, and one of `kernels/cpp/include/linear_many.cpp` or `linear_few.cpp` takes its place:
+For more than one row, which is decided while tracing, the BLAS stays. On CPUs there are five exceptions where the
+kernel could run, and `kernels/cpp/include/linear_rows.cpp` takes its place:
 
 | rows | why |
 |---|---|
 | any, where the processor has no products of the weights' dtype | bfloat16 with AVX2 alone: 18 GFLOP/s, float32 110 |
 | any in bfloat16, where the processor multiplies float32 faster | 512 rows 285 GFLOP/s, BLAS 168 (`products.py`) |
-| up to 64, in float32, which is seen when they come | weights are read once: 8 rows of SmolLM2 30 ms, BLAS 92 |
-| up to 16, in bfloat16 where the kernel has its products | 8 rows of SmolLM2 18 ms, BLAS 37 |
+| up to 64, in float32, which is seen when they come | weights are read once: 8 rows of SmolLM2 23 ms, BLAS 60 |
+| up to 16, in bfloat16 where the kernel has its products | 8 rows of SmolLM2 13 ms, BLAS 30 |
+| any in float32, and up to 256 in bfloat16, on AMD's processors | MKL has AVX2 there: 64 rows 90 ms, BLAS 145 |
 
 Layers of one vector (queries, keys and values; gate and up) are one call of the kernel. On a CPU threads begin, and
 wait for each other at the end, once for all of them: with a neighbour on a core, that wait is most of a step. On a GPU

@@ -50,9 +50,11 @@ def text_of(spec: str) -> KernelText:
         own = CppSpec.from_json(spec)
         return KernelText(f"{own.role}_{own.key}", generate(own))
     name, model = spec.split()
-    return KernelText(
-        f"{name}_{model}", (INCLUDE / f"{name}.cpp").read_text("utf-8"), (f"-DKV_MODEL={model}",)
-    )
+    file = _LINEAR if name == _LINEAR else f"{_LINEAR}_rows"
+    # What is taken in any number is multiplied as floats (`linear_spec`).
+    floats = ("-DKV_FLOATS",) if name == f"{_LINEAR}_many" else ()
+    text = (INCLUDE / f"{file}.cpp").read_text("utf-8")
+    return KernelText(f"{name}_{model}", text, (f"-DKV_MODEL={model}", *floats))
 
 
 def compiled(text: KernelText, own: Isa) -> Path:

@@ -159,7 +159,11 @@ At linears(const At& x, const std::vector<kv::Tensor>& layers, const std::string
   const int64_t *sizes = x.sizes(), last = x.dims() - 1;
   std::vector<int64_t> size(sizes, sizes + last);
   size.push_back(0);
-  for (size_t i = 0; i < layers.size(); i += 2) size.back() += layers[i].size[0];
+  for (size_t i = 0; i < layers.size(); i += 2) {
+    if (layers[i].dims != 2 || layers[i].size[1] != sizes[last])
+      throw std::runtime_error("a C++ kernel of linear layers needs a column of a weight for each channel of x");
+    size.back() += layers[i].size[0];
+  }
   At out = empty(size, dense(size), x);
   std::vector<kv::Tensor> tensors{seen(out), vectors(x, "x")};
   tensors.insert(tensors.end(), layers.begin(), layers.end());
@@ -178,8 +182,19 @@ At linears(const At& x, const std::vector<At>& weights, const std::vector<At>& b
   return linears(x, layers, spec);
 }
 
-// How many rows a kernel of few is faster at than PyTorch's library, which packs the weights first.
-int64_t most_rows(const At& x) { return x.dtype() == aoti_torch_dtype_float32() ? kv::FEW_ROWS : kv::FEW_HALVES; }
+#if defined(__x86_64__)
+const bool AMD = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
+#else
+constexpr bool AMD = false;
+#endif
+
+// How many rows a kernel is faster at than PyTorch's library. On AMD's processors that multiplies floats by AVX2 (MKL), and
+// takes as long as the kernel of many bfloat16 (oneDNN).
+int64_t most_rows(const At& x) {
+  const bool floats = x.dtype() == aoti_torch_dtype_float32();
+  if (AMD) return floats ? INT64_MAX : kv::MANY_HALVES;
+  return floats ? kv::FEW_ROWS : kv::FEW_HALVES;
+}
 
 At library_linear(const At& x, const At& weight, const At& bias) {
   // What is called takes what it is given: holds of its own, and of a tensor that may be none the place of one.

@@ -27,35 +27,31 @@ constexpr int even(int n) {
   return (n + PAIR<T> - 1) / PAIR<T> * PAIR<T>;
 }
 
-// c [TILE_ROWS][V * W] += a [TILE_ROWS][depth], rows LDA apart, times columns of b, which has N of them.
-template <int V, int LDA, int N>
-inline void multiply(const float* a, const float* b, int depth, Vec (&c)[TILE_ROWS][V]) {
-  for (int k = 0; k < depth; ++k) {
-    Vec column[V];
+// c [R][V * W] += one number of each of R rows, `lda` apart, times a packed row of columns; pairs of them, of pairs.
+template <int R, int V>
+inline void step(const float* a, int64_t lda, const float* b, Vec (&c)[R][V]) {
+  Vec column[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) column[v] = load(b + k * N + v * W);
+  for (int v = 0; v < V; ++v) column[v] = load(b + v * W);
 #pragma GCC unroll 8
-    for (int m = 0; m < TILE_ROWS; ++m) {
-      const Vec own = set1(a[m * LDA + k]);
+  for (int m = 0; m < R; ++m) {
+    const Vec own = set1(a[m * lda]);
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) c[m][v] = fma(own, column[v], c[m][v]);
-    }
+    for (int v = 0; v < V; ++v) c[m][v] = fma(own, column[v], c[m][v]);
   }
 }
 #if defined(KV_PAIRS)
 
-template <int V, int LDA, int N>
-inline void multiply(const bf16* a, const bf16* b, int depth, Vec (&c)[TILE_ROWS][V]) {
-  for (int k = 0; k < depth; k += 2) {
-    Pairs column[V];
+template <int R, int V>
+inline void step(const bf16* a, int64_t lda, const bf16* b, Vec (&c)[R][V]) {
+  Pairs column[V];
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) column[v] = load_pairs(b + k * N + v * 2 * W);
+  for (int v = 0; v < V; ++v) column[v] = load_pairs(b + v * 2 * W);
 #pragma GCC unroll 8
-    for (int m = 0; m < TILE_ROWS; ++m) {
-      const Pairs own = set1_pair(a + m * LDA + k);
+  for (int m = 0; m < R; ++m) {
+    const Pairs own = set1_pair(a + m * lda);
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) c[m][v] = dot(own, column[v], c[m][v]);
-    }
+    for (int v = 0; v < V; ++v) c[m][v] = dot(own, column[v], c[m][v]);
   }
 }
 #endif
@@ -68,7 +64,7 @@ inline void multiply_into(const T* a, const T* b, int depth, float by, float* c)
   for (int m = 0; m < TILE_ROWS; ++m)
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) total[m][v] = GAIN ? load(c + m * LDC + v * W) : set1(0.0f);
-  multiply<V, LDA, N>(a, b, depth, total);
+  for (int k = 0; k < depth; k += PAIR<T>) step<TILE_ROWS>(a + k, LDA, b + k * N, total);
 #pragma GCC unroll 8
   for (int m = 0; m < TILE_ROWS; ++m)
 #pragma GCC unroll 8
@@ -83,6 +79,32 @@ inline void matmul(const T* a, const T* b, int depth, float by, float* c) {
     multiply_into<TILE_WIDTH, LDA, N, LDC, GAIN>(a, b + n * PAIR<T>, depth, by, c + n);
   constexpr int left = N / W % TILE_WIDTH;
   if constexpr (left != 0) multiply_into<left, LDA, N, LDC, GAIN>(a, b + n * PAIR<T>, depth, by, c + n);
+}
+
+// to [W][W], rows apart by their strides, becomes `from` with rows and columns changed. One address at a time is computed:
+// GCC has all of them first otherwise, more than there are registers.
+inline void transpose(const Word* from, int64_t stride, Word* to, int64_t to_stride) {
+  transpose_of(
+      [&] {
+        const Words own = words(from);
+        from += stride;
+        asm("" : "+r"(from));
+        return own;
+      },
+      to, to_stride);
+}
+
+// The same of numbers that become floats.
+template <class M>
+inline void transpose_wide(const M* from, int64_t stride, Word* to, int64_t to_stride) {
+  transpose_of(
+      [&] {
+        const Words own = words(load(from));
+        from += stride;
+        asm("" : "+r"(from));
+        return own;
+      },
+      to, to_stride);
 }
 
 // Elements of a vector as they are held.

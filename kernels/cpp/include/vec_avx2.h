@@ -75,10 +75,29 @@ inline Vec exp(Vec x) {
 inline bool all_below(Vec a, Vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NLT_UQ)) == 0; }
 inline bool any_above(Vec a, Vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
 
-// to [W][W], rows apart by their strides, becomes `from` with rows and columns changed.
-inline void transpose(const Word* from, int64_t stride, Word* to, int64_t to_stride) {
-  for (int j = 0; j < W; ++j)
-    for (int i = 0; i < W; ++i) to[j * to_stride + i] = from[i * stride + j];
+using Words = __m256;
+inline Words words(const Word* p) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p)); }
+inline Words words(Vec x) { return x; }
+
+// to [W][W], rows to_stride apart, becomes the W rows that `row` gives one after another, rows and columns changed.
+template <class Row>
+inline void transpose_of(const Row& row, Word* to, int64_t to_stride) {
+  __m256 quad[8];
+  for (int i = 0; i < 8; i += 4) {
+    const __m256 a = row(), b = row(), c = row(), d = row();
+    const __m256d ab = _mm256_castps_pd(_mm256_unpacklo_ps(a, b)), cd = _mm256_castps_pd(_mm256_unpacklo_ps(c, d));
+    const __m256d AB = _mm256_castps_pd(_mm256_unpackhi_ps(a, b)), CD = _mm256_castps_pd(_mm256_unpackhi_ps(c, d));
+    // quad[i + j]: rows i to i + 3 of columns j and 4 + j
+    quad[i] = _mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd));
+    quad[i + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd));
+    quad[i + 2] = _mm256_castpd_ps(_mm256_unpacklo_pd(AB, CD));
+    quad[i + 3] = _mm256_castpd_ps(_mm256_unpackhi_pd(AB, CD));
+  }
+  auto* out = reinterpret_cast<float*>(to);
+  for (int j = 0; j < 4; ++j) {
+    _mm256_storeu_ps(out + j * to_stride, _mm256_permute2f128_ps(quad[j], quad[4 + j], 0x20));
+    _mm256_storeu_ps(out + (4 + j) * to_stride, _mm256_permute2f128_ps(quad[j], quad[4 + j], 0x31));
+  }
 }
 
 // Lane j of the result is the sum of row j.

@@ -102,12 +102,16 @@ inline Vec exp(Vec x) {
   return _mm512_maskz_mov_ps(there, _mm512_scalef_ps(y, k));
 }
 
-// to [W][W], rows apart by their strides, becomes `from` with rows and columns changed.
-inline void transpose(const Word* from, int64_t stride, Word* to, int64_t to_stride) {
+using Words = __m512i;
+inline Words words(const Word* p) { return _mm512_loadu_si512(p); }
+inline Words words(Vec x) { return _mm512_castps_si512(x); }
+
+// to [W][W], rows to_stride apart, becomes the W rows that `row` gives one after another, rows and columns changed.
+template <class Row>
+inline void transpose_of(const Row& row, Word* to, int64_t to_stride) {
   __m512i quad[16];
   for (int i = 0; i < 16; i += 4) {
-    const __m512i a = _mm512_loadu_si512(from + i * stride), b = _mm512_loadu_si512(from + (i + 1) * stride);
-    const __m512i c = _mm512_loadu_si512(from + (i + 2) * stride), d = _mm512_loadu_si512(from + (i + 3) * stride);
+    const __m512i a = row(), b = row(), c = row(), d = row();
     const __m512i ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
     const __m512i AB = _mm512_unpackhi_epi32(a, b), CD = _mm512_unpackhi_epi32(c, d);
     // quad[i + j]: rows i to i + 3 of column j of each four columns

@@ -77,10 +77,26 @@ inline float exp2_short(float x) {
 }
 inline Vec exp2_short(Vec x) { KV_LANES(exp2_short(x.x[i])); }
 #endif
-// to [W][W], rows apart by their strides, becomes `from` with rows and columns changed.
-inline void transpose(const Word* from, int64_t stride, Word* to, int64_t to_stride) {
-  for (int j = 0; j < W; ++j)
-    for (int i = 0; i < W; ++i) to[j * to_stride + i] = from[i * stride + j];
+struct Words {
+  Word x[W];
+};
+inline Words words(const Word* p) {
+  Words out;
+  std::memcpy(out.x, p, sizeof out.x);
+  return out;
+}
+inline Words words(Vec a) {
+  Words out;
+  std::memcpy(out.x, a.x, sizeof out.x);
+  return out;
+}
+// to [W][W], rows to_stride apart, becomes the W rows that `row` gives one after another, rows and columns changed.
+template <class Row>
+inline void transpose_of(const Row& row, Word* to, int64_t to_stride) {
+  for (int i = 0; i < W; ++i) {
+    const Words own = row();
+    for (int j = 0; j < W; ++j) to[j * to_stride + i] = own.x[j];
+  }
 }
 template <int COUNT, class F>
 inline void of_each(const F& f, const Vec* x, float* out) {

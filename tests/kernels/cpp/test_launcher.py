@@ -15,7 +15,7 @@ from kvcompile.kernels.cpp.host import compiler, ops, source
 
 HEADERS = Path(torch.__file__).parent / "include"
 CALLS, MOST = 20_000, 1 << 20  # calls, and bytes that a process may grow by: a text that stays has 64
-ROWS = 80  # more than kernels of few rows take: PyTorch's own linear layer is called
+ROWS = 300  # of bfloat16, more than kernels of few rows take: PyTorch's own linear layer is called
 
 
 def _agree(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
@@ -53,9 +53,9 @@ def _resident() -> int:
 def test_calls_leave_nothing_behind(rows: int) -> None:
     """Texts, lists, tensors that may be none, results: of each call, all is given back."""
     ops.ready()
-    x, weight, bias = torch.ones(rows, 8), torch.ones(8, 8), torch.ones(8)
-    spec = f"linear_few {source.MODELS[torch.float32]}"
-    alone, count = source.linear_spec(torch.float32), CALLS // rows
+    x, weight, bias = (torch.ones(size, dtype=torch.bfloat16) for size in ((rows, 8), (8, 8), (8,)))
+    spec = f"linear_few {source.MODELS[torch.bfloat16]}"
+    alone, count = source.linear_spec(torch.bfloat16), CALLS // rows
 
     def called() -> Tensor:
         for _ in range(count):
@@ -69,8 +69,15 @@ def test_calls_leave_nothing_behind(rows: int) -> None:
     assert _resident() - before < MOST
 
 
-def test_what_pytorch_refuses_is_told() -> None:
+@pytest.mark.parametrize(
+    ("rows", "said"), [(1, "for each channel"), (20, "for each channel"), (ROWS, "PyTorch refuses")]
+)
+def test_a_weight_of_other_channels_is_refused(rows: int, said: str) -> None:
+    """Whoever multiplies: the kernel would read what is not there."""
     ops.ready()
-    spec = f"linear_few {source.MODELS[torch.float32]}"
-    with pytest.raises(RuntimeError, match="PyTorch refuses a linear layer"):
-        ops.cpp_linear(torch.ones(ROWS, 8), torch.ones(8, 4), None, spec)
+    x, weight = torch.ones(rows, 8, dtype=torch.bfloat16), torch.ones(8, 4, dtype=torch.bfloat16)
+    spec = f"linear_few {source.MODELS[torch.bfloat16]}"
+    with pytest.raises(RuntimeError, match=said):
+        ops.cpp_linear(x, weight, None, spec)
+    with pytest.raises(RuntimeError, match="for each channel"):
+        ops.cpp_linears(x[:1], [weight, weight], [], source.linear_spec(torch.bfloat16))

@@ -1,0 +1,39 @@
+// A linear layer of more than one token: y[m][n] = sum over k of x[m][k] w[n][k], + b[n], with sums in float. KV_FLOATS: its
+// numbers are multiplied as floats, for a processor that has no products of their dtype, or whose products of float are
+// faster.
+
+#include KV_VECTORS
+#include "attend.h"
+#include "call.h"
+#include "codes.h"
+#include "linear_few.h"
+#include "linear_many.h"
+
+using namespace kv;
+
+namespace {
+
+#if defined(KV_FLOATS)
+using Multiplied = float;
+#else
+using Multiplied = Operand<KV_MODEL>;
+#endif
+
+// Whether vectors are so few that packing weights for them takes longer than it spares. Where numbers are packed as they are
+// and vectors are wide it never does, but that long rows are read faster as they lie.
+bool few(int64_t rows, int64_t channels) {
+  if (W >= 16 && std::is_same_v<Multiplied, KV_MODEL>) return rows <= 8 && channels >= 2048;
+  return rows <= 16;
+}
+
+}  // namespace
+
+extern "C" void kvcompile_kernel(const Call* call) {
+  enum { OUT, X, WEIGHT, BIAS };
+  const Tensor &out = call->tensors[OUT], &x = call->tensors[X], &weight = call->tensors[WEIGHT], &bias = call->tensors[BIAS];
+  int64_t rows = 1;
+  for (int64_t i = 0; i + 1 < x.dims; ++i) rows *= x.size[i];
+  if (rows == 0) return;
+  if (few(rows, weight.size[1])) return few_rows<KV_MODEL>(*call, out, x, weight, bias, rows);
+  many_rows<KV_MODEL, Multiplied>(*call, out, x, weight, bias, rows);
+}
