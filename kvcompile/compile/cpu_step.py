@@ -22,6 +22,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -40,7 +41,8 @@ log = logging.getLogger(__name__)
 
 Outputs = tuple[Tensor, ...]
 Step = Callable[[dict[str, Any]], Outputs]
-_MOST = 4  # steps that are kept; each has the tensors that it computes
+# Steps that are kept, each with the tensors that it computes: so many bytes of them, but so many steps in any case.
+_BYTES, _LEAST = 64 << 20, 4
 # Names that a program of Inductor's may ask for: what is under `torch` goes through the dispatcher, where it is seen.
 _HARMLESS = {"torch", "device", "reinterpret_tensor", "assert_size_stride", "assert_alignment"}
 _EMPTY, _ENTRY = "empty_strided_cpu", "kernel"
@@ -51,7 +53,7 @@ class _Otherwise(Exception):
     """Why a step cannot be noted."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Known:
     """A step that was noted.
 
@@ -64,6 +66,12 @@ class _Known:
     outputs: Outputs
     kept: list[Tensor]
     names: list[str]
+
+    @cached_property
+    def bytes(self) -> int:
+        """Of the memory that is its own."""
+        own = [*self.kept, *self.outputs, *(x for x in self.inputs.values() if isinstance(x, Tensor))]
+        return sum({x.data_ptr(): x.untyped_storage().nbytes() for x in own}.values())
 
 
 class CpuSteps:
@@ -121,7 +129,8 @@ class CpuSteps:
             self.clear()
             self._place = place
         key = (shapes, *((name, _kind(value)) for name, value in moving.items()))
-        if (known := self._known.get(key)) is not None:
+        if (known := self._known.pop(key, None)) is not None:
+            self._known[key] = known  # the newest
             for name, value in moving.items():
                 if isinstance(value, Tensor):
                     known.inputs[name].copy_(value)
@@ -143,9 +152,9 @@ class CpuSteps:
             self.problems[shapes] = recorder.problem
             log.debug("steps of %s are not noted: %s", shapes, recorder.problem)
             return outputs
-        while len(self._known) >= _MOST:
-            del self._known[next(iter(self._known))]
         self._known[key] = _Known(recorder.program, own, outputs, recorder.kept, recorder.names)
+        while len(self._known) > _LEAST and sum(step.bytes for step in self._known.values()) > _BYTES:
+            del self._known[next(iter(self._known))]
         log.debug("noted a step: %s, %d calls", shapes, len(recorder.program))
         return tuple(map(_copy, outputs))
 

@@ -156,12 +156,14 @@ class Executor:
                     values.pop(name, None)
         return tuple(values[name] if name in values else weights[name] for name in self.regions.outputs)
 
+    def notes(self, shapes: ShapeClass) -> bool:
+        """Whether calls of such a step may be noted: compiled code makes them, and nothing known is against it."""
+        return self.compiled and not self.regions.eager and shapes not in self.steps.problems
+
     def step(
         self, shapes: ShapeClass, moving: dict[str, Any], fixed: dict[str, Tensor], version: int
     ) -> tuple[Tensor, ...]:
-        """As `run`, of one token a sequence on a CPU, where it can be by calls that were noted; see `CpuSteps.run`."""
-        if not self.compiled or self.regions.eager:
-            return self.run(shapes, moving | fixed)
+        """As `run`, of one token a sequence on a CPU, by calls that were noted; see `CpuSteps.run`."""
         programs = self._programs[shapes]
         return self.steps.run(
             shapes, lambda inputs: self.run(shapes, inputs), programs, moving, fixed, version

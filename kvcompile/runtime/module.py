@@ -285,13 +285,14 @@ class CachedModel(nn.Module):
         if program.takes_past_length:
             # Filled there: a tensor made of a Python number would be copied, and a copy waits for the device.
             inputs["past_length"] = torch.full((), columns, dtype=torch.int64, device=self.device)
-        inputs["span"] = self._span(columns + tokens, captured)
+        shapes = self._shapes(len(input_ids), tokens, max(kept, 1))
+        noted = tokens == 1 and version is not None and self._steps_on_cpu and self.executor.notes(shapes)
+        inputs["span"] = self._span(columns + tokens, captured or noted)
         if program.states and not captured:  # what is captured has no modules that run as Python
             inputs["rows"] = torch.tensor(rows)
         # A chunk in the middle of a prompt still computes one row of logits: the graph has no form without.
         if program.takes_logits_to_keep:
             inputs["logits_to_keep"] = torch.arange(tokens - max(kept, 1), tokens, device=self.device)
-        shapes = self._shapes(len(input_ids), tokens, max(kept, 1))
         self._prepare(shapes, None)
         sizes = (len(input_ids), tokens, max(kept, 1))
         with self.group.used() if self.group is not None else nullcontext():
@@ -299,7 +300,8 @@ class CachedModel(nn.Module):
             if captured:
                 assert version is not None
                 outputs = self.executor.replay(shapes, inputs, fixed, version)
-            elif tokens == 1 and version is not None and self._steps_on_cpu:
+            elif noted:
+                assert version is not None
                 outputs = self.executor.step(shapes, inputs, fixed, version)
             else:
                 outputs = self.executor.run(shapes, inputs | fixed)
@@ -333,7 +335,8 @@ class CachedModel(nn.Module):
     def _span(self, tokens: int, captured: bool) -> int:
         """Slots to read of contiguous layers that have so many tokens; 0 where there are none.
 
-        A captured step has its span in it, so there are few: powers of two, and the capacity.
+        A step that is captured, or noted (`cpu_step.py`), has its span in it, so there are few: powers of two, and the
+        capacity. What runs then reads as many slots as there are tokens, whatever the span.
         """
         step = max(_GRAPH_SPAN, 1 << (tokens - 1).bit_length()) if captured else SPAN_STEP
         return min(self.cache.span, -(-tokens // step) * step)

@@ -85,6 +85,46 @@ def test_steps_have_the_same_bits(recipe: str) -> None:
     assert noted.executor.steps.count
 
 
+def test_texts_of_many_lengths_share_a_step() -> None:
+    """What is noted reads as many slots as there are tokens, so its span is a power of two, and at least 512."""
+    noted, plain = pair("baseline", max_tokens=1024)
+    for tokens, count in ((5, 1), (130, 1), (600, 2), (70, 2)):
+        prompt(noted, plain, tokens)
+        go(noted, plain, 4)
+        assert noted.executor.steps.count == count, tokens
+        for module in (noted, plain):
+            module.reset()
+
+
+@pytest.mark.parametrize(("room", "left"), [(1 << 20, 10), (0, 4)])
+def test_steps_are_kept_as_far_as_memory_goes(room: int, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that ran last: texts come and go, and a step of as many as before need not be noted again."""
+    monkeypatch.setattr(cpu_step, "_BYTES", room)
+    ops.ready()
+    weight, made, steps = torch.randn(3, 8), [], cpu_step.CpuSteps()
+
+    def step(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
+        made.append(inputs["number"])
+        return (ops.cpp_linear(inputs["x"], inputs["weight"], None, "linear float"),)
+
+    def run(number: int) -> Tensor:
+        x = torch.randn(1, 8)
+        (out,) = steps.run("all", step, [], {"x": x, "number": number}, {"weight": weight}, 0)
+        assert torch.allclose(out, x @ weight.T, atol=1e-5)
+        return out
+
+    run(0)  # the first of a class runs as it is
+    for number in range(10):
+        run(number)
+        run(0)
+    assert steps.count == left
+    made.clear()
+    for number in (0, 9, 8, 7):
+        run(number)
+    assert made == [], "the last ones are there"
+    assert room == 0 or all(known.bytes >= 4 * (8 + 3) for known in steps._known.values())
+
+
 def test_what_a_step_gave_stays() -> None:
     noted, plain = pair("baseline")
     prompt(noted, plain)
