@@ -36,8 +36,8 @@ CPP = (
     broken(
         "the step that is forgotten is the one that ran last",
         "kvcompile/compile/cpu_step.py",
-        "        if (known := self._known.pop(key, None)) is not None:\n            self._known[key] = known  # the newest\n",
-        "        if (known := self._known.get(key)) is not None:\n",
+        "self._known.pop(key, None)) is not None:\n            self._known[key] = known  # the newest\n",
+        "self._known.get(key)) is not None:\n",
         "tests/compile/test_cpu_step.py",
     ),
     broken(
