@@ -133,7 +133,7 @@ def build(
         tell = tell or (lambda stage, done, total: None)
         fast = _built(model, front, checked, tell, started, runs, parallel, device_mesh)
     if fast.group is None:  # a rank's weights are its own
-        fast.watch_weights()
+        fast.watch_original(front.captured.changing)
     return fast
 
 

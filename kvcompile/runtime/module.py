@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from kvcompile.compile.sizes import Number, Symbolic
 from kvcompile.errors import ExportError, InputError, KVCompileError
 from kvcompile.original.adapters import Adapters
 from kvcompile.original.digest import of_model
+from kvcompile.original.python_state import PythonState
 from kvcompile.passes.stages.stage import STAGE_IN
 from kvcompile.pipeline import Analysis
 from kvcompile.plan import Plan
@@ -67,6 +68,7 @@ class CachedModel(nn.Module):
         self.whole_weights: str | None = None  # a rank's: the digest of all of them
         self._weights: Weights | None = None
         self._adapters: Adapters | None = None
+        self._python: PythonState | None = None
         self._prepared: set[ShapeClass] = set()
         self._packed: PackedProgram | None = None
         self.train(False)
@@ -136,10 +138,16 @@ class CachedModel(nn.Module):
             )
         return handle
 
-    def watch_weights(self) -> None:
-        """From now on, calls are refused once the original has other weights than this module computes with."""
-        self._weights = Weights(self.model, self.program.reads(self.executor.regions.weights))
+    def watch_original(self, changing: Collection[tuple[str, str]] = ()) -> None:
+        """From now on, calls tell where the original has other weights or Python than this module computes with.
+
+        Args:
+            changing: what its forwards change by themselves (see `PythonState`).
+        """
+        read = self.program.reads(self.executor.regions.weights)
+        self._weights = Weights(self.model, read)
         self._adapters = Adapters(self.model)
+        self._python = PythonState(self.model, read, changing)
 
     def weights_digest(self) -> str:
         """A hash of every byte of the weights, and of the config: about a second for each GB."""
@@ -394,8 +402,9 @@ class CachedModel(nn.Module):
             )
         if self._adapters is not None:
             self._adapters.check()
-        if self._weights is not None:
+        if self._weights is not None and self._python is not None:
             self._weights.check()
+            self._python.check(self.model, tensors=not self._weights.moved)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         probe = torch.zeros(1, dtype=self.dtype, device=self.device)

@@ -6,6 +6,27 @@ from tests.breaks.broken import broken
 
 PRODUCT = (
     broken(
+        "a module that was replaced is not looked for",
+        "kvcompile/original/python_state.py",
+        "self._children_now() == self._children\n",
+        "True\n",
+        "tests/original/test_python_state.py",
+    ),
+    broken(
+        "values of attributes are not compared",
+        "kvcompile/original/python_state.py",
+        "and list(map(dict.get, self._owners, self._keys)) == self._values\n",
+        "\n",
+        "tests/original/test_python_state.py",
+    ),
+    broken(
+        "what forwards change by themselves is told",
+        "kvcompile/original/python_state.py",
+        "if (path, name) in changing or (of_library and name in _NO_MATTER):",
+        "if of_library and name in _NO_MATTER:",
+        "tests/original/test_python_state.py",
+    ),
+    broken(
         "an entry's name begins another's",
         "kvcompile/targets/aoti/package.py",
         'Entry("batch_decode", "decode", one=True',
