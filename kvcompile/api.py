@@ -44,6 +44,7 @@ from kvcompile.pipeline import (
     plan_for,
     rewrite,
     rewrite_part,
+    tabulated,
     understand,
 )
 from kvcompile.plan import INDUCTOR, Plan
@@ -349,6 +350,7 @@ def _emit(
         None
         if stage is None or front.staging is None
         else OfStage(stage.takes, stage.gives, front.staging.outputs, whole),
+        () if group is not None else tabulated(front, rewritten),
     )
     model = model if group is None else skeleton(model)
     kind: type[CachedModel] = PlainCachedModel

@@ -6,6 +6,7 @@ A graph has all of it as it was when the model was optimized. What has changed s
 |---|---|
 | a module is replaced or taken away (`model.lm_head = ..`, `del layers[1]`), a list of modules grows | InputError |
 | a module gets another `forward` or class, or its class another `forward` | InputError |
+| a buffer that is not saved changes in place, and something was computed from it | InputError |
 | forward hooks come or go | a warning, once |
 | an attribute, a config's field, or a buffer that is not saved has another value | a warning, once |
 
@@ -58,9 +59,12 @@ class _Place:
     def changed(self, tensors: bool) -> bool:
         now = self.owner.get(self.key)
         if isinstance(now, Tensor) or isinstance(self.was, Tensor):
-            written = now is self.was and self.version is not None and now._version != self.version
-            return tensors and (written or not _same(now, self.was))
+            return tensors and not _same(now, self.was)
         return not _same(now, self.was)
+
+    def written(self) -> bool:
+        now = self.owner.get(self.key)
+        return now is self.was and self.version is not None and now._version != self.version
 
     def told(self) -> str:
         now = self.owner.get(self.key)
@@ -73,7 +77,7 @@ class _Place:
     def take(self) -> None:
         """What is there now is what is known."""
         now = self.owner.get(self.key)
-        if isinstance(now, Tensor) and (now is not self.was or self.version is not None):
+        if now is not self.was:
             self.version = _version(now)
         self.was = _kept(now)
 
@@ -131,6 +135,7 @@ class PythonState:
             return
         self._check_modules()
         self._check_forwards()
+        self._check_written()
         self._tell_of_hooks()
         self._tell_of_values(tensors)
         self._know()
@@ -174,6 +179,11 @@ class PythonState:
         for kind, forward in self._forwards.items():
             if kind.forward is not forward:
                 raise _other(f"{kind.__name__}.forward is another function")
+
+    def _check_written(self) -> None:
+        for place in self._places:
+            if place.written():
+                raise _other(f"{place.label} was changed in place, and what was computed from it was not")
 
     def _tell_of_hooks(self) -> None:
         names, self._hook_counts = hooks_of(self._model), list(map(len, self._hooks))

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import kvcompile
 from kvcompile.errors import InputError
-from kvcompile.original.python_state import PythonState
 from tests.support.models import NanoGPT, make, tiny_hf
 
 EAGER: dict[str, Any] = {"compile": {"mode": "none"}, "verify": "off", "max_tokens": 64}
@@ -254,24 +253,30 @@ def test_what_changes_nothing_is_not_told(change: Callable[[Any], None]) -> None
         torch.testing.assert_close(found, getattr(wanted, "logits", wanted), atol=2e-5, rtol=1e-4)
 
 
-def test_what_is_written_into_a_table_that_is_read_elsewhere_is_told() -> None:
-    """A tensor that the graph reads may change; one that something was computed from may not."""
+def test_what_a_table_was_computed_from_may_not_be_written_into() -> None:
+    """One layer reads the frequencies where they stand, and the other has a table that was made of them."""
+    model: Any = tiny_hf("llama")
+    in_cache = {"kind": "sink_window", "sinks": 2, "window": 30, "positions": "in_cache"}
+    table = {"where": {"range": [1, 1]}, "cache": {"retention": in_cache}}
+    fast, same = (kvcompile.optimize(model, {"layers": layers}, **EAGER) for layers in ([table], []))
+    fast(IDS)
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    with pytest.raises(InputError, match=r"inv_freq was changed in place, and what was computed from it"):
+        fast(IDS[:, :1])
+    with torch.no_grad():
+        torch.testing.assert_close(same(IDS).logits, model(IDS).logits, atol=2e-5, rtol=1e-4)
 
-    class Tabled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("read", torch.ones(3), persistent=False)
-            self.register_buffer("folded", torch.ones(3), persistent=False)
 
-    model: Any = Tabled()
-    state = PythonState(model, [model.read])
-    model.read.mul_(2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        state.check(model)
-    model.folded.mul_(2)
-    with pytest.warns(UserWarning, match="folded has changed"):
-        state.check(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        state.check(model)
+def test_a_table_that_grows_with_the_text() -> None:
+    """Of dynamic RoPE: another tensor beyond the length that it was made for, and a number that is none at first."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model: Any = tiny_hf("llama", rope_parameters=rope, max_position_embeddings=64)
+    fast = kvcompile.optimize(model, **EAGER)
+    with torch.no_grad():
+        for tokens in (IDS, IDS.repeat(1, 5), IDS):
+            wanted = model(tokens).logits
+            fast.reset()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = fast(IDS).logits
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
