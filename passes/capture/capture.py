@@ -55,6 +55,7 @@ from kvcompile.passes.probe.steps import Steps
 from kvcompile.passes.recurrent.replay import prove
 from kvcompile.passes.recurrent.state import StateRefused, attributes_restored, find_states
 from kvcompile.passes.table import disabled, graph_pass
+from kvcompile.util.serial import as_the_caller
 
 log = logging.getLogger(__name__)
 
@@ -516,7 +517,7 @@ def _differs(captured: Captured, inputs: tuple[Tensor, ...], output: Any) -> str
 def _declined(model: nn.Module, first: str, size: tuple[int, int]) -> str:
     """What a model raises for token ids of this size, in a line; empty: nothing."""
     (ids,) = example(CapturedInputs(False, False), *size, 1, device_of(model))
-    with eval_mode(model), attributes_restored(model), torch.no_grad():
+    with eval_mode(model), attributes_restored(model), torch.no_grad(), as_the_caller():
         try:
             model(**{first: ids})
         except Exception as error:  # a model raises anything
