@@ -326,6 +326,7 @@ def test_a_saved_text_of_something_else(llama: nn.Module, tmp_path: Path) -> Non
         b"",
         b"no safetensors at all",
         whole[:200] + b"\xff" * 40 + whole[240:],
+        whole[:-20] + bytes([whole[-20] ^ 1]) + whole[-19:],  # a number that looks like any other
     ):
         path.write_bytes(broken)
         with pytest.raises(InputError):
