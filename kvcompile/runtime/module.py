@@ -151,6 +151,10 @@ class CachedModel(Fixed):
         self._adapters = Adapters(self.model)
         self._python = PythonState(self.model, read, changing)
 
+    def stamp(self) -> int:
+        """Of the weights as they are: another number once something was written into them."""
+        return 0 if self._weights is None else self._weights.stamp()
+
     def weights_digest(self) -> str:
         """A hash of every byte of the weights, and of the config: about a second for each GB."""
         return of_model(self.model) if self.whole_weights is None else self.whole_weights
@@ -232,6 +236,8 @@ class CachedModel(Fixed):
                 self.group.agree(input_ids, attention_mask)
             pads = pads_of(self.cache, input_ids, attention_mask, self.program.ragged)
             self.cache.allocate(batch, tokens, pads)
+            if not self.cache.columns:
+                self.cache.stamp = self.stamp()
             with self.cache.whole(tokens):
                 captured = self.executor.graphs is not None
                 self.cache.hold(self._span(self.cache.columns + tokens, captured), pads)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Proxy
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from kvcompile.errors import InputError
 
@@ -26,7 +25,7 @@ def check_untraced(input_ids: Any) -> None:
         torch._C._get_tracing_state() is not None  # torch.jit.trace
         or isinstance(input_ids, (FakeTensor, Proxy))
         or (isinstance(input_ids, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(input_ids))
-        or get_proxy_mode() is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None  # of this thread
     ):
         raise InputError(
             "this call is traced (torch.jit.trace, torch.export, torch.fx or torch.vmap), and a trace would have this "

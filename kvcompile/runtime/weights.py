@@ -101,6 +101,10 @@ class Weights:
                 self._tell(known)
                 return
 
+    def stamp(self) -> int:
+        """Another number whenever something was written into a weight, as PyTorch counts it."""
+        return sum(tensor._version for tensor in self._plain if not tensor.is_inference())
+
     def _unchanged(self) -> bool:
         """Quick: this is asked at every call."""
         return (

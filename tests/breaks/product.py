@@ -27,6 +27,13 @@ PRODUCT = (
         "tests/original/test_python_state.py",
     ),
     broken(
+        "a text of other weights is gone on with",
+        "kvcompile/runtime/handle.py",
+        "if cache.stamp != self.module.stamp():",
+        "if False:",
+        "tests/runtime/test_handle.py::test_a_text_of_other_weights_is_not_gone_on_with",
+    ),
+    broken(
         "a saved text is not compared with its hash",
         "kvcompile/runtime/saved.py",
         'if _content(tensors, told["seen"]) != told["content"]:',
