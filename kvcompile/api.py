@@ -44,6 +44,7 @@ from kvcompile.pipeline import (
     plan_for,
     rewrite,
     rewrite_part,
+    tabulated,
     understand,
 )
 from kvcompile.plan import INDUCTOR, Plan
@@ -133,7 +134,7 @@ def build(
         tell = tell or (lambda stage, done, total: None)
         fast = _built(model, front, checked, tell, started, runs, parallel, device_mesh)
     if fast.group is None:  # a rank's weights are its own
-        fast.watch_weights()
+        fast.watch_original(front.captured.changing)
     return fast
 
 
@@ -349,6 +350,7 @@ def _emit(
         None
         if stage is None or front.staging is None
         else OfStage(stage.takes, stage.gives, front.staging.outputs, whole),
+        () if group is not None else tabulated(front, rewritten),
     )
     model = model if group is None else skeleton(model)
     kind: type[CachedModel] = PlainCachedModel

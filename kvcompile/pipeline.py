@@ -25,6 +25,7 @@ from kvcompile.passes.capture.opaque import describe, states_of
 from kvcompile.passes.capture.python_step import give_steps
 from kvcompile.passes.detect.detect import Detection, detect
 from kvcompile.passes.detect.rotation import NotRotary, Rotations
+from kvcompile.passes.graph import ancestors
 from kvcompile.passes.graph_module import module_of
 from kvcompile.passes.probe.evaluate import fetch_attr
 from kvcompile.passes.records import AttentionSite, NoMatch, RopeSpec
@@ -346,6 +347,13 @@ def rewrite(front: Front, plan: Plan) -> tuple[Rewritten, dict[str, Tensor]]:
         ):
             constants[name] = value.float().contiguous().to(table.device)
     return rewritten, constants
+
+
+def tabulated(front: Front, rewritten: Rewritten) -> tuple[Tensor, ...]:
+    """The weights that the constants of a cached graph are computed from."""
+    rotations = [rotation for table in rewritten.ropes for rotation in (table.rope.k, table.rope.q)]
+    nodes = ancestors([node for rotation in rotations for node in rotation.tables])
+    return tuple(fetch_attr(front.canonical, str(node.target)) for node in nodes if node.op == "get_attr")
 
 
 def _positions(decision: Decision, plan: Plan) -> int:

@@ -27,6 +27,7 @@ from kvcompile.compile import ahead
 from kvcompile.compile.generated import function_of
 from kvcompile.compile.inductor import Compiled, ShapeClass
 from kvcompile.compile.instruction_sets import COMPILING
+from kvcompile.util.libraries import is_whole
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +135,9 @@ def _install(folder: Path) -> None:
     """Put libraries where Inductor looks for them."""
     for path in sorted(folder.rglob("*.so")):
         place = Path(cache_dir()) / path.relative_to(folder)
-        if not place.exists():
+        if not is_whole(path):
+            raise OSError(f"{path} is damaged")
+        if not is_whole(place):
             place.parent.mkdir(parents=True, exist_ok=True)
             beside = place.with_name(f".{place.name}.{os.getpid()}")
             shutil.copyfile(path, beside)

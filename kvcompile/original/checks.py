@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -9,6 +10,10 @@ from torch import Tensor, nn
 
 from kvcompile.errors import ModelError
 
+GLOBAL_HOOKS: tuple[Mapping[int, Any], ...] = (
+    nn.modules.module._global_forward_pre_hooks,
+    nn.modules.module._global_forward_hooks,
+)
 _HEADS = ("Classification", "QuestionAnswering", "MultipleChoice", "RewardModel")
 
 
@@ -64,10 +69,16 @@ def hooks_of(model: nn.Module) -> list[str]:
     """Forward hooks that a user has put on modules: "path (function)"; not those that transformers puts itself."""
     found = []
     for path, module in model.named_modules():
-        for hook in chain(module._forward_pre_hooks.values(), module._forward_hooks.values()):
-            if not str(getattr(hook, "__module__", "")).startswith(("transformers.", "torch.")):
-                name = getattr(hook, "__qualname__", type(hook).__name__)
-                found.append(f"{path or type(module).__name__} ({name.rsplit('.', 1)[-1]})")
+        found += _told(path or type(module).__name__, module._forward_pre_hooks, module._forward_hooks)
+    return [*found, *_told("every module", *GLOBAL_HOOKS)]
+
+
+def _told(where: str, *hooks: Mapping[int, Any]) -> list[str]:
+    found = []
+    for hook in chain.from_iterable(each.values() for each in hooks):
+        if not str(getattr(hook, "__module__", "")).startswith(("transformers.", "torch.")):
+            name = getattr(hook, "__qualname__", type(hook).__name__)
+            found.append(f"{where} ({name.rsplit('.', 1)[-1]})")
     return found
 
 

@@ -53,6 +53,7 @@ class KVCache:
         self._in_memory = 0  # slots that they may be read and written up to
         self.version = next(_VERSIONS)  # of the buffers: another whenever some stand elsewhere in memory
         self._seen: list[int] = []  # tokens of each row, known without asking the device
+        self.stamp = 0  # of the weights that the text was begun with
         self.text = Text(device)
         self.writers = Writers()
         self.calls = WholeCalls()
@@ -529,7 +530,7 @@ class KVCache:
                 made.buffers[name] = buffer.clone()
         made._written = self.columns
         made.seq_lens, made.text = self.seq_lens.clone(), self.text.copy()
-        made._seen = list(self._seen)
+        made._seen, made.stamp = list(self._seen), self.stamp
         made.pools = tuple(pool.copy() for pool in self.pools)
         return made
 

@@ -136,6 +136,7 @@ class CacheHandle:
             saved.read(
                 self.cache, Path(path).expanduser(), self.module.plan.digest(), self.module.weights_digest()
             )
+            self.cache.stamp = self.module.stamp()
 
     # ---- what transformers asks of a cache
 
@@ -199,10 +200,15 @@ class CacheHandle:
     def common(self, ids: Tensor, mask: Any) -> int:
         """How many leading columns of a whole text [B, S] are in the cache already, so that one is left to compute.
 
+        None are where the weights have changed since it was begun.
+
         mask: [B, S], 0 for padding on the left; None: none
         """
         cache = self.cache
         if not cache.columns or cache.calls.lost or len(ids) != cache.batch:
+            return 0
+        if cache.stamp != self.module.stamp():
+            log.info("the text is computed anew: weights have changed since it was begun")
             return 0
         hidden = cache.hidden
         size = min(ids.shape[1], cache.columns)

@@ -28,6 +28,7 @@ from kvcompile.runtime.module import CachedModel
 from kvcompile.runtime.padding import check_dense, check_prompt, pads_of
 from kvcompile.runtime.program import Program
 from kvcompile.runtime.turns import alone
+from kvcompile.runtime.untraced import not_compiled_again
 
 _MODES = (
     GenerationMode.GREEDY_SEARCH,
@@ -101,8 +102,19 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
     def __init__(self, model: Any, program: Program, plan: Plan, executor: Executor):
         super().__init__(model, program, plan, executor)
         self.config = model.config
-        self.generation_config = model.generation_config
 
+    @property
+    def generation_config(self) -> Any:
+        """The original's, also one that it is given later; or this module's own, once it has been given one."""
+        own = self.__dict__.get("_own_generation_config")
+        model: Any = self.model
+        return model.generation_config if own is None else own
+
+    @generation_config.setter
+    def generation_config(self, config: Any) -> None:
+        self.__dict__["_own_generation_config"] = config
+
+    @not_compiled_again
     def forward(
         self,
         input_ids: Tensor | None = None,

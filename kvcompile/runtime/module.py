@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from kvcompile.compile.sizes import Number, Symbolic
 from kvcompile.errors import ExportError, InputError, KVCompileError
 from kvcompile.original.adapters import Adapters
 from kvcompile.original.digest import of_model
+from kvcompile.original.python_state import PythonState
 from kvcompile.passes.stages.stage import STAGE_IN
 from kvcompile.pipeline import Analysis
 from kvcompile.plan import Plan
@@ -23,6 +24,7 @@ from kvcompile.recipe import Recipe
 from kvcompile.runtime.cache import SPAN_STEP, KVCache
 from kvcompile.runtime.cache_spec import CacheShape
 from kvcompile.runtime.chunked_prefill import in_passes
+from kvcompile.runtime.fixed import Fixed
 from kvcompile.runtime.handle import CacheHandle
 from kvcompile.runtime.ids import check_ids, check_vocabulary, reads_at_once
 from kvcompile.runtime.packed import PackedProgram
@@ -33,6 +35,7 @@ from kvcompile.runtime.python_steps import tell_of_steps
 from kvcompile.runtime.report import Report
 from kvcompile.runtime.sampling import check_ends, check_names, check_sampling, pick
 from kvcompile.runtime.turns import Turns, alone
+from kvcompile.runtime.untraced import check_untraced, not_compiled_again
 from kvcompile.runtime.weights import Weights
 from kvcompile.util.progress import Progress, told
 from kvcompile.util.serial import TRACING
@@ -41,7 +44,7 @@ from kvcompile.util.tracing import uncollected
 _GRAPH_SPAN = 512  # the least span of a captured step
 
 
-class CachedModel(nn.Module):
+class CachedModel(Fixed):
     """A rewritten decoder: `forward` appends its tokens to the cache and returns what the original returns.
 
     Inference only (no gradients). The weights are the original's own tensors. Any thread may call it: a call, and a
@@ -67,6 +70,7 @@ class CachedModel(nn.Module):
         self.whole_weights: str | None = None  # a rank's: the digest of all of them
         self._weights: Weights | None = None
         self._adapters: Adapters | None = None
+        self._python: PythonState | None = None
         self._prepared: set[ShapeClass] = set()
         self._packed: PackedProgram | None = None
         self.train(False)
@@ -79,7 +83,6 @@ class CachedModel(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.plan.torch_dtype
 
-    @property
     def packed(self) -> PackedProgram:
         """The program over tokens of several sequences in one row, made when it is first asked for.
 
@@ -90,6 +93,7 @@ class CachedModel(nn.Module):
             self._packed = PackedProgram(self)
         return self._packed
 
+    @not_compiled_again
     def forward(
         self,
         input_ids: Tensor,
@@ -136,10 +140,20 @@ class CachedModel(nn.Module):
             )
         return handle
 
-    def watch_weights(self) -> None:
-        """From now on, calls are refused once the original has other weights than this module computes with."""
-        self._weights = Weights(self.model, self.program.reads(self.executor.regions.weights))
+    def watch_original(self, changing: Collection[tuple[str, str]] = ()) -> None:
+        """From now on, calls tell where the original has other weights or Python than this module computes with.
+
+        Args:
+            changing: what its forwards change by themselves (see `PythonState`).
+        """
+        read = self.program.reads(self.executor.regions.weights)
+        self._weights = Weights(self.model, read)
         self._adapters = Adapters(self.model)
+        self._python = PythonState(self.model, read, changing)
+
+    def stamp(self) -> int:
+        """Of the weights as they are: another number once something was written into them."""
+        return 0 if self._weights is None else self._weights.stamp()
 
     def weights_digest(self) -> str:
         """A hash of every byte of the weights, and of the config: about a second for each GB."""
@@ -222,6 +236,8 @@ class CachedModel(nn.Module):
                 self.group.agree(input_ids, attention_mask)
             pads = pads_of(self.cache, input_ids, attention_mask, self.program.ragged)
             self.cache.allocate(batch, tokens, pads)
+            if not self.cache.columns:
+                self.cache.stamp = self.stamp()
             with self.cache.whole(tokens):
                 captured = self.executor.graphs is not None
                 self.cache.hold(self._span(self.cache.columns + tokens, captured), pads)
@@ -377,6 +393,7 @@ class CachedModel(nn.Module):
         tell_of_steps(self, shapes)
 
     def _check_ids(self, input_ids: Any) -> None:
+        check_untraced(input_ids)
         check_ids(input_ids)
         if input_ids.device != self.device:
             raise InputError(
@@ -397,33 +414,9 @@ class CachedModel(nn.Module):
             )
         if self._adapters is not None:
             self._adapters.check()
-        if self._weights is not None:
+        if self._weights is not None and self._python is not None:
             self._weights.check()
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        probe = torch.zeros(1, dtype=self.dtype, device=self.device)
-        moved = fn(probe)
-        if moved.dtype != probe.dtype or moved.device != probe.device:
-            raise KVCompileError(
-                f"this module was optimized for {probe.dtype} on {probe.device}, and its cache and compiled "
-                f"code stay there; move the original model to {moved.dtype} on {moved.device} and call "
-                "kvcompile.optimize again"
-            )
-        return self
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise KVCompileError(
-            f"{type(self).__name__} cannot be pickled, copied or saved by torch.save: it has code and a cache. "
-            "fast.save(folder) writes it, kvcompile.load(folder) brings it back; fast.handle.save(path) writes a text "
-            "and its cache, kvcompile.export(fast, ..) an artifact"
-        )
-
-    def train(self, mode: bool = True) -> CachedModel:
-        """Only evaluation: a model with a cache has no gradients."""
-        if mode:
-            raise KVCompileError("an optimized module is for inference: train the original, then optimize it")
-        self.training = False
-        return self
+            self._python.check(self.model, tensors=not self._weights.moved)
 
 
 class PlainCachedModel(CachedModel):

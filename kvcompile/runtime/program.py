@@ -42,6 +42,7 @@ class Program:
     last:      whether a call gives the logits of its last token alone, as the original does
     stage:     where the graph is one stage of several
     ids:       the least and the largest id that the embedding has; None: ids do not go straight into one
+    tabulated: the weights that `constants` were computed from
     """
 
     caches: tuple[tuple[str, ...], ...]
@@ -58,9 +59,14 @@ class Program:
     ids: tuple[int, int] | None = None
     last: bool = False
     stage: OfStage | None = None
+    tabulated: tuple[Tensor, ...] = ()
 
     def reads(self, weights: Mapping[str, Tensor]) -> list[Tensor]:
-        """The tensors that a call reads where they stand: `weights` of its graph, and those of modules in Python."""
+        """The tensors that a call reads where they stand, and nowhere else what was computed from them.
+
+        weights: of its graph; those of modules in Python are added.
+        """
+        elsewhere = {tensor.data_ptr() for tensor in self.tabulated}
         own = [record.module for record in self.opaques]
         python = [tensor for module in own for tensor in (*module.parameters(), *module.buffers())]
-        return [*weights.values(), *python]
+        return [tensor for tensor in (*weights.values(), *python) if tensor.data_ptr() not in elsewhere]

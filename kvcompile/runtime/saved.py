@@ -6,12 +6,14 @@
 | cache.* | each buffer; rows behind the text, and pages of nobody, are left out |
 | page table * | none: pages are written in the order of their sequences, and get other numbers when they are read |
 
-The metadata says which plan and which weights it belongs to.
+The metadata says which plan and which weights it belongs to, and has a hash of what is in the file: a cache that is
+damaged looks like any other, and gives other tokens.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvcompile.errors import InputError
+from kvcompile.original.digest import of_tensors
 from kvcompile.runtime.cache import KVCache
 
-_FORMAT = "kvcompile cache 1"
+_FORMAT = "kvcompile cache 2"
 _IDS, _LENGTHS = "text.ids", "text.seq_lens"
 
 
@@ -34,6 +37,7 @@ def write(cache: KVCache, path: Path, plan: str, weights: str) -> None:
     tensors = {_IDS: cache.text.ids, _LENGTHS: cache.seq_lens, **cache.state()}
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     told = {"format": _FORMAT, "plan": plan, "weights": weights, "seen": json.dumps(cache.seen)}
+    told["content"] = _content(tensors, told["seen"])
     beside = path.with_name(f".{path.name}.part")
     try:
         save_file(tensors, beside, told)
@@ -60,12 +64,18 @@ def read(cache: KVCache, path: Path, plan: str, weights: str) -> None:
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path}: no saved cache can be read there: {error}") from error
     try:
+        if _content(tensors, told["seen"]) != told["content"]:
+            raise ValueError("its content is not what was saved; save it again")
         ids, lengths = tensors.pop(_IDS), tensors.pop(_LENGTHS)
         seen = [int(count) for count in json.loads(told["seen"])]
         _check(cache, ids, lengths, seen)
         cache.restore(ids, lengths, seen, tensors)
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise InputError(f"{path}: a damaged file: {error}") from error
+
+
+def _content(tensors: Mapping[str, Tensor], seen: str) -> str:
+    return f"{of_tensors(tensors.items())} {seen}"
 
 
 def _check(cache: KVCache, ids: Any, lengths: Tensor, seen: list[int]) -> None:

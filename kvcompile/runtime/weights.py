@@ -64,7 +64,7 @@ class Weights:
     def __init__(self, model: nn.Module, used: Iterable[Tensor]):
         """used: the tensors that the graph reads, as they are"""
         addresses = {tensor.data_ptr() for tensor in used}
-        self._moved = False
+        self.moved = False
         self._known: list[_Known] = []
         for path, module in model.named_modules():
             saved = {n: t for n, t in module._buffers.items() if n not in module._non_persistent_buffers_set}
@@ -82,7 +82,8 @@ class Weights:
                         _Known(name, home, key, tensor, address, form, tensor.dtype, tensor.device, version)
                     )
         # The same, a list each, so that asking for hundreds of weights at every call takes little.
-        self._places = [(known.home.get, known.key) for known in self._known]
+        self._homes = [known.home for known in self._known]
+        self._keys = [known.key for known in self._known]
         self._ids = [id(known.tensor) for known in self._known]
         self._plain = [known.tensor for known in self._known if known.address is not None]
         self._addresses = [known.address for known in self._known if known.address is not None]
@@ -93,19 +94,23 @@ class Weights:
 
     def check(self) -> None:
         """Raises InputError where a weight is not any more what the module computes with."""
-        if self._moved or self._unchanged():
+        if self.moved or self._unchanged():
             return
         for known in self._known:
             if known.changed():
                 self._tell(known)
                 return
 
+    def stamp(self) -> int:
+        """Another number whenever something was written into a weight, as PyTorch counts it."""
+        return sum(tensor._version for tensor in self._plain if not tensor.is_inference())
+
     def _unchanged(self) -> bool:
         """Quick: this is asked at every call."""
         return (
-            [id(get(key)) for get, key in self._places] == self._ids
-            and [tensor.data_ptr() for tensor in self._plain] == self._addresses
-            and [tensor.stride() for tensor in self._plain] == self._strides
+            list(map(id, map(dict.get, self._homes, self._keys))) == self._ids
+            and list(map(Tensor.data_ptr, self._plain)) == self._addresses
+            and list(map(Tensor.stride, self._plain)) == self._strides
             and [tensor.shape for tensor in self._plain] == self._shapes
             and [tensor._version for tensor in self._read] == self._versions
         )
@@ -113,7 +118,7 @@ class Weights:
     def _tell(self, known: _Known) -> None:
         found = known.home.get(known.key)
         if isinstance(found, Tensor) and (found.dtype != known.dtype or found.device != known.device):
-            self._moved = True
+            self.moved = True
             warnings.warn(
                 f"the original model was moved ({known.name} was {known.dtype} on {known.device}, and is {found.dtype} "
                 f"on {found.device}): the optimized module keeps the weights that it had, and the memory that they "

@@ -63,7 +63,7 @@ class Passes:
         for batch, tokens in shapes:
             self.module.prepare(batch, tokens)
         if packed:
-            self.module.packed.prepare()
+            self.module.packed().prepare()
 
     def close(self) -> None:
         """Nothing runs any more."""
@@ -178,7 +178,7 @@ class Passes:
             self.module.check_call()
             inputs = self.rows.inputs_of([piece.text for piece in pieces])
             ids, seen = [list(piece.ids) for piece in pieces], [piece.seen for piece in pieces]
-            logits = self.module.packed.run(ids, seen, inputs)
+            logits = self.module.packed().run(ids, seen, inputs)
         for piece in pieces:
             self.rows.note(piece.text, piece.seen + len(piece.ids))
         if asked is not pieces:

@@ -16,6 +16,7 @@ from kvcompile.kernels.oracle.choice import Choice
 from kvcompile.passes.capture.capture import eval_mode
 from kvcompile.passes.recurrent.state import attributes_restored
 from kvcompile.pipeline import Front
+from kvcompile.util.serial import as_the_caller
 from kvcompile.verify.ids import Vocabulary, vocabulary
 
 REPORT = "The rewritten model was not returned. Please report this model; verify: off skips the check"
@@ -85,7 +86,7 @@ def _of_last_tokens(model: nn.Module, front: Front, ids: Tensor, positions: Iter
 def _logits(model: nn.Module, front: Front, ids: Tensor, more: dict[str, Any]) -> Tensor:
     """The output that holds logits, as it is."""
     options = {"use_cache": False} if _takes_use_cache(model) else {}
-    with eval_mode(model), attributes_restored(model), torch.no_grad():
+    with eval_mode(model), attributes_restored(model), torch.no_grad(), as_the_caller():
         out = model(ids, **options, **more)
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
     # Of a model over several devices, they may be elsewhere.

@@ -55,6 +55,7 @@ from kvcompile.passes.probe.steps import Steps
 from kvcompile.passes.recurrent.replay import prove
 from kvcompile.passes.recurrent.state import StateRefused, attributes_restored, find_states
 from kvcompile.passes.table import disabled, graph_pass
+from kvcompile.util.serial import as_the_caller
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class Captured:
     opaques:      the modules that run as Python; they live as long as this record
     state_problem: recurrent state that was seen and cannot be carried; empty: none
     last:         set where the model itself gives the last token's logits alone
+    changing:     what a forward changes without harm, as (path of the module, attribute)
     """
 
     graph_module: GraphModule
@@ -101,6 +103,7 @@ class Captured:
     opaques: tuple[OpaqueModule, ...] = ()
     state_problem: str = ""
     last: LastToken | None = None
+    changing: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def rebuild(self) -> Outputs:
@@ -217,7 +220,9 @@ class _Route:
             "traced_once"
         )  # until it is known that equal layers must be traced one by one
         self.written: tuple[Place, ...] = ()
-        self.changes = True  # whether a forward without a cache changes anything, until it is known
+        self.changes: tuple[Place, ...] | None = (
+            None  # what a forward without a cache changes, once it is known
+        )
         self.state_problem = ""
         self.asked: list[str] = []  # lines that ask whether they are traced
         self.fixed = {"use_cache": False} if takes_use_cache else {}
@@ -259,6 +264,7 @@ class _Route:
             limit,
             tuple(record for record in opaques if record.key in used),
             last=found.last,
+            changing=frozenset((place.label, place.name) for place in self.changes or ()),
         )
         check_hidden_writes(self.written, captured.opaques)
         return _Attempt(captured, calls, sizes)
@@ -410,7 +416,9 @@ class _Route:
         cached = wrap(self.model, inputs, self.first, dict.fromkeys(self.fixed, True))
         try:
             with _caching(self.model):
-                states = find_states(self.model, self._eager(cached, inputs), run if self.changes else None)
+                states = find_states(
+                    self.model, self._eager(cached, inputs), None if self.changes == () else run
+                )
         except StateRefused as refused:
             self.state_problem, states = str(refused), {}
         except Exception as error:  # whatever the model raises; it matters only where tokens mix
@@ -509,7 +517,7 @@ def _differs(captured: Captured, inputs: tuple[Tensor, ...], output: Any) -> str
 def _declined(model: nn.Module, first: str, size: tuple[int, int]) -> str:
     """What a model raises for token ids of this size, in a line; empty: nothing."""
     (ids,) = example(CapturedInputs(False, False), *size, 1, device_of(model))
-    with eval_mode(model), attributes_restored(model), torch.no_grad():
+    with eval_mode(model), attributes_restored(model), torch.no_grad(), as_the_caller():
         try:
             model(**{first: ids})
         except Exception as error:  # a model raises anything

@@ -58,11 +58,11 @@ class Calls(Protocol):
 
 def check_changes(
     model: nn.Module, calls: Calls, sizes: Sequence[tuple[int, int]]
-) -> tuple[list[Any], tuple[Place, ...], bool]:
+) -> tuple[list[Any], tuple[Place, ...], tuple[Place, ...]]:
     """Refuse a model whose forward changes what a later forward reads.
 
     Returns what it gives for each of `sizes` (sequences, tokens), the places whose tensors are written to (whether
-    these are read is seen in the graph), and whether it changes anything at all.
+    these are read is seen in the graph), and all that it changes.
 
     Raises:
         ModelError: with the name of what is changed.
@@ -70,7 +70,7 @@ def check_changes(
     results = []
     read: dict[Place, None] = {}
     written: dict[Place, None] = {}
-    any_changed = False
+    all_changed: dict[Place, None] = {}
     for size in sizes:
         with attributes_restored(model), _rng() as drawn:
             before = Snapshot(model)
@@ -81,7 +81,7 @@ def check_changes(
                     "Switch them off where the model is not trained"
                 )
             changed = before.changed()
-            any_changed |= bool(changed)
+            all_changed |= dict.fromkeys(changed)
             hidden = [place for place in changed if before.unnoticed(place)]
             if hidden:
                 raise ModelError(
@@ -103,7 +103,7 @@ def check_changes(
                 " the model computes as it is now. Give the forward what it needs as an argument, or keep nothing"
                 " in the model where it is not trained"
             )
-    return results, tuple(written), any_changed
+    return results, tuple(written), tuple(all_changed)
 
 
 def check_hidden_writes(written: Sequence[Place], opaques: Sequence[OpaqueModule]) -> None:

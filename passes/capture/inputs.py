@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from kvcompile.util.serial import as_the_caller
+
 WRAPPED = "kvcompile_wrapped"  # the wrapper's attribute; stripped from every name afterwards
 
 
@@ -43,8 +45,9 @@ class Wrapper(nn.Module):
                 (value.shape[0], value.shape[1]) for value in (input_ids, *extra.values()) if value.dim() == 2
             ]
         model = getattr(self, WRAPPED)
-        chooses = self.spread and "logits_to_keep" in extra and not torch.compiler.is_dynamo_compiling()
-        with _IndicesBeside() if chooses else nullcontext():
+        in_dynamo = torch.compiler.is_dynamo_compiling()
+        chooses = self.spread and "logits_to_keep" in extra and not in_dynamo
+        with nullcontext() if in_dynamo else as_the_caller(), _IndicesBeside() if chooses else nullcontext():
             out = model(**{self.first: input_ids}, **extra, **self.fixed)
         if not torch.compiler.is_dynamo_compiling():
             _make_known(out)

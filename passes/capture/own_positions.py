@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcompile.passes.recurrent.state import attributes_restored
+from kvcompile.util.serial import as_the_caller
 
 Memory = frozenset[int]  # which storages
 
@@ -137,7 +138,7 @@ def _close(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 
 def _noted(model: nn.Module, inputs: Mapping[str, Tensor]) -> _Forward:
-    with attributes_restored(model), _Noting() as noting:
+    with attributes_restored(model), as_the_caller(), _Noting() as noting:
         out = model(**inputs)
     return _Forward(noting.calls, _tensors(out), noting.held)
 

@@ -150,7 +150,7 @@ GRAPHS = (
     broken(
         "state in attributes that an earlier text has left is not cleared",
         "passes/capture/capture.py",
-        "run if self.changes else None",
+        "None if self.changes == () else run",
         "None",
         "tests/passes/recurrent/test_state.py",
     ),

@@ -229,6 +229,36 @@ def test_a_refused_call_keeps_the_text(llama: nn.Module) -> None:
     assert torch.equal(fast.handle.input_ids, ids)
 
 
+def test_a_text_of_other_weights_is_not_gone_on_with() -> None:
+    """Training between two turns: what the cache has of the first one is of the weights before."""
+    model: Any = tiny_hf("llama")
+    fast: Any = build(
+        model, understand(model), Recipe.load("baseline", compile={"mode": "none"}, max_tokens=64)
+    )
+    first = fast.generate(text(9), max_new_tokens=4, do_sample=False)
+    fork = fast.handle.fork()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    whole = torch.cat([first, text(3)], 1)
+    wanted = model.generate(whole, max_new_tokens=6, do_sample=False)
+    scores = [
+        fast.generate(
+            whole,
+            past_key_values=handle,
+            max_new_tokens=6,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        for handle in (fast.handle, fork)
+    ]
+    with torch.no_grad():
+        logits = model(wanted[:, :-1]).logits[:, -6:]
+    for found in scores:
+        torch.testing.assert_close(torch.stack(found.logits, 1), logits, atol=2e-5, rtol=1e-4)
+
+
 def test_both_names_of_a_cache(llama: nn.Module) -> None:
     """transformers 5.24 calls `cache` what was `past_key_values`; with any transformers, either is taken."""
     fast = made(llama, "baseline")
@@ -326,6 +356,7 @@ def test_a_saved_text_of_something_else(llama: nn.Module, tmp_path: Path) -> Non
         b"",
         b"no safetensors at all",
         whole[:200] + b"\xff" * 40 + whole[240:],
+        whole[:-20] + bytes([whole[-20] ^ 1]) + whole[-19:],  # a number that looks like any other
     ):
         path.write_bytes(broken)
         with pytest.raises(InputError):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import kvcompile
-from kvcompile.errors import InputError
+from kvcompile.errors import InputError, KVCompileError
 from tests.support.models import NanoGPT, make, tiny_hf
 
 EAGER: dict[str, Any] = {"compile": {"mode": "none"}, "verify": "off", "max_tokens": 64}
@@ -75,6 +75,87 @@ def test_autocast_around_a_call_is_refused_and_around_optimize_has_no_effect(lla
     assert not fast.cache.columns
     with torch.no_grad():
         close(fast(IDS), llama(IDS))
+
+
+def test_another_default_device() -> None:
+    """Our own tensors are where we make them, and the model's where its user has said."""
+    asked: list[str] = []
+
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make(NanoGPT)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            asked.append(torch.empty(0).device.type)
+            return self.inner(input_ids)
+
+    model = make(Asking)
+    with torch.device("meta"):
+        fast = kvcompile.optimize(model, **EAGER | {"verify": "quick"})
+        found = fast(IDS)
+        more = fast.generate(IDS, max_new_tokens=2)
+    assert len(asked) > 2 and set(asked) == {"meta"}
+    close(found, model(IDS))
+    assert torch.equal(more, fast.generate(IDS, max_new_tokens=2))
+
+
+def exported(fast: Any) -> Any:
+    return torch.export.export(fast, (IDS,))
+
+
+def in_turns(fast: Any) -> Any:
+    return torch.vmap(lambda ids: logits(fast(ids[None])))(IDS)
+
+
+def to_graph(fast: Any) -> Any:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(lambda ids: logits(fast(ids)))(IDS)
+
+
+def to_script(fast: Any) -> Any:
+    return torch.jit.trace(fast, (IDS,), strict=False, check_trace=False)
+
+
+@pytest.mark.parametrize("trace", [exported, in_turns, to_graph, to_script])
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_trace_would_have_one_text_in_it(trace: Callable[[Any], Any]) -> None:
+    fast = kvcompile.optimize(make(NanoGPT), **EAGER)
+    with pytest.raises(InputError, match=r"this call is traced .*kvcompile\.export"):
+        trace(fast)
+    assert not fast.cache.columns
+
+
+def test_a_compiler_around_a_call_leaves_it_as_it_is(llama: nn.Module) -> None:
+    """Dynamo compiled what looks after the cache, for half a minute."""
+    calls = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        calls.append(graph)
+        return graph.forward
+
+    fast = kvcompile.optimize(llama, **EAGER)
+    around = torch.compile(fast, backend=backend)
+    outs = [logits(around(part)) for part in (IDS[:, :9], IDS[:, 9:10], IDS[:, 10:])]
+    assert not calls
+    with torch.no_grad():
+        close(torch.cat(outs, 1), llama(IDS))
+
+
+def test_replicas_would_share_a_cache(llama: nn.Module) -> None:
+    with pytest.raises(KVCompileError, match=r"nn\.DataParallel: .*parallel="):
+        kvcompile.optimize(llama, **EAGER)._replicate_for_data_parallel()  # as nn.parallel.replicate asks
+
+
+def test_a_generation_config_that_the_original_gets_later(llama: Any) -> None:
+    from transformers import GenerationConfig
+
+    fast = kvcompile.optimize(llama, **EAGER)
+    llama.generation_config = GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert torch.equal(fast.generate(IDS), llama.generate(IDS))
+    fast.generation_config = GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert fast.generate(IDS).shape == (1, 22) and llama.generate(IDS).shape == (1, 23)
 
 
 def replaced_data(model: Any) -> None:

@@ -95,7 +95,7 @@ def test_what_fails_takes_nobody_of_another_step_along(where: str, monkeypatch: 
         waits = engine.submit(prompts[2], SOME)  # there are rows for two
         live = engine._requests[one.id].texts[0]
         if where == "pass":
-            monkeypatch.setattr(engine._passes.module.packed, "run", _raises)
+            monkeypatch.setattr(engine._passes.module.packed(), "run", _raises)
         elif where == "pick":
             monkeypatch.setattr(live.picker, "sampling", None)
         else:
@@ -138,7 +138,7 @@ def test_what_cannot_be_packed_says_why(kind: str, recipe: str, reason: str) -> 
         Stepped(fast, packed="on")
     assert reason in str(raised.value)
     with pytest.raises(PlanError, match="no packed step"):
-        _ = fast.packed
+        fast.packed()
     assert reason in str(unpacked_because("auto", fast, False))
 
 
@@ -183,7 +183,7 @@ def test_compiled_regions_give_the_same() -> None:
             for text, end in zip(whole, ends, strict=True):
                 text.computed = end
         found.append(torch.stack(seen))
-        classes = fast.packed.executor.compile_seconds
+        classes = fast.packed().executor.compile_seconds
         assert len(classes) == (mode != "none")
     assert error(found[1], found[0]) <= allowed(noise(module("llama", "paged_int8"), prompts), torch.float32)
 

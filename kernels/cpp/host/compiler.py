@@ -15,6 +15,7 @@ from threading import Lock
 from kvcompile.errors import KernelError
 from kvcompile.kernels.cpp.isa import Isa
 from kvcompile.util.cache_dir import code_folder, write_atomically
+from kvcompile.util.libraries import is_whole
 
 INCLUDE = Path(__file__).parents[1] / "include"
 TEMPLATES = INCLUDE.parent / "templates"
@@ -125,7 +126,7 @@ def built(name: str, text: str, flags: Sequence[str], suffix: str = ".so") -> Pa
     source, library = folder / f"{name}_{digest}.cpp", folder / f"{name}_{digest}{suffix}"
     try:
         with _building(library):
-            if not library.exists():
+            if not is_whole(library):
                 _check_unchanged()
                 write_atomically(source, text)
                 _compile(source, library, flags)

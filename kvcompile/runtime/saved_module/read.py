@@ -168,7 +168,7 @@ def _module(path: Path, record: Record, bases: dict[str, Tensor], foreign: bool)
             plan=plan, **{name: of_json(value) for name, value in record.analysis.items()}
         )
     module.report = Report(record.report)
-    module.watch_weights()
+    module.watch_original()
     return module
 
 

@@ -19,6 +19,7 @@ from kvcompile.kernels.cpp.host.attention import spec_of
 from kvcompile.kernels.ops import cached_attention as op
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.layouts import CacheLayout, int8
+from kvcompile.util.libraries import is_whole
 
 SPEC = spec_of(SiteSpec(CacheLayout(int8(), int8()), 0.5), (2, 1), (8, 8), "torch.float32")
 
@@ -70,11 +71,17 @@ def test_an_update_under_a_running_process_is_told(
     assert not [path for path in folder.iterdir() if path.suffix == ".so"] and next(seen, None) is None
 
 
-def test_a_damaged_library_is_compiled_again(folder: Path) -> None:
+@pytest.mark.parametrize("damage", ["half", "nothing", "text"])
+def test_a_damaged_library_is_compiled_again(folder: Path, damage: str) -> None:
+    """A process that loads the first half of one ends at once."""
     path = source.library_of(SPEC, isa.isa())
-    path.write_bytes(b"half a libr")
+    whole = path.read_bytes()
+    assert is_whole(path)
+    path.unlink()  # it may be mapped: what is written is another file
+    path.write_bytes({"half": whole[: len(whole) // 2], "nothing": b"", "text": b"half a libr"}[damage])
+    assert not is_whole(path)
     assert source.kernel(SPEC).address
-    assert path.stat().st_size > 1000
+    assert path.stat().st_size == len(whole) and is_whole(path)
 
 
 def test_the_hash_is_of_all_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
