@@ -109,14 +109,23 @@ class Disk:
     def store(self, key: Key, item: Item) -> None:
         with self._changed:
             full = self._bytes_waiting + item.nbytes > _WAITING
-            if self.closed or full or item.nbytes > self._room or key in self._waiting:
+            if self.closed or full or item.nbytes > self._room or key in self._waiting or not self._writes():
                 return
             self._waiting[key] = item
             self._bytes_waiting += item.nbytes
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._write_all, name="kvcompile store", daemon=True)
-                self._thread.start()
             self._changed.notify_all()
+
+    def _writes(self) -> bool:
+        """Whether there is a thread that writes, which is started where there is none."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._write_all, name="kvcompile store", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process has no more threads
+                log.warning("%s: an item was not written: %s", self.folder, error)
+                return False
+            self._thread = thread
+        return True
 
     def close(self) -> None:
         """Write what waits, and take no more."""

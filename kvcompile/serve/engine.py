@@ -227,9 +227,13 @@ class Engine(Loop):
                 raise InputError(f"id: a request {name!r} is on its way already")
             if sum(r.began is None for r in self._requests.values()) >= self._max_queue:
                 raise BusyError(f"{self._max_queue} requests are waiting: try again later")
-            self._requests[name] = request
-            self._counts["requests"] += 1
-            self._tell(request, self._enter)
+            try:
+                self._requests[name] = request
+                self._tell(request, self._enter)
+                self._counts["requests"] += 1
+            except BaseException:  # nobody has its handle
+                self._requests.pop(name, None)
+                raise
         return handle
 
     def generate(

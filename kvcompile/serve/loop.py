@@ -2,6 +2,10 @@
 
 One thread owns the steps, the scheduler and what passes run over. What callers want of it they leave as a note, which
 the next turn begins with; what they read is behind `_changed`.
+
+A pass that fails ends the requests in it. What notes who has what (the scheduler, rows) has no memory of its own to
+fail with but Python's: where it does fail on its way, nobody knows what is whose, so all requests end, and the engine
+begins again with nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +14,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -26,6 +32,8 @@ from kvcompile.serve.tiers import Tiers
 
 log = logging.getLogger(__name__)
 
+Noted = TypeVar("Noted")
+
 
 class Loop:
     """Takes steps by a scheduler's plans, until it is closed or a defect ends it."""
@@ -40,17 +48,18 @@ class Loop:
         self._counts: dict[str, int] = dict.fromkeys((*requests, *tokens), 0)
         self._steps = self._packed_steps = 0
         self._speed = Speed()
-        self._inbox: list[tuple[list[int], Callable[[], None]]] = []  # which texts, and what of them
+        self._inbox: list[tuple[LiveRequest, Callable[[LiveRequest], None]]] = []
         self._changed = threading.Condition()
         self._closing = self._closed = False
         self._idle = False  # the last turn had nothing to do but to wait for files
+        self._half_done = False  # notes of who has what were changed, and that did not come to its end
         tiers.on_read(self._wake)
         self._thread: threading.Thread | None = None
 
     def _tell(self, request: LiveRequest, note: Callable[[LiveRequest], None]) -> None:
         """Leave a note about a request for the next step."""
         with self._changed:
-            self._inbox.append(([live.text.id for live in request.texts], partial(note, request)))
+            self._inbox.append((request, note))
             self._changed.notify_all()
 
     # ---- turns
@@ -76,9 +85,16 @@ class Loop:
         finally:  # also after a defect of ours: nobody may wait for ever
             with self._changed:
                 self._closing = self._closed = True
-                for request in list(self._requests.values()):
-                    self._over(request)
-                    request.handle.fail(ServeError("the engine was closed before this request had ended"))
+            for _ in range(3):  # there may be no memory to tell it
+                with suppress(MemoryError):
+                    self._nobody_waits()
+                    break
+
+    def _nobody_waits(self) -> None:
+        with self._changed:
+            for request in list(self._requests.values()):
+                request.handle.fail(ServeError("the engine was closed before this request had ended"))
+                self._over(request)
 
     def _has_work(self) -> bool:
         waits = self._idle and self._tiers.reading
@@ -91,23 +107,41 @@ class Loop:
 
     def _turn(self) -> None:
         """What came since the last step, and a step."""
-        with self._changed:
-            notes, self._inbox = self._inbox, []
-        for texts, note in notes:
-            self._guarded(texts, note)
-        everyone = self._requests_of(self._texts)
+        everyone: dict[str, LiveRequest] = {}
         try:
+            with self._changed:
+                everyone, notes, self._inbox = dict(self._requests), self._inbox, []
+            for request, note in notes:
+                texts = [live.text.id for live in request.texts]
+                self._guarded(texts, partial(note, request), {request.handle.id: request})
             self._step()
-        except Exception as error:  # a defect of ours
+        except Exception as error:  # a defect of ours, or no memory to note who has what
             log.exception("the engine's step failed")
-            self._fail(list(self._texts), error, everyone)
+            self._begin_again(error, everyone)
+
+    def _begin_again(self, error: Exception, everyone: Mapping[str, LiveRequest]) -> None:
+        """All requests end with an error, and nobody has anything.
+
+        everyone: those that were here when the turn began; who came since then has nothing yet, and goes on
+        """
+        failed = {**everyone, **self._requests_of(self._texts)}
+        with self._changed:
+            self._texts.clear()
             self._scheduler.begin_again()
+            self._passes.begin_again()
+            self._half_done = False
+        for request in failed.values():
+            self._failed(request, error)
 
     def _enter(self, request: LiveRequest) -> None:
         with self._changed:
+            if self._requests.get(request.handle.id) is not request:
+                return  # whoever submitted it was told that it is not here
+            self._half_done = True
             for live in request.texts:
                 self._texts[live.text.id] = live
                 self._scheduler.add(live.text)
+            self._half_done = False
 
     def _cancel(self, request: LiveRequest) -> None:
         for live in request.texts:
@@ -141,19 +175,37 @@ class Loop:
             if chunk.text in self._texts:  # a text of the same request may have failed in this step
                 self._guarded([chunk.text], partial(self._prefill, chunk))
 
-    def _guarded(self, texts: Sequence[int], run: Callable[[], None]) -> None:
-        """A pass that fails takes the requests in it along, and no others."""
-        before = self._requests_of(texts)
+    def _guarded(
+        self,
+        texts: Sequence[int],
+        run: Callable[[], None],
+        before: Mapping[str, LiveRequest] | None = None,
+    ) -> None:
+        """A pass that fails takes the requests in it along, and no others.
+
+        before: the requests of these texts; None: as far as they are here
+        """
+        if before is None:
+            before = self._requests_of(texts)
         try:
             run()
         except Exception as error:
+            if self._half_done:
+                raise
             self._fail(texts, error, before)
+
+    def _noted(self, change: Callable[..., Noted], *given: object) -> Noted:
+        """Let the scheduler change what it has noted; where that fails on its way, all must begin again."""
+        self._half_done = True
+        found = change(*given)
+        self._half_done = False
+        return found
 
     def _decode(self, batch: Sequence[int]) -> None:
         """The next token of every text of a batch."""
         order, logits = self._passes.run([self._texts[id].text for id in batch])
         for text in order:
-            self._scheduler.computed(text.id, len(text.tokens))
+            self._noted(self._scheduler.computed, text.id, len(text.tokens))
         self._choose([self._texts[text.id] for text in order], logits)
 
     def _prefill(self, chunk: Chunk) -> None:
@@ -181,7 +233,7 @@ class Loop:
 
     def _computed(self, id: int, end: int) -> None:
         """Tokens of a text up to `end` are in the cache; what of them is in no page may be kept."""
-        snapshot = self._scheduler.computed(id, end)
+        snapshot = self._noted(self._scheduler.computed, id, end)
         if snapshot is not None:
             self._passes.keep(snapshot)
 
@@ -191,7 +243,7 @@ class Loop:
             return
         live = self._texts[chunk.text]
         lives = [live]
-        for fork in self._scheduler.fork(chunk.text):
+        for fork in self._noted(self._scheduler.fork, chunk.text):
             self._passes.fork(fork)
             lives.append(self._texts[fork.target])
         self._choose(lives, logits.expand(len(lives), -1))
@@ -218,7 +270,7 @@ class Loop:
             return
         request = live.request
         request.first = request.first or time.monotonic()
-        self._scheduler.chosen(live.text.id, token)
+        self._noted(self._scheduler.chosen, live.text.id, token)
         live.take(token, logprob)
         if live.finish is not None:
             self._leave(live)
@@ -227,10 +279,17 @@ class Loop:
     # ---- ends
 
     def _leave(self, live: LiveText) -> None:
+        id = live.text.id
         with self._changed:
-            if self._texts.pop(live.text.id, None) is not None:
-                self._scheduler.end(live.text.id)
-                self._passes.leave(live.text.id)
+            if id not in self._texts:
+                return
+            self._half_done = True
+            del self._texts[id]
+            self._scheduler.end(id)
+            try:
+                self._passes.leave(id)
+            finally:  # a row that is nobody's and could not be cleared is cleared when it is used next
+                self._half_done = self._passes.has(id)
 
     def _finished(self, request: LiveRequest) -> None:
         if not request.done or self._requests.get(request.handle.id) is not request:
@@ -264,14 +323,17 @@ class Loop:
         """
         with_lost = (*ids, *self._passes.lost)
         for request in {**(before or {}), **self._requests_of(with_lost)}.values():
-            if self._requests.get(request.handle.id) is not request:
-                continue  # it has ended
-            log.warning("request %s failed: %s", request.handle.id, error, exc_info=error)
             for live in request.texts:
-                if live.text.id in self._texts:
-                    self._leave(live)
+                self._leave(live)
+            self._failed(request, error)
+
+    def _failed(self, request: LiveRequest, error: BaseException) -> None:
+        """A request that has nothing any more ends with an error, if it has not ended."""
+        if self._requests.get(request.handle.id) is request:
+            log.warning("request %s failed: %s", request.handle.id, error, exc_info=error)
             with self._changed:
                 self._counts["failed"] += 1
                 self._over(request)
-            told = error if isinstance(error, KVCompileError) else f"{type(error).__name__}: {error}"
-            request.handle.fail(ServeError(f"a step of this request failed: {told}"))
+        # One that has ended is told again, as it may be that which failed.
+        told = error if isinstance(error, KVCompileError) else f"{type(error).__name__}: {error}"
+        request.handle.fail(ServeError(f"a step of this request failed: {told}"))

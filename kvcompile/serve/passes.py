@@ -121,7 +121,7 @@ class Passes:
         """Keep what a page holds; where that fails it is forgotten, and nobody misses it."""
         try:
             self.tiers.pages.store(down.key, self.rows.page(down.group, down.page))
-        except RuntimeError as error:  # the host has no memory to give
+        except (RuntimeError, MemoryError) as error:  # the host has no memory to give
             log.warning("a page that was evicted is lost: %s", error)
 
     def keep(self, snapshot: Snapshot) -> None:
@@ -131,7 +131,7 @@ class Passes:
             items = [(snapshot.row, self.rows.snapshot(text, snapshot.pages))]
             if snapshot.slots:
                 items.append((snapshot.slots[-1], self.rows.slots(text, start, tokens)))
-        except RuntimeError as error:  # the host has no memory to give
+        except (RuntimeError, MemoryError) as error:  # the host has no memory to give
             log.warning("there is no snapshot of a prefix: %s", error)
             return
         self.tiers.keep_snapshot(items, snapshot.slots[:-1])
@@ -143,8 +143,17 @@ class Passes:
 
     def leave(self, text: int) -> None:
         """A text has nothing here any more."""
-        self.rows.drop(text)
         self._on_host.pop(text, None)
+        self.rows.drop(text)
+
+    def has(self, text: int) -> bool:
+        """Whether a text has something here."""
+        return text in self._on_host or text in self.rows
+
+    def begin_again(self) -> None:
+        """No text has anything here."""
+        self._on_host.clear()
+        self.rows.clear()
 
     def batches(self, texts: Sequence[int]) -> list[list[int]]:
         """Texts that take their next token together."""

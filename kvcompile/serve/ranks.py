@@ -211,7 +211,7 @@ def _do(passes: Passes, tiers: Tiers, group: Group, what: str, given: tuple[Any,
         case "warm":
             passes.warm(*given)
             _together(group)
-        case "move" | "keep" | "fork" | "leave" | "pass_apart" | "pass_packed":
+        case "move" | "keep" | "fork" | "leave" | "begin_again" | "pass_apart" | "pass_packed":
             getattr(passes, what)(*given)
         case _:
             raise RankError(f"rank 0 told {what!r}, which this version does not know")
@@ -283,6 +283,12 @@ class Leading(Passes):
             with suppress(RankError):  # `failed` tells it
                 self._channel.tell("leave", text)
         super().leave(text)
+
+    def begin_again(self) -> None:
+        if self.failed is None:
+            with suppress(RankError):  # `failed` tells it
+                self._channel.tell("begin_again")
+        super().begin_again()
 
     def pass_apart(self, pieces: Sequence[Piece]) -> tuple[list[int], Tensor]:
         with self._everywhere("pass_apart", tuple(pieces)):

@@ -36,7 +36,11 @@ class Reading:
             self._asked.pop(key).cancel()
         for key in keys:
             if key not in self._asked:
-                self._asked[key] = self._threads.submit(self._store.load, key)
+                try:
+                    self._asked[key] = self._threads.submit(self._store.load, key)
+                except RuntimeError as error:  # the process has no more threads: `take` reads it
+                    log.warning("an item of the store is read while steps wait: %s", error)
+                    continue
                 self._asked[key].add_done_callback(self._one_done)
         return not self.busy
 

@@ -182,13 +182,29 @@ class Rows:
 
     def drop(self, text: int) -> None:
         """A text has no row any more; nothing happens where it has none."""
-        row = self._row.pop(text, None)
-        if row is None:
+        if text not in self._row:
             return
-        self._at[row] = None
+        row = self._at.index(text)  # an exchange that failed may not have come to `_row`
         self._torn.add(row)
-        self._clear_tables(row)
-        self._torn.discard(row)
+        self._at[row] = None
+        del self._row[text]
+        self._tidy()
+
+    def clear(self) -> None:
+        """No text has a row."""
+        self._torn = set(range(len(self._at)))
+        self._at = [None] * len(self._at)
+        self._row.clear()
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Clear torn rows that are nobody's: what cannot be cleared now is when a text enters it."""
+        for row in [row for row in self._torn if self._at[row] is None]:
+            self._clear_tables(row)
+            self._torn.discard(row)
+
+    def __contains__(self, text: int) -> bool:
+        return text in self._row
 
     def _clear_tables(self, row: int) -> None:
         """All of them: what a write that failed has left is not in `_written`."""
@@ -215,8 +231,7 @@ class Rows:
             if text is not None:
                 self._row[text] = row
         # A row that nobody entered since it was torn has its tables still, now in the other place.
-        self._torn -= {one, other}
-        self._torn |= {one + other - row for row in torn}
+        self._torn = self._torn - {one, other} | {one + other - row for row in torn}
 
     # ---- pages
 

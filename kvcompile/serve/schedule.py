@@ -104,11 +104,11 @@ class Scheduler:
         self._came_back(id)
 
     def begin_again(self) -> None:
-        """A plan was not made to its end, and its texts have ended: pages that it took for none of them are free again.
+        """A plan, or a note of what was done, did not come to its end: all texts have ended, and all pages are free.
 
         What was found by a key is forgotten, as no plan says what has become of it.
         """
-        assert not self.texts, "whose plan has failed has ended"
+        self.texts.clear()
         for pages in self.pages:
             pages.clear()
         self._on_host.clear()

@@ -6,15 +6,30 @@ from tests.breaks.broken import broken
 
 _HTTP = "kvcompile/serve/http"
 _LIFECYCLE = "tests/serve/http/test_lifecycle.py"
+_GONE = "tests/serve/http/test_gone.py"
 _ERRORS = "tests/serve/http/test_errors.py"
 _ACCESS = "tests/serve/http/test_access.py"
 
 HTTP = (
     broken(
+        "a client that leaves while it is answered is a defect",
+        f"{_HTTP}/gate.py",
+        "gone = gone or _CLOSED in str(error)",
+        "gone = False",
+        _GONE,
+    ),
+    broken(
+        "what nobody is told is in the log",
+        f"{_HTTP}/admission.py",
+        "        work.exception()",
+        "        pass",
+        _GONE,
+    ),
+    broken(
         "a client that leaves is not noticed",
         f"{_HTTP}/running.py",
-        "    left = asyncio.ensure_future(_left(receive))",
-        "    left = asyncio.ensure_future(asyncio.sleep(60))",
+        "    gone = asyncio.ensure_future(left(receive))",
+        "    gone = asyncio.ensure_future(asyncio.sleep(60))",
         _LIFECYCLE,
     ),
     broken(
@@ -27,8 +42,8 @@ HTTP = (
     broken(
         "a client that leaves while its request is submitted leaves it there",
         f"{_HTTP}/admission.py",
-        "work.add_done_callback(lambda _: _cancel(handles))",
-        "_cancel(handles)",
+        "work.add_done_callback(partial(_left, handles))",
+        "_left(handles, work)",
         _LIFECYCLE,
     ),
     broken(
@@ -97,8 +112,8 @@ HTTP = (
     broken(
         "part of a list of prompts is taken",
         f"{_HTTP}/admission.py",
-        "lambda _: _cancel(handles)",
-        "lambda _: _cancel([] if work.exception() else handles)",
+        "partial(_left, handles)",
+        "lambda _: _left([] if work.exception() else handles, work)",
         _ERRORS,
     ),
     broken(

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from kvcompile.errors import InputError
 from kvcompile.serve import Sampling
 from kvcompile.serve.disk import Disk
+from kvcompile.serve.reading import Reading
 from kvcompile.serve.store import Host, Item, pack, unpack
 from tests.serve.test_numerics import module
 from tests.support.serving import Stepped
@@ -55,6 +56,28 @@ def test_what_is_stored_is_found_by_the_next_one(disk: Disk) -> None:
     again = Disk(disk.folder, 1 << 20)
     assert again.secret == disk.secret and is_item(again.load(KEYS[2]), 2) and again.nbytes == disk.nbytes
     again.close()
+
+
+def test_a_process_without_threads_keeps_nothing_and_reads_by_itself(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither fails a step, nor waits for a thread that never started."""
+    stored(disk, 1)
+    again, reading = Disk(disk.folder, 1 << 20), Reading(disk)
+
+    def none(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", none)
+        again.store(KEYS[1], item(1))
+        assert not again.lookup(KEYS[1]) and "can't start new thread" in caplog.text
+        again.drain()
+        assert reading.ask([KEYS[0]]) and is_item(reading.take(KEYS[0]), 0)
+    reading.close()
+    again.store(KEYS[1], item(1))
+    again.close()
+    assert again.lookup(KEYS[1]) and is_item(again.load(KEYS[1]), 1)
 
 
 def test_what_waits_is_found(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Protocol
 
 from pydantic import ValidationError
@@ -61,10 +62,12 @@ async def admitted(job: Admissible, id: str) -> AsyncIterator[tuple[list[Prompt]
     try:
         yield await asyncio.shield(work), handles
     finally:
-        work.add_done_callback(lambda _: _cancel(handles))  # also where this is left while it is submitting
+        work.add_done_callback(partial(_left, handles))  # also where this is left while it is submitting
 
 
-def _cancel(handles: Sequence[Handle]) -> None:
+def _left(handles: Sequence[Handle], work: asyncio.Future[list[Prompt]]) -> None:
+    if not work.cancelled():
+        work.exception()  # whoever would have been told has left: nobody needs to read of it
     for handle in handles:
         if not handle.done:
             handle.cancel()

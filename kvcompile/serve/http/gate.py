@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import MutableMapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,11 +13,13 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvcompile.serve.http.errors import Problem, closed
+from kvcompile.serve.http.errors import Gone, Problem, closed
 from kvcompile.serve.http.service import Service
 from kvcompile.util.console import shown
 
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/openapi.json")
+_CLOSED = "the handler is closed"  # says uvloop where a client has left, before uvicorn knows of it
+_LAST_SECONDS = 1.0
 _OUTCOMES = {401: "unauthorized", 403: "unauthorized", 429: "busy", 503: "closed", 504: "timed_out"}
 
 
@@ -47,18 +51,36 @@ class Gate:
         status = 500
         scope.setdefault("state", {})["outcome"] = None
 
+        gone = False
+
         async def noted(message: Message) -> None:
-            nonlocal status
+            nonlocal status, gone
             if message["type"] == "http.response.start":
                 status = message["status"]
-            await send(message)
+            try:
+                await send(message)
+            except RuntimeError as error:
+                gone = gone or _CLOSED in str(error)
+                if gone:
+                    raise Gone from error
+                raise
 
         self._service.running += 1
         try:
             problem = self._problem(scope)
             app = self._app if problem is None else answered(problem)
             await app(scope, receive, noted)
+        except Exception:
+            if not gone:
+                raise
         finally:
+            if gone:
+                scope["state"]["outcome"] = "cancelled"
+                with suppress(
+                    TimeoutError
+                ):  # until uvicorn knows it, too: else it misses the rest of the answer
+                    async with asyncio.timeout(_LAST_SECONDS):
+                        await left(receive)
             self._service.running -= 1
             route = scope["path"] if scope["path"] in ROUTES else "other"
             self._service.metrics.requests.labels(route, scope["state"]["outcome"] or _outcome(status)).inc()
@@ -82,6 +104,12 @@ class Gate:
         if self._service.stopping and scope["path"].startswith("/v1/"):
             return closed()
         return None
+
+
+async def left(receive: Receive) -> None:
+    """Wait until the client has closed the connection; the body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _same(given: str, key: str) -> bool:

@@ -11,6 +11,7 @@ from starlette.types import Receive
 
 from kvcompile.errors import ServeError
 from kvcompile.serve.http.errors import Gone, Problem, closed
+from kvcompile.serve.http.gate import left
 from kvcompile.serve.http.metrics import Clock
 from kvcompile.serve.http.service import Service
 from kvcompile.serve.request import Delta, Handle
@@ -26,15 +27,15 @@ async def guarded(service: Service, receive: Receive, work: Coroutine[Any, Any, 
         Problem: 504, 503, or what `work` raises.
     """
     task = asyncio.ensure_future(work)
-    left = asyncio.ensure_future(_left(receive))
+    gone = asyncio.ensure_future(left(receive))
     ended = asyncio.ensure_future(service.ended.wait())
     try:
         done, _ = await asyncio.wait(
-            {task, left, ended}, timeout=service.limits.seconds, return_when=asyncio.FIRST_COMPLETED
+            {task, gone, ended}, timeout=service.limits.seconds, return_when=asyncio.FIRST_COMPLETED
         )
         if task in done:
             return task.result()
-        if left in done:
+        if gone in done:
             raise Gone
         if ended in done:
             raise closed()
@@ -42,15 +43,9 @@ async def guarded(service: Service, receive: Receive, work: Coroutine[Any, Any, 
             504, f"the request had not ended after {service.limits.seconds:g} seconds, and is cancelled"
         )
     finally:
-        for one in (task, left, ended):
+        for one in (task, gone, ended):
             one.cancel()
-        await asyncio.gather(task, left, ended, return_exceptions=True)
-
-
-async def _left(receive: Receive) -> None:
-    """Wait until the client has closed the connection; the body has been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        await asyncio.gather(task, gone, ended, return_exceptions=True)
 
 
 async def deltas(handles: Sequence[Handle], clock: Clock) -> AsyncGenerator[tuple[int, Delta], None]:
