@@ -60,6 +60,7 @@ def test_any_shape(
     assert bool((off <= rounding(x, weight, own)).all())
 
 
+@pytest.mark.few(3)  # every instruction set, and every dtype
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [own.name for own in available()])
 def test_blocks_of_all_sizes(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
