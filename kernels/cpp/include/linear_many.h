@@ -16,6 +16,7 @@ namespace kv {
 constexpr int TALL = W >= 16 ? 8 : 4, BROAD = 3, COLUMNS = BROAD * W;
 constexpr int64_t DEPTH = 1536 + 2 * W;  // channels that are packed at a time, at most: the second cache holds them
 constexpr int64_t ROWS_TOGETHER = 512;   // vectors that share a block of packed weights, at most
+constexpr int64_t SUMMED = 128;          // channels that are summed before they join a sum: fewer roundings of large sums
 constexpr int STEPS = 8;                 // channels that are multiplied between two times of asking
 constexpr int64_t PACKING = 5;           // with how many vectors multiplying takes as long as packing
 
@@ -153,7 +154,9 @@ struct ManyRows {
     const int64_t of_step = parts_of(left, blocks * parts_of(units, STEPS));
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t first = cut(count, blocks, block), vectors = cut(count, blocks, block + 1) - first;
-      tiles<TALL>(vectors, x + (row + first) * lda + start, own.packed, units, start > 0, own.sums[first], ahead, of_step);
+      for (int64_t k = 0; k < units; k += SUMMED)
+        tiles<TALL>(vectors, x + (row + first) * lda + start + k * PAIR<T>, own.packed + k * COLUMNS * PAIR<T>,
+                    std::min(SUMMED, units - k), start + k > 0, own.sums[first], ahead, of_step);
     }
   }
 
