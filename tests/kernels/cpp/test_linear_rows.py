@@ -73,6 +73,7 @@ def test_blocks_of_all_sizes(name: str, dtype: torch.dtype, monkeypatch: pytest.
         (1030, 7, 1600),
         (17, 49, 1568),
         (16, 97, 4609),
+        (20, 5, 0),
     ):
         x, weight, bias = layer(rows, columns, channels, dtype)
         wanted = x.double() @ weight.double().T + bias.double()
