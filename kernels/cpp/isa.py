@@ -85,8 +85,8 @@ def available() -> tuple[Isa, ...]:
 
 
 def multiplies_rows(dtype: torch.dtype, own: Isa | None = None) -> bool:
-    """Whether linear layers of more than one row have a kernel: of any number where the BLAS is slow at the dtype; of
-    few in float32, and in bfloat16 where its products are the kernel's, too.
+    """Whether linear layers of more than one row have a kernel: of any number where the BLAS is slow at the dtype; in
+    float32, and in bfloat16 where its products are the kernel's, of as many as `most_rows` of `include/launch.h` says.
 
     Args:
         own: as in `lacks_products_of`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -15,12 +16,14 @@ class Fixed(nn.Module):
     """A module that stays where it is and as it is, and is for inference."""
 
     @property
+    @abstractmethod
     def device(self) -> torch.device:
-        raise NotImplementedError
+        """Where it stays."""
 
     @property
+    @abstractmethod
     def dtype(self) -> torch.dtype:
-        raise NotImplementedError
+        """In what it stays."""
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         probe = torch.zeros(1, dtype=self.dtype, device=self.device)

@@ -528,7 +528,7 @@ PRODUCT = (
         "kvcompile/runtime/huggingface.py",
         "if own.cache in self._at_work or (assistant is self and own is self.handle):",
         "if assistant is self and own is self.handle:",
-        "tests/runtime/test_handle.py::test_one_cache_is_not_at_two_texts",
+        "tests/runtime/test_assisted.py::test_one_cache_is_not_at_two_texts",
     ),
     broken(
         "a deep copy has the version of its original",

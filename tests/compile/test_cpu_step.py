@@ -16,6 +16,7 @@ from kvcompile.compile import cpu_step
 from kvcompile.errors import KernelError
 from kvcompile.kernels.cpp.host import ops
 from kvcompile.kernels.cpp.host.step import StepProgram
+from tests.support.budget import within
 from tests.support.models import tiny_hf
 
 RECIPES = ("baseline", "int8", "paged", "h2o", "streaming_int8")
@@ -110,7 +111,7 @@ def test_steps_are_kept_as_far_as_memory_goes(room: int, left: int, monkeypatch:
     def run(number: int) -> Tensor:
         x = torch.randn(1, 8)
         (out,) = steps.run("all", step, [], {"x": x, "number": number}, {"weight": weight}, 0)
-        assert torch.allclose(out, x @ weight.T, atol=1e-5)
+        within(out, x @ weight.T, x.double() @ weight.double().T, torch.float32, few=True)
         return out
 
     run(0)  # the first of a class runs as it is

@@ -9,10 +9,11 @@ factors, of probabilities, of the result. Nothing of it is tuned: all is measure
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,17 @@ def within(
     found, allowed = error(ours, truth), budget(torchs, truth, dtype)
     said = f"{what} off by {found}, {allowed} allowed"
     assert found.largest <= allowed.largest and (few or found.rms <= allowed.rms), said
+
+
+def as_original(logits: Tensor, model: nn.Module, ids: Tensor) -> None:
+    """The check of logits over `ids` against those that `model` gives in its dtype; in float64 they are the truth.
+
+    Fewer logits are those of the last tokens. Raises as `within`.
+    """
+    with torch.no_grad():
+        found = [own.eval()(ids) for own in (model, copy.deepcopy(model).double())]
+    wanted, truth = (getattr(own, "logits", own)[:, -logits.shape[1] :] for own in found)
+    within(logits, wanted, truth, wanted.dtype)
 
 
 def rounding(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

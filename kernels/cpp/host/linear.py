@@ -1,4 +1,4 @@
-"""Linear layers by C++ kernels: of one token, and of many where the processor has no products of their dtype."""
+"""Linear layers by C++ kernels: of one token, and of more where `isa.multiplies_rows`."""
 
 from __future__ import annotations
 

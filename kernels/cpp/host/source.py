@@ -87,8 +87,8 @@ def linear_spec(dtype: torch.dtype, many: bool = False, own: Isa | None = None) 
     """The spec of a linear layer of one token, or of many: its file and the type of its weights.
 
     Args:
-        many: more than one token; of an instruction set whose processor multiplies their dtype, only the few are the
-            kernel's, but where floats are faster.
+        many: more than one token. Where the processor multiplies their dtype (and floats are not faster) it is that of
+            few, which leaves to PyTorch's library what that is faster at.
         own: the instruction set; None: this machine's.
     """
     if not many:

@@ -4,6 +4,8 @@
 // asks for what stands BLOCKS_AHEAD blocks behind rows i .. i + n - 1.
 #pragma once
 
+#include "processor.h"
+
 // Whether rows of n bytes are taken by what multiplies codes as whole numbers (`quads.h`): a number of the preprocessor.
 #if defined(KV_QUADS)
 #define KV_TAKES(n) ((n) % KV_QUADS == 0)
@@ -22,11 +24,7 @@ inline void fetch_line(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 // Whether rows of floats are asked for, too: AMD's processors foresee those that follow each other in memory, and asking costs
 // them a tenth; Intel's take up to a sixth less for all of decode (docs/kernels.md).
-#if defined(__linux__) && defined(__x86_64__)
-static const bool ASKS_FOR_ROWS = (__builtin_cpu_init(), __builtin_cpu_is("intel"));
-#else
-constexpr bool ASKS_FOR_ROWS = false;
-#endif
+static const bool ASKS_FOR_ROWS = INTEL;
 
 template <class T>
 inline Vec load_some(const T* p, int n) {

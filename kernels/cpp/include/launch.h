@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "call.h"
+#include "processor.h"
 #include "stable_abi.h"
 #include "workers.h"
 
@@ -182,17 +183,11 @@ At linears(const At& x, const std::vector<At>& weights, const std::vector<At>& b
   return linears(x, layers, spec);
 }
 
-#if defined(__x86_64__)
-const bool AMD = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
-#else
-constexpr bool AMD = false;
-#endif
-
 // How many rows a kernel is faster at than PyTorch's library. On AMD's processors that multiplies floats by AVX2 (MKL), and
 // takes as long as the kernel of many bfloat16 (oneDNN).
 int64_t most_rows(const At& x) {
   const bool floats = x.dtype() == aoti_torch_dtype_float32();
-  if (AMD) return floats ? INT64_MAX : kv::MANY_HALVES;
+  if (kv::AMD) return floats ? INT64_MAX : kv::MANY_HALVES;
   return floats ? kv::FEW_ROWS : kv::FEW_HALVES;
 }
 

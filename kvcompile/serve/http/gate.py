@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 from collections.abc import MutableMapping
 from contextlib import suppress
 from typing import Any
@@ -16,6 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvcompile.serve.http.errors import Gone, Problem, closed
 from kvcompile.serve.http.service import Service
 from kvcompile.util.console import shown
+
+log = logging.getLogger(__name__)
 
 ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/openapi.json")
 _CLOSED = "the handler is closed"  # says uvloop where a client has left, before uvicorn knows of it
@@ -70,15 +73,15 @@ class Gate:
             problem = self._problem(scope)
             app = self._app if problem is None else answered(problem)
             await app(scope, receive, noted)
-        except Exception:
+        except Exception as error:
             if not gone:
                 raise
+            log.debug("what became of an answer whose client has left: %r", error)
         finally:
             if gone:
                 scope["state"]["outcome"] = "cancelled"
-                with suppress(
-                    TimeoutError
-                ):  # until uvicorn knows it, too: else it misses the rest of the answer
+                # Until uvicorn knows it, too: else it misses the rest of the answer.
+                with suppress(TimeoutError):
                     async with asyncio.timeout(_LAST_SECONDS):
                         await left(receive)
             self._service.running -= 1

@@ -118,6 +118,19 @@ class FakeEngine:
             self._changed.notify_all()
         return handle
 
+    def slow_to_submit(self) -> tuple[threading.Event, threading.Event]:
+        """From now on a request comes when the second event is set; the first one is when somebody waits for that."""
+        busy, on = threading.Event(), threading.Event()
+        submit = self.submit
+
+        def slow(*args: Any, **more: Any) -> Handle:
+            busy.set()
+            assert on.wait(10)
+            return submit(*args, **more)
+
+        self.submit = slow  # type: ignore[method-assign]
+        return busy, on
+
     def stats(self) -> Stats:
         with self._changed:
             return Stats(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import threading
 from typing import Any
 
 import pytest
@@ -74,15 +73,8 @@ def test_a_defect_is_no_client_that_left() -> None:
 def test_nobody_reads_that_the_queue_is_full(caplog: pytest.LogCaptureFixture) -> None:
     """The client has left while its prompt became tokens."""
     caplog.set_level(logging.ERROR)
-    engine, busy, on = FakeEngine(tiny_tokenizer(), max_queue=0), threading.Event(), threading.Event()
-    submit = engine.submit
-
-    def slow(*args: Any, **more: Any) -> Any:
-        busy.set()
-        assert on.wait(10)
-        return submit(*args, **more)
-
-    engine.submit = slow  # type: ignore[method-assign]
+    engine = FakeEngine(tiny_tokenizer(), max_queue=0)
+    busy, on = engine.slow_to_submit()
     app = create_app(engine, Options(hosts=None))
 
     async def main() -> None:

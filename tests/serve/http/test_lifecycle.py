@@ -72,15 +72,7 @@ def test_a_client_that_leaves_while_its_prompt_becomes_tokens(serving: Callable[
     tokenizer = tiny_tokenizer()
     engine = FakeEngine(tokenizer)
     server = serving(engine)
-    busy, on = threading.Event(), threading.Event()
-    submit = engine.submit
-
-    def slow(*args: Any, **more: Any) -> Any:
-        busy.set()
-        assert on.wait(10)
-        return submit(*args, **more)
-
-    engine.submit = slow  # type: ignore[method-assign]
+    busy, on = engine.slow_to_submit()
     engine.hold()
     with connected(server, TEXT):
         assert busy.wait(10)
