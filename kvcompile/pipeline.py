@@ -20,7 +20,9 @@ from kvcompile.kernels.ops.running_sum import running_sum
 from kvcompile.original.adapters import base_of
 from kvcompile.original.checks import check_model
 from kvcompile.original.inference_tensors import as_normal
-from kvcompile.passes.capture.capture import Captured, capture, device_of, nothing
+from kvcompile.passes.capture.capture import capture, nothing
+from kvcompile.passes.capture.captured import Captured
+from kvcompile.passes.capture.inputs import device_of
 from kvcompile.passes.capture.opaque import describe, states_of
 from kvcompile.passes.capture.python_step import give_steps
 from kvcompile.passes.detect.detect import Detection, detect

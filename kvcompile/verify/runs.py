@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from kvcompile.errors import ModelError
 from kvcompile.kernels.oracle.choice import Choice
-from kvcompile.passes.capture.capture import eval_mode
+from kvcompile.passes.capture.settings import eval_mode
 from kvcompile.passes.recurrent.state import attributes_restored
 from kvcompile.pipeline import Front
 from kvcompile.util.serial import as_the_caller

@@ -121,3 +121,8 @@ def example(
         "logits_to_keep": torch.arange(keep),
     }
     return tuple(values[name].to(device) for name in inputs.names)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's first weight is."""
+    return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from kvcompile.errors import DetectionError
-from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.capture.captured import Captured
 from kvcompile.passes.detect import rotation
 from kvcompile.passes.detect.position_limits import PositionLimit, position_limit
 from kvcompile.passes.graph import module_path, shape, source_line

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from kvcompile.kernels.ops import attention as attention_op
-from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.capture.captured import Captured
 from kvcompile.passes.detect.detect import Detection
 from kvcompile.passes.graph import call, expr, shape, value
 from kvcompile.passes.graph_module import module_of

@@ -149,7 +149,7 @@ GRAPHS = (
     ),
     broken(
         "state in attributes that an earlier text has left is not cleared",
-        "passes/capture/capture.py",
+        "passes/capture/route.py",
         "None if self.changes == () else run",
         "None",
         "tests/passes/recurrent/test_state.py",

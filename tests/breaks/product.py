@@ -469,9 +469,9 @@ PRODUCT = (
     ),
     broken(
         "compilers are begun before the model's own forwards",
-        "passes/capture/capture.py",
-        "        calls = Calls(self, inputs)\n",
-        "        calls = Calls(self, inputs)\n        self.begin()\n",
+        "passes/capture/route.py",
+        "        if not self.checked:  # before tracing",
+        "        self.begin()\n        if not self.checked:  # before tracing",
         "compile/ahead",
     ),
     broken(

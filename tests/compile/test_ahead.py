@@ -22,7 +22,9 @@ from kvcompile.errors import CompileError, DetectionError
 from kvcompile.kernels.cpp import available
 from kvcompile.kernels.cpp.host import compiler, ops, source
 from kvcompile.kernels.cpp.spec import CppSpec
-from kvcompile.passes.capture.capture import Captured, _Attempt
+from kvcompile.passes.capture.attempt import Attempt
+from kvcompile.passes.capture.captured import Captured
+from kvcompile.passes.capture.route import Route
 from kvcompile.passes.detect.detect import Detection
 from kvcompile.pipeline import Front
 from kvcompile.recipe import Recipe
@@ -357,12 +359,12 @@ def test_kernels_are_begun_before_the_graph_is_compared_and_run_last(monkeypatch
 
         monkeypatch.setattr(module, name, run)
 
-    noted(sys.modules[_Attempt.__module__], "check_changes")
-    noted(sys.modules[_Attempt.__module__], "trace")
+    noted(sys.modules[Route.__module__], "check_changes")
+    noted(sys.modules[Route.__module__], "trace")
     noted(ahead, "begin")
     noted(pipeline, "detect")
     noted(ahead, "begin_kernels")
-    noted(_Attempt, "confirm")
+    noted(Attempt, "confirm")
     for name in ("first_asked", "_check_detection", "lossless", "_check_cache"):
         noted(verify, name)
     model = Asks(lambda x, positions, keep: x).eval()

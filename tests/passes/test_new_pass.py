@@ -18,7 +18,7 @@ from kvcompile import pipeline
 from kvcompile.cli.app import app
 from kvcompile.errors import PlanError, VerificationError
 from kvcompile.passes import table
-from kvcompile.passes.capture.capture import Captured
+from kvcompile.passes.capture.captured import Captured
 from kvcompile.passes.detect.detect import Detection
 from kvcompile.passes.graph import target_name
 from kvcompile.passes.rewrite.canonicalize import Canonical, canonicalize

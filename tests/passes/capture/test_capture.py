@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from kvcompile.errors import CaptureError, ModelError
-from kvcompile.passes.capture.capture import Captured, capture
+from kvcompile.passes.capture.capture import capture
+from kvcompile.passes.capture.captured import Captured
 from kvcompile.passes.graph import target_name
 from kvcompile.passes.probe.evaluate import depends_on, evaluate
 from tests.support.models import NanoGPT, TinyLlama, TinyLlamaPositions, make, tiny_hf

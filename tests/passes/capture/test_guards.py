@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvcompile.errors import CaptureError
-from kvcompile.passes.capture.capture import Captured, capture
+from kvcompile.passes.capture.capture import capture
+from kvcompile.passes.capture.captured import Captured
 from kvcompile.passes.graph import expr, target_name
 from tests.coverage.configs import tiny_model
 from tests.passes.capture.test_trace import VOCAB, Body, Rows, agree

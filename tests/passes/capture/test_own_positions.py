@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvcompile.passes.capture.capture import Captured, capture
+from kvcompile.passes.capture.capture import capture
+from kvcompile.passes.capture.captured import Captured
 from kvcompile.passes.capture.shown import NOT_SHOWN
 from tests.support.models import NanoBlock, TinyConfig
 

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 import kvcompile
 from kvcompile.errors import CaptureError, ModelError
-from kvcompile.passes.capture.capture import Captured, capture
+from kvcompile.passes.capture.capture import capture
+from kvcompile.passes.capture.captured import Captured
 from kvcompile.passes.graph import target_name
 from tests.support.models import NanoGPT, RMSNorm, make, rotate_half, tiny_hf
 
@@ -159,7 +160,7 @@ def test_names_of_weights_and_modules_are_the_models_own() -> None:
 
 
 def test_plain_models_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcompile.passes.capture import capture as passes
+    from kvcompile.passes.capture import route as passes
 
     ways: list[str] = []
     original = passes.trace

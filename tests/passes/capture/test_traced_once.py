@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 import kvcompile
 from kvcompile.passes.capture import plain
-from kvcompile.passes.capture.capture import Captured, capture
+from kvcompile.passes.capture.capture import capture
+from kvcompile.passes.capture.captured import Captured
 from kvcompile.passes.capture.traced_once import Once, expand
 from kvcompile.passes.probe.evaluate import fetch_attr
 from tests.support.marks import cases

@@ -13,7 +13,8 @@ from torch.fx import Interpreter
 import kvcompile
 from kvcompile.api import build
 from kvcompile.errors import DetectionError, LimitError, PlanError
-from kvcompile.passes.capture.capture import Captured, capture
+from kvcompile.passes.capture.capture import capture
+from kvcompile.passes.capture.captured import Captured
 from kvcompile.passes.detect.detect import detect
 from kvcompile.passes.rewrite.canonicalize import canonicalize
 from kvcompile.passes.rewrite.positions import PAST_LENGTH, Positions, offset_positions
