@@ -26,7 +26,8 @@ from kvcompile.passes.capture.inputs import device_of
 from kvcompile.passes.capture.opaque import describe, states_of
 from kvcompile.passes.capture.python_step import give_steps
 from kvcompile.passes.detect.detect import Detection, detect
-from kvcompile.passes.detect.rotation import NotRotary, Rotations
+from kvcompile.passes.detect.rotary_form import NotRotary
+from kvcompile.passes.detect.rotation import Rotations
 from kvcompile.passes.graph import ancestors
 from kvcompile.passes.graph_module import module_of
 from kvcompile.passes.probe.evaluate import fetch_attr

@@ -17,8 +17,8 @@ from torch.fx import Node
 
 from kvcompile.errors import DetectionError
 from kvcompile.passes.capture.captured import Captured
-from kvcompile.passes.detect import rotation
 from kvcompile.passes.detect.position_limits import PositionLimit, position_limit
+from kvcompile.passes.detect.positional import positional
 from kvcompile.passes.graph import module_path, shape, source_line
 from kvcompile.passes.probe.probe import Prober
 from kvcompile.passes.records import AttentionSite, NoMatch, RopeSpec
@@ -163,7 +163,7 @@ def _of_one_dtype(sites: list[AttentionSite], ropes: rope.RopeRule) -> list[Atte
 
 def _positionless(sites: list[AttentionSite], prober: Prober) -> list[AttentionSite]:
     """The sites, marked where no position reaches queries and keys but through other sites' results."""
-    reached = rotation.positional(prober.graph_module, {site.out for site in sites})
+    reached = positional(prober.graph_module, {site.out for site in sites})
     marked = []
     for site in sites:
         free = not reached & {site.q, site.k}

@@ -15,26 +15,23 @@ told apart is refused with the operator in the way.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
-from kvcompile.expression import B, Expr, H, K, Q, ScoreMod, const, integer, program
-from kvcompile.kernels.ops import cached_attention as ops
-from kvcompile.passes.detect.query_key_dims import REDUCE, Axes, Axis, Unknown, is_pointwise
+from kvcompile.expression import B, H, K, Q, ScoreMod, integer, program
+from kvcompile.passes.detect.keys_ahead import check_past
+from kvcompile.passes.detect.query_key_dims import Axes, Axis, Unknown, is_pointwise
 from kvcompile.passes.graph import ancestors, expr, shape, source_line, target_name, value
 from kvcompile.passes.probe.evaluate import depends_on
 from kvcompile.passes.probe.probe import Prober, Refused
-from kvcompile.passes.records import DynamicMask, KeySide, Leaf, PositionalPart, Side
+from kvcompile.passes.records import DynamicMask, KeySide, PositionalPart, Side
 from kvcompile.passes.score_mod.leaves import LeafRef, Untranslatable
-from kvcompile.passes.score_mod.make import cast, lt, make
-from kvcompile.passes.score_mod.normal_form import NoNormalForm, normal_form
 
 aten = torch.ops.aten
 _CREATE = ("new_zeros", "new_ones", "new_full", "new_empty", "zeros", "ones", "full")
-_SIZED = (*_CREATE, "expand", "view", "reshape", "_unsafe_view")
+SIZED = (*_CREATE, "expand", "view", "reshape", "_unsafe_view")
 
 
 def find(mask: Node, dims: tuple[int, int, int], prober: Prober) -> DynamicMask:
@@ -101,7 +98,7 @@ def _find(mask: Node, dims: tuple[int, int, int], prober: Prober) -> DynamicMask
     _check_local(found, prober)
     _check_numbers(found, axes, prober)
     _check_batch(found, prober)
-    _check_past(found, axes, query, key, prober)
+    check_past(found, axes, query, key, prober)
     return found
 
 
@@ -269,7 +266,7 @@ def _check_numbers(found: DynamicMask, axes: Axes, prober: Prober) -> None:
     """Raises Refused where the length enters as a number: only sizes, and the k of a topk, may be made of it."""
     for node in found.region:
         numbers = [n for n in node.all_input_nodes if _of_length(n, prober)]
-        if numbers and target_name(node) != "topk" and target_name(node) not in _SIZED:
+        if numbers and target_name(node) != "topk" and target_name(node) not in SIZED:
             raise Refused(
                 f"the mask depends on the length of the sequence as a number in {node.target} ({source_line(node)})"
             )
@@ -284,288 +281,3 @@ def _check_numbers(found: DynamicMask, axes: Axes, prober: Prober) -> None:
     for node in axes.apart:
         if shape(node) and not prober.dependence.is_positional(node):
             raise Refused(f"the mask depends on {node.name}, which is no function of each position alone")
-
-
-# Operators that bring the elements along a dimension together, in which hidden ones (-inf) change nothing.
-_ALONG = {
-    "topk": 2,
-    "sort": 1,
-    "argsort": 1,
-    "softmax": 1,
-    "_softmax": 1,
-    "log_softmax": 1,
-    "_log_softmax": 1,
-}
-_EXTREMES = ("amax", "max", "argmax", "logsumexp")
-_FAR = 1e30  # no score is that large
-
-
-def _check_past(found: DynamicMask, axes: Axes, query: Axis, key: Axis, prober: Prober) -> None:
-    """Raises Refused where an operator brings keys together that a query does not see yet, or queries with each other.
-
-    A cache has no later keys, and slots behind the last token hold anything: what works along the keys must get those
-    hidden. Of a chunk there are the chunk's queries alone.
-    """
-    for node in found.region:
-        name = target_name(node)
-        dims = _along(node, name)
-        for dim in dims:
-            source = node.args[0]
-            assert isinstance(source, Node)
-            if not axes.is_seq(source, dim):
-                continue
-            if axes.find(source, dim) == query:
-                raise Refused(f"the mask brings queries together in {node.target} ({source_line(node)})")
-            if axes.find(source, dim) != key or name == "cumsum":
-                continue
-            passes_over = (name in _ALONG or name in _EXTREMES) and not _takes_the_least(node)
-            if not passes_over or not _hidden_ahead(source, axes, query, key, prober, chosen=name == "topk"):
-                raise Refused(
-                    f"the mask of a query depends on later keys in {node.target} ({source_line(node)}), which a cache "
-                    "does not have; hide them with -inf before"
-                )
-        if (
-            name in ("matmul", "bmm", "mm")
-            and isinstance(node.args[0], Node)
-            and axes.is_seq(node.args[0], -1)
-        ):
-            raise Refused(f"the mask sums over tokens in {node.target} ({source_line(node)})")
-
-
-def _along(node: Node, name: str) -> list[int]:
-    """The dimensions along which an operator brings elements together."""
-    source = node.args[0] if node.args else None
-    if not isinstance(source, Node) or not shape(source):
-        return []
-    rank = len(shape(source))
-    if name in _ALONG:
-        place = _ALONG[name]
-        dim = node.args[place] if len(node.args) > place else node.kwargs.get("dim", -1)
-        return [dim % rank] if isinstance(dim, int) else list(range(rank))
-    if name in REDUCE or name in ("cumsum", "cumprod", "cummax", "mean", "std", "var", "norm"):
-        dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-        if dims is None or dims == []:
-            return list(range(rank))
-        return [int(d) % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])]  # type: ignore[arg-type]
-    return []
-
-
-def _takes_the_least(node: Node) -> bool:
-    """topk(source, k, dim, largest=False), sort(source, dim, descending=False): what is hidden comes first."""
-    name = target_name(node)
-    if name == "topk":
-        return (node.args[3] if len(node.args) > 3 else node.kwargs.get("largest", True)) is not True
-    if name in ("sort", "argsort"):
-        return (node.args[2] if len(node.args) > 2 else node.kwargs.get("descending", False)) is not True
-    return False
-
-
-def _hidden_ahead(
-    source: Node, axes: Axes, query: Axis, key: Axis, prober: Prober, chosen: bool = False
-) -> bool:
-    """Whether the elements of later keys are proved to be -inf, or as good as that.
-
-    chosen: by a topk, which takes what is below every score after all that the query sees, whatever it is
-    """
-    named: dict[int, Expr] = {}
-    for dim, size in enumerate(shape(source)):
-        if axes.is_seq(source, dim):
-            named[dim] = Q if axes.find(source, dim) == query else K
-        elif expr(size) == prober.batch:
-            named[dim] = B
-        elif expr(size) == 1:
-            named[dim] = integer(0)
-        else:
-            named[dim] = H
-    t = prober.reader.translator(1)
-    try:
-        element = t.element(source, tuple(named[dim] for dim in range(len(named))))
-        element = cast(element, torch.float32)
-        if chosen:  # what hides even so is below every score
-            element = make("add", torch.float32, element, const(_FAR, torch.float32))
-        form = normal_form(element, None, t.prover)
-    except (Untranslatable, NoNormalForm):
-        return False
-    return (chosen or form.infinite) and t.prover.never(form.seen, lt(Q, K))
-
-
-class Builder:
-    """Builds masks in a cached graph, for new queries over all slots; masks of several layers share parts.
-
-    positions: [B, S] of the new tokens; span: how many slots there are; copied: nodes of the canonical graph -> theirs
-    """
-
-    def __init__(self, graph: Graph, positions: Node, span: Node, copied: Mapping[Node, Node]):
-        self.graph, self.positions, self.span, self.copied = graph, positions, span, copied
-        # By what runs over which side: one mask may be read with its queries as another's keys.
-        self._done: dict[tuple[Node, tuple[Side, ...]], Node] = {}
-        self._parts: dict[tuple[PositionalPart, int], Node] = {}
-
-    def leaves(self, leaves: Sequence[Leaf], buffers: Sequence[Node]) -> list[Node]:
-        """What an expression reads, at the graph's insertion point: for the new tokens, the slots, or both.
-
-        buffers: [B, 1, slots, ..] for the key-side tensors that no earlier site keeps, in the order of `key_rows`
-        """
-        left = iter(buffers)
-        for leaf in leaves:
-            if leaf.kind == "key" and (leaf.node, _of_keys(leaf)) not in self._done:
-                size = tuple(int(size) for dim, size in enumerate(shape(leaf.node)) if dim not in leaf.dims)
-                self._done[leaf.node, _of_keys(leaf)] = self._rows(
-                    KeySide(leaf.node, leaf.dims[0], leaf.dims[2], size), next(left)
-                )
-        found = []
-        for leaf in leaves:
-            match leaf.kind:
-                case "table":
-                    found.append(self.copied[leaf.node])
-                    continue
-                case "query":
-                    node = self.copied[leaf.node]
-                case "key":
-                    node = self._done[leaf.node, _of_keys(leaf)]
-                case "pair":
-                    assert leaf.rerun is not None
-                    node = self._build(leaf.rerun, left)
-            order = leaf.order
-            if leaf.kind == "pair" and leaf.dims[0] < 0:
-                assert leaf.rerun is not None
-                if not leaf.rerun.static:  # positions bring a batch along
-                    node = self._call(aten.unsqueeze.default, node, 0)
-                order = [0, *(dim + 1 for dim in order)]
-            if order != list(range(len(order))):
-                node = self._call(aten.permute.default, node, order)
-            found.append(node)
-        return found
-
-    def _build(self, mask: DynamicMask, left: Iterator[Node]) -> Node:
-        """Insert the subgraph of `mask`, over the new tokens and the slots."""
-        parts = {part.node: part for part in mask.static}
-        for side in mask.keys:
-            if (side.node, mask.sides[side.node]) not in self._done:
-                self._done[side.node, mask.sides[side.node]] = self._rows(side, next(left))
-        for node in mask.region:
-            if (node, _turn(node, mask)) in self._done:
-                continue
-
-            def operand(used: Node, node: Node = node) -> Node:
-                return self._static(parts[used], node) if used in parts else self._operand(used, node, mask)
-
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), operand)
-            if target_name(node) in _SIZED:
-                args = self._sizes(node, args, mask)
-            assert callable(node.target)
-            new = self.graph.call_function(node.target, args, kwargs)
-            new.meta = {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
-            self._done[node, _turn(node, mask)] = new
-        return self._done[mask.node, _turn(mask.node, mask)]
-
-    def _call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        return self.graph.call_function(target, args, kwargs)
-
-    def _static(self, part: PositionalPart, user: Node) -> Node:
-        """The part for the new tokens and the slots, in the dimensions that it has, or, where it has no batch, that of
-        what uses it."""
-        rank = len(shape(part.node))
-        batch, heads, query, key = part.dims
-        # Positions differ from sequence to sequence, so there is a batch, and it leads.
-        more = 0 if batch == 0 else max(len(shape(user)) - rank, 1)
-        if (part, more) not in self._parts:
-            tables = [self.copied[table] for table in part.tables]
-            made = self._call(ops.score_function, self.positions, self.span, tables, part.program, part.heads)
-            # [B, heads, S, span] to the places that they have in the part
-            wanted: list[int | None] = [None] * (rank + more)
-            wanted[0] = 0
-            wanted[query + more], wanted[key + more] = 2, 3
-            if heads >= 0:
-                wanted[heads + more] = 1
-            order = [dim for dim in wanted if dim is not None]
-            if heads < 0:
-                made = self._call(aten.squeeze.dim, made, 1)
-                order = [dim if dim == 0 else dim - 1 for dim in order]
-            if order != sorted(order):
-                made = self._call(aten.permute.default, made, order)
-            for dim, source in enumerate(wanted):
-                if source is None:
-                    made = self._call(aten.unsqueeze.default, made, dim)
-            self._parts[part, more] = made
-        return self._parts[part, more]
-
-    def _rows(self, side: KeySide, buffer: Node) -> Node:
-        """Keep a key-side tensor's new rows and read all of them, the sequence in its own place."""
-        rank = len(side.rest) + 2
-        rest = [dim for dim in range(rank) if dim not in (side.batch, side.seq)]
-        order = [side.batch, side.seq, *rest]
-        rows = self._call(aten.permute.default, self.copied[side.node], order)
-        kept = self._call(ops.cached_rows, rows, buffer, self.positions, self.span)
-        return self._call(aten.permute.default, kept, [order.index(dim) for dim in range(rank)])
-
-    def _operand(self, used: Node, node: Node, mask: DynamicMask) -> Node:
-        if (node, used) in mask.positions:
-            return self._of_slots(used) if mask.positions[node, used] == "key" else self.copied[used]
-        if (used, _turn(used, mask)) in self._done:
-            return self._done[used, _turn(used, mask)]
-        if _grows(used) and target_name(node) == "topk":
-            # How many are chosen, at most all: of the axis that they are chosen from.
-            dim = node.args[2] if len(node.args) > 2 else -1
-            source = node.args[0]
-            assert isinstance(source, Node) and isinstance(dim, int)
-            on_keys = source in mask.sides and mask.sides[source][dim] == "key"
-            return self._number(used) if on_keys else self.copied[used]
-        return self.copied[used]
-
-    def _of_slots(self, used: Node) -> Node:
-        """Positions, or what is computed from them alone, for all slots instead of the new tokens."""
-        if isinstance(value(used), torch.SymInt):
-            return self._number(used) if _grows(used) else self.copied[used]
-        if used.op == "placeholder":
-            if not shape(used):  # how many tokens stand before the new ones
-                return self._call(aten.zeros_like.default, self.copied[used])
-            return self._call(aten.unsqueeze.default, self._slots(used), 0)  # position_ids [B, S]
-        if used.op == "get_attr" or not used.all_input_nodes:
-            return self.copied[used]
-        if target_name(used) == "arange":
-            return self._slots(used)
-        args, kwargs = torch.fx.map_arg((used.args, used.kwargs), self._of_slots)
-        return self._call(used.target, *args, **kwargs)
-
-    def _slots(self, like: Node) -> Node:
-        val = like.meta["val"]
-        return self._call(aten.arange.default, self.span, dtype=val.dtype, device=val.device)
-
-    def _number(self, used: Node) -> Node:
-        """An integer computed from S, for the number of slots instead."""
-        if target_name(used) == "sym_size":
-            return self.span
-        args = torch.fx.map_arg(used.args, lambda n: self._number(n) if _grows(n) else self.copied[n])
-        return self._call(used.target, *args, **used.kwargs)
-
-    def _sizes(self, node: Node, args: Any, mask: DynamicMask) -> Any:
-        """The size argument of a creator or a reshape: S is the number of new tokens or of slots, by its place."""
-        place = 0 if isinstance(node.args[0], (list, tuple)) else 1
-        old, new = node.args[place], list(args[place])
-        assert isinstance(old, (list, tuple))
-        for dim, size in enumerate(old):
-            if isinstance(size, Node) and _grows(size):
-                new[dim] = self.span if mask.sides[node][dim] == "key" else self.copied[size]
-        return (*args[:place], new, *args[place + 1 :])
-
-
-def _of_keys(leaf: Leaf) -> tuple[Side, ...]:
-    """The sides of what is kept of each key's token."""
-    return tuple("key" if dim == leaf.dims[2] else "" for dim in range(len(shape(leaf.node))))
-
-
-def _turn(node: Node, mask: DynamicMask) -> tuple[Side, ...]:
-    """Which side each dimension of a node runs over; of several results, those of its operand."""
-    found = mask.sides.get(node, ())
-    if not found and node.args and isinstance(node.args[0], Node):
-        found = mask.sides.get(node.args[0], ())
-    return found
-
-
-def _grows(node: Node) -> bool:
-    """Whether a node is an integer made of the sequence's length."""
-    if not isinstance(value(node), torch.SymInt):
-        return False
-    ids = next(n for n in node.graph.nodes if n.op == "placeholder")
-    return expr(shape(ids)[1]) in expr(value(node)).free_symbols

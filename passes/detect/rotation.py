@@ -13,7 +13,7 @@ are left out, so the result is exact for models in half precision, too.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
 from kvcompile.kernels.ops.opaque import find, opaque
-from kvcompile.passes.graph import call, expr, is_size, shape, size_at, target_name, value
-from kvcompile.passes.probe.evaluate import evaluate, fetch_attr, shape_only
+from kvcompile.passes.detect.positional import position_sources, value_descendants
+from kvcompile.passes.detect.rotary_form import EXACT, NotRotary, form_of, partner, sign
+from kvcompile.passes.graph import expr, is_size, shape, size_at, target_name, value
+from kvcompile.passes.probe.evaluate import evaluate, fetch_attr
 from kvcompile.passes.records import Rotation
 from kvcompile.specs import RotaryForm
 
@@ -86,31 +88,6 @@ _MOVING = _PASSING - frozenset(
 )
 # Numbers of all samples that are rotated at once: what the processor's caches hold takes a fraction of the time.
 _AT_ONCE = 2**18
-_COUNTING = ("cumsum", "cumprod", "logcumsumexp", "running_sum")
-_EXACT = (
-    1e-6  # of the size of the values: what is left where a map is not linear, or its table not orthogonal
-)
-
-
-class NotRotary(Exception):
-    """What is not as a rotary embedding has it; the text is the exact reason."""
-
-
-def partner(form: RotaryForm, channels: int) -> Tensor:
-    """For every channel the one it is mixed with (itself where none), int64 [channels]."""
-    index = torch.arange(channels)
-    turned = torch.arange(form.rotary_dim)
-    half = form.rotary_dim // 2
-    turned = (turned + half) % form.rotary_dim if form.style == "half" else turned ^ 1
-    index[form.start : form.start + form.rotary_dim] = turned + form.start
-    return index
-
-
-def sign(form: RotaryForm) -> Tensor:
-    """-1 where rotate() negates, float64 [rotary_dim]."""
-    index = torch.arange(form.rotary_dim)
-    first = index < form.rotary_dim // 2 if form.style == "half" else index % 2 == 0
-    return torch.where(first, -1.0, 1.0).double()
 
 
 class Rotations:
@@ -181,10 +158,10 @@ class Rotations:
         count = len(self.graph_module.graph.nodes)
         if count != self._nodes:
             self._nodes = count
-            sources = _position_sources(self.graph_module, self.seq)
-            behind = _value_descendants(sources)
+            sources = position_sources(self.graph_module, self.seq)
+            behind = value_descendants(sources)
             pure = {node for node in behind if node.target is opaque and self._only_positions(node, behind)}
-            self._from_tokens = _value_descendants([self._ids], pure)
+            self._from_tokens = value_descendants([self._ids], pure)
             self._positional = behind - self._from_tokens
 
     def _only_positions(self, node: Node, behind: set[Node]) -> bool:
@@ -376,10 +353,10 @@ class Rotations:
         block = solved.reshape(width, len(y), width).permute(1, 2, 0)
         maps[:, active.nonzero(), active.nonzero().T] = block
         rest = (torch.einsum("pij,nj->pni", maps, x) - y).abs().max()
-        if float(rest) > _EXACT * float(y.abs().max()):
+        if float(rest) > EXACT * float(y.abs().max()):
             raise NotRotary("queries or keys do not depend linearly on what they are at position 0")
-        form = _form(maps)
-        eps = max([_EXACT, *(torch.finfo(t.dtype).eps * 16 for t in tables if _is_real(t))])
+        form = form_of(maps)
+        eps = max([EXACT, *(torch.finfo(t.dtype).eps * 16 for t in tables if _is_real(t))])
         unit = torch.eye(channels, dtype=torch.float64, device=maps.device)
         if float((maps.transpose(-1, -2) @ maps - unit).abs().max()) > eps:
             raise NotRotary("they scale as well as rotate (factors of single channels behind the rotation?)")
@@ -430,7 +407,7 @@ class Rotations:
     def check(y: Tensor, x: Tensor, mixed: Tensor, a: Tensor, b: Tensor) -> None:
         """Raises NotRotary unless y [P, N, D] is a x + b mixed, a and b [P, D]."""
         rest = (y - a[:, None] * x - b[:, None] * mixed).abs().max()
-        if float(rest) > _EXACT * float(y.abs().max()):
+        if float(rest) > EXACT * float(y.abs().max()):
             raise NotRotary("some position is not rotated as the others are")
 
     def follows(
@@ -456,102 +433,10 @@ class Rotations:
         self.check(y, y[0], y[0][:, partner(form, channels).to(y.device)], a, b)
 
 
-def _form(maps: Tensor) -> RotaryForm:
-    """The pairing of channels in maps [P, D, D]; raises NotRotary."""
-    channels = maps.shape[-1]
-    off = (maps - torch.diag_embed(maps.diagonal(dim1=-2, dim2=-1))).abs().amax(0) > _EXACT
-    if not off.any():
-        raise NotRotary("positions scale queries or keys and do not rotate them")
-    if (off.sum(-1) > 1).any() or not torch.equal(off, off.T):
-        raise NotRotary("channels do not rotate in pairs")
-    pairs = [(int(i), int(j)) for i, j in off.nonzero() if i < j]
-    distances = {j - i for i, j in pairs}
-    if len(distances) > 1:
-        raise NotRotary(f"the channels of a pair stand at different distances: {sorted(distances)}")
-    distance, first, last = distances.pop(), pairs[0][0], pairs[-1][0]
-    if distance == 1 and len(pairs) > 1 and len({i % 2 for i, _ in pairs}) == 1:
-        return RotaryForm("interleaved", first, last + 2 - first)
-    if last >= first + distance or first + 2 * distance > channels:
-        raise NotRotary(f"channels rotate in pairs {pairs[:3]}, .., neither halves nor neighbours")
-    return RotaryForm("half", first, 2 * distance)
-
-
-def clone_at_zero(rotations: Rotations, rotation: Rotation, tables: Sequence[Tensor]) -> Node:
-    """A copy of what is rotated, with the tables of position 0 in the tables' place; returns its end.
-
-    Queries or keys before the embedding: exactly so, as products with one and sums with nought round nothing.
-    """
-    graph, module = rotation.output.graph, rotations.graph_module
-    copied: dict[Node, Node] = {}
-    for node, table in zip(rotation.tables, tables, strict=True):
-        for dim, size in enumerate(shape(node)):
-            if expr(size) in (rotations.seq, rotations.batch):
-                table = table.narrow(dim, 0, 1)
-        name = f"{node.name}_at_zero"
-        found = next((n for n in graph.nodes if n.op == "get_attr" and n.target == name), None)
-        if found is None:
-            module.register_buffer(name, table.contiguous(), persistent=False)
-            with graph.inserting_before(next(iter(graph.nodes))):
-                found = graph.get_attr(name)
-            fake = node.meta["val"].fake_mode
-            found.meta["val"] = fake.from_tensor(table.contiguous(), static_shapes=True)
-        copied[node] = found
-    for node in rotations.rotated(rotation):
-        args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: copied.get(n, n))
-        with graph.inserting_after(
-            _latest([n for n in _nodes((args, kwargs)) if n.op == "call_function"], node)
-        ):
-            copied[node] = call(graph, node.target, args, node, kwargs)  # type: ignore[arg-type]
-    return copied[rotation.output]
-
-
-def _latest(nodes: list[Node], otherwise: Node) -> Node:
-    return max(nodes) if nodes else otherwise
-
-
-def _nodes(tree: Any) -> list[Node]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Node)]
-
-
 def _is_value(node: Node) -> bool:
     """Whether a node is a tensor or a list of them (of `split`, say), not a size."""
     val = value(node)
     return isinstance(val, (Tensor, list, tuple))
-
-
-def _position_sources(graph_module: GraphModule, seq: Any) -> list[Node]:
-    """Where positions come from: the caller, counting along the sequence, and as many rows of a table."""
-    found = []
-    tables: set[Node] = set()  # made of weights and buffers alone
-    for node in graph_module.graph.nodes:
-        runs = any(is_size(size, seq) for size in shape(node))
-        constant = all(parent in tables or not shape(parent) for parent in node.all_input_nodes)
-        if node.op == "get_attr" or (constant and node.all_input_nodes and not runs):
-            tables.add(node)
-        if str(node.target) in ("position_ids", "past_length") or (
-            runs
-            and (
-                target_name(node) in _COUNTING
-                or (constant and target_name(node) in ("arange", "slice", "narrow"))
-            )
-        ):
-            found.append(node)
-    return found
-
-
-def positional(graph_module: GraphModule, stop: set[Node]) -> set[Node]:
-    """Nodes that depend on positions, however these are made, on a way that does not lead through `stop`."""
-    ids = next(n for n in graph_module.graph.nodes if str(n.target) == "input_ids")
-    return _value_descendants(_position_sources(graph_module, expr(shape(ids)[1])), stop)
-
-
-def _value_descendants(sources: Sequence[Node], stop: Container[Node] = ()) -> set[Node]:
-    """Nodes that depend on the sources' values, not merely on their shapes, without those behind `stop`."""
-    found = set(sources)
-    for node in sources[0].graph.nodes if sources else ():
-        if node not in stop and not shape_only(node) and any(n in found for n in node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _is_real(table: Tensor) -> bool:
@@ -562,6 +447,3 @@ def _double(table: Tensor) -> Tensor:
     if table.is_complex():
         return table.to(torch.complex128)
     return table.double() if table.is_floating_point() else table
-
-
-__all__ = ["NotRotary", "Rotations", "clone_at_zero"]

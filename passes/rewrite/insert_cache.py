@@ -29,10 +29,10 @@ from kvcompile.kernels.ops.running_sum import cached_running_sum, running_sum
 from kvcompile.kernels.spec import Share
 from kvcompile.layouts import PageGroup
 from kvcompile.passes.capture.opaque import is_mixer
-from kvcompile.passes.detect import dynamic_mask
 from kvcompile.passes.graph_module import module_of
 from kvcompile.passes.records import AttentionSite, RopeSpec
 from kvcompile.passes.rewrite.clean import drop_dead
+from kvcompile.passes.rewrite.dynamic_mask import Builder
 from kvcompile.passes.rewrite.places import OnDevices, device_of_site
 from kvcompile.passes.table import graph_pass
 from kvcompile.plan import Decision, Plan
@@ -85,7 +85,7 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
     caches: list[tuple[str, ...]] = []
     owned: dict[int, list[Node]] = {}
     page_tables = {layer: table for group in plan.page_groups for layer, table in _table(group, placeholder)}
-    masks: dict[torch.device, dynamic_mask.Builder] = {}
+    masks: dict[torch.device, Builder] = {}
     for site, decision in zip(sites, plan.decisions, strict=True):
         rope: list[Node] = []
         q, k, device = site.q, site.k, device_of_site(site)
@@ -112,7 +112,7 @@ def insert_cache(canonical: GraphModule, sites: tuple[AttentionSite, ...], plan:
             }
             if site.leaves:
                 if device not in masks:
-                    masks[device] = dynamic_mask.Builder(graph, on(positions, device), span, copied)
+                    masks[device] = Builder(graph, on(positions, device), span, copied)
                 extra["leaves"] = masks[device].leaves(site.leaves, mask_buffers)
             if decision.kv_source in page_tables:
                 extra["page_table"] = on(page_tables[decision.kv_source], device)

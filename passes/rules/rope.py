@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from kvcompile.passes.detect.rotation import NotRotary, Rotations, clone_at_zero
+from kvcompile.passes.detect.at_zero import clone_at_zero
+from kvcompile.passes.detect.rotary_form import NotRotary
+from kvcompile.passes.detect.rotation import Rotations
 from kvcompile.passes.graph import expr, shape
 from kvcompile.passes.probe.probe import Prober
 from kvcompile.passes.records import NoMatch, RopeSpec, Rotation
