@@ -15,31 +15,22 @@ namespace {
 using Model = KV_MODEL;
 enum { OUT, X, WEIGHTS };  // weight and bias of each, and a null behind the last
 
-// Rows of all weights stand in one line, from which whoever is free takes a part of what is left: long ones, so that memory
-// is read on and on, and at last short ones, so that nobody waits long for the other.
+// Rows of all weights stand in one line, of which parts are taken.
 struct Work {
   const Tensor* weights;
   int layers;
   Model* out;
   const float* x;
   const Model* raw;
-  int64_t share, least;          // of what is left, how much is taken: one of so many parts, and no fewer rows than these
-  int64_t first[MOST_LAYERS + 1];  // of each layer, and behind the last: the number of its first row, where its results stand
-  std::atomic<int64_t> next;
+  const int64_t* first;  // of each layer, and behind the last: the number of its first row, where its results stand
+  Parts parts;
 
   void operator()() {
-    const int64_t all = first[layers];
-    for (int64_t begin = next.load(), end;;) {
-      do {
-        if (begin >= all) return;
-        end = std::min(all, begin + std::max(least, (all - begin) / share));
-      } while (!next.compare_exchange_weak(begin, end));
+    for (Parts::Part mine = parts.take(); mine.begin < mine.end; mine = parts.take())
       for (int layer = 0; layer < layers; ++layer) {
-        const int64_t from = std::max(begin, first[layer]), to = std::min(end, first[layer + 1]);
+        const int64_t from = std::max(mine.begin, first[layer]), to = std::min(mine.end, first[layer + 1]);
         if (from < to) rows(weights[2 * layer], weights[2 * layer + 1], from - first[layer], to - from, out + first[layer]);
       }
-      begin = next.load();
-    }
   }
 
   void rows(const Tensor& weight, const Tensor& bias, int64_t begin, int64_t count, Model* y) {
@@ -60,11 +51,10 @@ extern "C" void kvcompile_kernel(const Call* call) {
   const int64_t k = weights->size[1];
   float* wide = static_cast<float*>(call->workspace(k * sizeof(float) + 64));
   widen(given[X].as<Model>(), static_cast<int>(k), wide);
-  const int64_t least = rows_of_piece<Model>(k, LEAST), share = std::max<int64_t>(1, call->threads * 3 / 2);
-  Work work{weights, 0, given[OUT].as<Model>(), wide, given[X].as<Model>(), share, least};
-  work.first[0] = 0;
-  for (; weights[2 * work.layers]; ++work.layers)
-    work.first[work.layers + 1] = work.first[work.layers] + weights[2 * work.layers].size[0];
-  const int64_t parts = (work.first[work.layers] + least - 1) / least;
-  shared_out(*call, std::min(call->threads, parts), work);
+  int64_t first[MOST_LAYERS + 1] = {0};
+  int layers = 0;
+  for (; weights[2 * layers]; ++layers) first[layers + 1] = first[layers] + weights[2 * layers].size[0];
+  const int64_t bytes = k * sizeof(Model);
+  Work work{weights, layers, given[OUT].as<Model>(), wide, given[X].as<Model>(), first, {first[layers], 1, bytes, call->threads}};
+  shared_out(*call, std::min(call->threads, work.parts.most()), work);
 }

@@ -2,19 +2,49 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <type_traits>
+
+#include "ahead.h"
+#include "call.h"
 
 namespace kv {
 
-constexpr int64_t PIECE = 96 * 1024;   // bytes of weights
-constexpr int64_t LEAST = 16 * 1024;   // of the last pieces, where pieces become shorter
-constexpr int64_t BYTES_AHEAD = 4096;  // that are asked for, into the second cache
+constexpr int64_t LEAST = 16 * 1024;   // bytes of the last parts of weights
+constexpr int64_t BYTES_AHEAD = 4096;  // that are asked for, into the second cache, of one vector's weights
+constexpr int64_t LEAD = 16 * 1024;    // of those of several
 
-// Rows of k weights that are taken at a time.
-template <class Model>
-inline int64_t rows_of_piece(int64_t k, int64_t piece = PIECE) {
-  return std::max<int64_t>(4, piece / std::max<int64_t>(1, k * sizeof(Model)));
-}
+// Rows of weights, from which whoever is free takes a part of what is left: long ones, so that memory is read on and on, and
+// at last short ones, so that nobody waits long for the other.
+struct Parts {
+  struct Part {
+    int64_t begin, end;
+  };
+
+  const int64_t all, step;  // parts have a multiple of `step` rows, but the last
+  const int64_t share, least;
+  std::atomic<int64_t> next{0};
+
+  // bytes: of a row
+  Parts(int64_t all, int64_t step, int64_t bytes, int64_t threads)
+      : all(all),
+        step(step),
+        share(std::max<int64_t>(1, threads * 3 / 2)),
+        least(parts_of(std::max<int64_t>(4, LEAST / std::max<int64_t>(1, bytes)), step) * step) {}
+
+  // How many threads have a part, at most.
+  int64_t most() const { return parts_of(all, least); }
+
+  // The next part; an empty one where nothing is left.
+  Part take() {
+    int64_t begin = next.load(), end;
+    do {
+      if (begin >= all) return {all, all};
+      end = std::min(all, begin + std::max(least, (all - begin) / share / step * step));
+    } while (!next.compare_exchange_weak(begin, end));
+    return {begin, end};
+  }
+};
 
 inline void ask_ahead(const void* at) { __builtin_prefetch(static_cast<const char*>(at) + BYTES_AHEAD, 0, 2); }
 
@@ -50,9 +80,9 @@ inline float row_sum(const Model* w, const float* x, const Model* raw, int64_t n
 constexpr int BLOCK_ROWS = 3, BLOCK_VECTORS = W >= 16 ? 8 : 4;
 
 // Sums [R][M] of R rows of weights with M vectors of n numbers, `raw` in their own dtype. A sum is made in the same order
-// whatever R and M are, so that a row of a batch does not depend on how many there are.
+// whatever R and M are, so that a row of a batch does not depend on how many there are. ahead: is asked for meanwhile
 template <int R, int M, class Model>
-inline void block_sums(const Model* w, int64_t stride, const float* x, const Model* raw, int64_t n, bool asks, float (*out)[M]) {
+inline void block_sums(const Model* w, int64_t stride, const float* x, const Model* raw, int64_t n, Ahead& ahead, float (*out)[M]) {
   Vec total[R][M];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -65,8 +95,7 @@ inline void block_sums(const Model* w, int64_t stride, const float* x, const Mod
       Pairs own[R];
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) own[r] = load_pairs(w + r * stride + k);
-      if (asks)
-        for (int r = 0; r < R; ++r) ask_ahead(w + r * stride + k);
+      ahead.ask(R);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         const Pairs a = load_pairs(raw + m * n + k);
@@ -80,8 +109,7 @@ inline void block_sums(const Model* w, int64_t stride, const float* x, const Mod
     Vec own[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) own[r] = load(w + r * stride + k);
-    if (asks)
-      for (int r = 0; r < R; ++r) ask_ahead(w + r * stride + k);
+    ahead.ask(R);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       const Vec a = load(x + m * n + k);
@@ -104,7 +132,7 @@ inline void block_sums(const Model* w, int64_t stride, const float* x, const Mod
     }
 }
 
-// y[m][n] = sum over k of x[m][k] w[n][k], + b[n], of dense x and y. Rows of w are taken in pieces by whoever is free.
+// y[m][n] = sum over k of x[m][k] w[n][k], + b[n], of dense x and y.
 template <class Model>
 struct FewRows {
   const Tensor& out;
@@ -112,38 +140,51 @@ struct FewRows {
   const Tensor& bias;
   const float* x;
   const Model* raw;
-  int64_t count, piece, pieces;
-  std::atomic<int64_t> next;
+  int64_t count;
+  Parts parts;
 
   void operator()() {
-    const int64_t n = weight.size[0], blocks = (count + BLOCK_VECTORS - 1) / BLOCK_VECTORS;
-    for (;;) {
-      const int64_t mine = next.fetch_add(1);
-      if (mine >= pieces) return;
-      const int64_t end = std::min(n, (mine + 1) * piece);
-      for (int64_t row = mine * piece; row < end; row += BLOCK_ROWS) {
-        const bool whole = row + BLOCK_ROWS <= end;
-        for (int64_t block = 0; block < blocks; ++block) {  // of equal sizes, or one less
-          const int64_t first = block * count / blocks, vectors = (block + 1) * count / blocks - first;
-          if (whole) {
-            sums<BLOCK_ROWS>(row, first, vectors, block);
-          } else {
-            for (int64_t own = row; own < end; ++own)  // two of a weight at most: they do not need code of their own
-              for (int64_t m = 0; m < vectors; ++m) sums<1, 1>(own, first + m, 1, block);
-          }
+    const int64_t lead = std::max<int64_t>(1, LEAD / std::max<int64_t>(1, weight.size[1] * sizeof(Model)));
+    for (Parts::Part mine = parts.take(), then; mine.begin < mine.end; mine = then) {
+      then = parts.take();  // now, so that its weights can be asked for
+      Ahead own = rows(mine.begin + lead, mine.end), next = rows(then.begin, std::min(then.begin + lead, then.end));
+      for (int64_t row = mine.begin; row < mine.end; row += BLOCK_ROWS) {
+        Ahead& ahead = own.ended() ? next : own;
+        const int64_t left = mine.end - row;
+        if (left >= BLOCK_ROWS) {
+          all_sums<BLOCK_ROWS>(row, ahead);
+        } else {
+          for (int64_t last = 0; last < left; ++last) all_sums<1>(row + last, ahead);
         }
       }
     }
   }
 
+  Ahead rows(int64_t begin, int64_t end) const {
+    const int64_t size = sizeof(Model), stride = weight.stride[0];
+    return {reinterpret_cast<const char*>(weight.as<Model>() + begin * stride), weight.size[1] * size, stride * size,
+            std::max<int64_t>(0, end - begin)};
+  }
+
+  // The sums of R rows of weights with all vectors, in blocks of equal sizes, or one less.
+  template <int R>
+  void all_sums(int64_t row, Ahead& ahead) {
+    const int64_t blocks = parts_of(count, BLOCK_VECTORS);
+    Ahead nothing{};
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t first = block * count / blocks, vectors = (block + 1) * count / blocks - first;
+      sums<R>(row, first, vectors, block == 0 ? ahead : nothing);
+    }
+  }
+
   template <int R, int M = BLOCK_VECTORS>
-  void sums(int64_t row, int64_t first, int64_t vectors, int64_t block) {
+  void sums(int64_t row, int64_t first, int64_t vectors, Ahead& ahead) {
     if constexpr (M > 1)
-      if (vectors < M) return sums<R, M - 1>(row, first, vectors, block);
+      if (vectors < M) return sums<R, M - 1>(row, first, vectors, ahead);
     const int64_t n = weight.size[0], k = weight.size[1], stride = weight.stride[0];
     const Model* own = weight.as<Model>() + row * stride;
     float found[R][M];
-    block_sums<R, M>(own, stride, x + first * k, raw + first * k, k, block == 0, found);
+    block_sums<R, M>(own, stride, x + first * k, raw + first * k, k, ahead, found);
     for (int r = 0; r < R; ++r)
       for (int m = 0; m < M; ++m) {
         float y = found[r][m];
@@ -155,12 +196,11 @@ struct FewRows {
 
 template <class Model>
 void few_rows(const Call& call, const Tensor& out, const Tensor& x, const Tensor& weight, const Tensor& bias, int64_t count) {
-  const int64_t n = weight.size[0], k = weight.size[1];
+  const int64_t n = weight.size[0], k = weight.size[1], bytes = k * sizeof(Model);
   float* wide = static_cast<float*>(call.workspace(count * k * sizeof(float) + 64));
   widen(x.as<Model>(), static_cast<int>(count * k), wide);
-  const int64_t piece = rows_of_piece<Model>(k) / BLOCK_ROWS * BLOCK_ROWS + BLOCK_ROWS;
-  FewRows<Model> work{out, weight, bias, wide, x.as<Model>(), count, piece, (n + piece - 1) / piece};
-  shared_out(call, std::min(call.threads, work.pieces), work);
+  FewRows<Model> work{out, weight, bias, wide, x.as<Model>(), count, {n, BLOCK_ROWS, bytes, call.threads}};
+  shared_out(call, std::min(call.threads, work.parts.most()), work);
 }
 
 }  // namespace kv

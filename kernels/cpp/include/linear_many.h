@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "ahead.h"
 #include "matmul.h"
 
 namespace kv {
@@ -20,34 +21,12 @@ constexpr int64_t SUMMED = 128;          // channels that are summed before they
 constexpr int STEPS = 8;                 // channels that are multiplied between two times of asking
 constexpr int64_t PACKING = 5;           // with how many vectors multiplying takes as long as packing
 
-inline int64_t parts_of(int64_t all, int64_t most) { return (all + most - 1) / most; }
-
 // Of `all`, cut into `parts` alike: where one begins. Channels are cut at whole vectors, so that a part may have up to 2 W
 // more than another.
 inline int64_t cut(int64_t all, int64_t parts, int64_t part) { return part * all / parts; }
 inline int64_t cut_channels(int64_t all, int64_t parts, int64_t part) {
   return part >= parts ? all : cut(all, parts, part) / (2 * W) * (2 * W);
 }
-
-// Lines of memory that are to be asked for: of `rows` pieces of `length` bytes, `stride` apart.
-struct Ahead {
-  const char* at;
-  int64_t length, stride, rows;
-  int64_t row = 0, offset = 0;
-
-  int64_t lines() const { return rows * parts_of(length, 64); }
-
-  // Asks for the next ones, into the second cache.
-  void ask(int64_t lines) {
-    for (; lines > 0 && row < rows; --lines) {
-      __builtin_prefetch(at + row * stride + offset, 0, 2);
-      if ((offset += 64) >= length) {
-        offset = 0;
-        ++row;
-      }
-    }
-  }
-};
 
 // Sums [R][COLUMNS] of R vectors, `lda` apart, with packed columns become or gain the products over `units` channels (pairs
 // of them, where these are multiplied). lines: that are asked for every STEPS.

@@ -19,12 +19,11 @@ using Multiplied = float;
 using Multiplied = Operand<KV_MODEL>;
 #endif
 
-// Whether vectors are so few that packing weights for them takes longer than it spares. Where numbers are packed as they are
-// and vectors are wide it never does, but that long rows are read faster as they lie.
+// Whether vectors are so few that packing weights for them takes longer than it spares: soonest where numbers are packed as
+// they are and vectors are wide.
 bool few(int64_t rows, int64_t channels) {
   if (channels == 0) return true;  // there is nothing to pack
-  if (W >= 16 && std::is_same_v<Multiplied, KV_MODEL>) return rows <= 8 && channels >= 2048;
-  return rows <= 16;
+  return rows <= (W >= 16 && std::is_same_v<Multiplied, KV_MODEL> ? 8 : 16);
 }
 
 }  // namespace
