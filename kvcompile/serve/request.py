@@ -176,6 +176,13 @@ class Handle:
             with self._changed:
                 self._listeners.remove(wake)
 
+    async def taken(self) -> None:
+        """Wait until an engine has it: one of this process has, once `submit` has returned.
+
+        Raises:
+            InputError, LimitError, BusyError, ServeError: none takes it.
+        """
+
     async def wait(self) -> Result:
         """As `result`, in a coroutine.
 
