@@ -28,6 +28,20 @@ HTTP = (
         _GONE,
     ),
     broken(
+        "headers have no end",
+        f"{_HTTP}/heads.py",
+        "if self._bytes > MOST:",
+        "if False:",
+        _ERRORS,
+    ),
+    broken(
+        "a body is taken for headers",
+        f"{_HTTP}/heads.py",
+        "            self._bytes = None\n",
+        "            pass\n",
+        _ERRORS,
+    ),
+    broken(
         "a client that leaves is not noticed",
         f"{_HTTP}/running.py",
         "    gone = asyncio.ensure_future(left(receive))",
