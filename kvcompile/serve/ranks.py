@@ -73,8 +73,15 @@ class Channel:
         return found
 
     def _send(self, message: list[Any]) -> None:
-        with self.group.told("call"):
-            dist.broadcast_object_list(message, group=self._channel, group_src=0)
+        group = self.group
+        try:
+            with group.told("call"):
+                dist.broadcast_object_list(message, group=self._channel, group_src=0)
+        except (
+            BaseException
+        ) as error:  # half of it may be out, and what comes next would be taken for the rest
+            group.failed = group.failed or f"what rank 0 tells was broken off ({type(error).__name__})"
+            raise
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -334,14 +341,20 @@ class LeadingTiers:
         return self._own.fetch(pages, snapshots)
 
     def limit(self, room: int) -> None:
-        self._channel.tell("limit", room)
+        self._tell("limit", room)
         self._own.limit(room)
 
     def release(self) -> None:
         if self._fetched:
-            self._channel.tell("release")
+            self._tell("release")
             self._fetched = False
         self._own.release()
+
+    def _tell(self, what: str, *given: Any) -> None:
+        """What a text gives back is told as far as ranks are there to hear it: a text ends without them, too."""
+        if self._channel.group.failed is None:
+            with suppress(RankError):  # `failed` tells it
+                self._channel.tell(what, *given)
 
 
 def below(tiers: Tiers, channel: Channel | None) -> Below:

@@ -121,6 +121,20 @@ REPLICAS = (
         AFFINITY,
     ),
     broken(
+        "after half of a message comes the next one",
+        RANKS_FILE,
+        '            group.failed = group.failed or f"what rank 0 tells',
+        '            _ = group.failed or f"what rank 0 tells',
+        "tests/serve/test_rank_channel.py",
+    ),
+    broken(
+        "a text cannot end where a rank is gone",
+        RANKS_FILE,
+        '        self._tell("limit", room)',
+        '        self._channel.tell("limit", room)',
+        "tests/serve/test_rank_channel.py",
+    ),
+    broken(
         "ranks forget nothing that rank 0 forgets",
         RANKS_FILE,
         'self._channel.tell("leave", text)',
