@@ -128,6 +128,20 @@ REPLICAS = (
         "tests/serve/test_rank_channel.py",
     ),
     broken(
+        "ranks are told something while they compile",
+        RANKS_FILE,
+        "        with self._channel.alone:\n            self._channel.tell(what, *given)",
+        "        if True:\n            self._channel.tell(what, *given)",
+        "tests/serve/test_rank_channel.py",
+    ),
+    broken(
+        "a sign of life waits for who compiles",
+        RANKS_FILE,
+        "self._channel.alone.acquire(blocking=False)",
+        "self._channel.alone.acquire()",
+        "tests/serve/test_rank_channel.py",
+    ),
+    broken(
         "a text cannot end where a rank is gone",
         RANKS_FILE,
         '        self._tell("limit", room)',

@@ -17,18 +17,19 @@ from tests.support.models import tiny_hf
 from tests.support.serving import Stepped
 
 
-def channel(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> tuple[ranks.Channel, list[str]]:
-    """One on which whatever is sent fails, and what was."""
+def channel(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> tuple[ranks.Channel, list[str]]:
+    """One on which whatever is sent fails by an error, where there is one; and what was."""
     told: list[str] = []
 
     def fails(message: list[Any], **_: Any) -> None:
         told.append(message[0][0])
-        raise error
+        if error is not None:
+            raise error
 
     monkeypatch.setattr(ranks.dist, "broadcast_object_list", fails)
     group, made = object.__new__(Group), object.__new__(ranks.Channel)
     group.options, group.rank, group.size, group.failed = Parallel(tensor=2), 0, 2, None
-    made.group, made._lock, made._channel = group, threading.Lock(), None  # type: ignore[assignment]
+    made.group, made.alone, made._channel = group, threading.RLock(), None  # type: ignore[assignment]
     return made, told
 
 
@@ -66,3 +67,25 @@ def test_texts_end_with_the_ranks_that_are_gone(
             with pytest.raises(ServeError, match="rank 1 is gone"):
                 handle.result(0)
         assert told == ["limit"] and made.group.failed and nothing_left(engine)
+
+
+def test_nothing_is_told_beside_what_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who compiles listens to nobody: a sign of life that is told meanwhile would find no one within its time limit."""
+    made, told = channel(monkeypatch, None)
+    leading: Any = object.__new__(ranks.Leading)
+    leading._channel = made
+
+    def steps() -> None:
+        with leading._everywhere("pass_apart"):
+            pass
+
+    engine = [threading.Thread(target=leading.idle), threading.Thread(target=steps)]
+    with leading._everywhere("warm"):
+        for thread in engine:
+            thread.start()
+        engine[0].join(10)
+        engine[1].join(0.2)
+        assert told == ["warm"] and [thread.is_alive() for thread in engine] == [False, True]
+    engine[1].join(10)
+    leading.idle()
+    assert told == ["warm", "pass_apart", "idle"]
