@@ -50,7 +50,9 @@ class Channel:
             made = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
         assert made is not None
         self._channel: dist.ProcessGroup = made
-        self._lock = threading.Lock()
+        self.alone = (
+            threading.RLock()
+        )  # held while all ranks do something that nothing else may be told beside
 
     def tell(self, what: str, *given: Any) -> None:
         """Let all other ranks do something.
@@ -58,7 +60,7 @@ class Channel:
         Raises:
             RankError: one of them is gone.
         """
-        with self._lock:
+        with self.alone:
             self._send([(what, given)])
 
     def hear(self) -> tuple[str, tuple[Any, ...]]:
@@ -73,8 +75,15 @@ class Channel:
         return found
 
     def _send(self, message: list[Any]) -> None:
-        with self.group.told("call"):
-            dist.broadcast_object_list(message, group=self._channel, group_src=0)
+        group = self.group
+        try:
+            with group.told("call"):
+                dist.broadcast_object_list(message, group=self._channel, group_src=0)
+        except (
+            BaseException
+        ) as error:  # half of it may be out, and what comes next would be taken for the rest
+            group.failed = group.failed or f"what rank 0 tells was broken off ({type(error).__name__})"
+            raise
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -244,18 +253,26 @@ class Leading(Passes):
 
     @contextmanager
     def _everywhere(self, what: str, *given: Any) -> Iterator[None]:
-        """The others do something while rank 0 does it; where rank 0 fails, nobody knows what the others have."""
-        self._channel.tell(what, *given)
-        try:
-            yield
-        except BaseException as error:
-            group = self._channel.group
-            group.failed = group.failed or f"{what} failed on rank 0 ({type(error).__name__}: {error})"
-            raise
+        """The others do something while rank 0 does it; where rank 0 fails, nobody knows what the others have.
+
+        Other threads have to wait with what they tell: who compiles (`warm`) does not listen.
+        """
+        with self._channel.alone:
+            self._channel.tell(what, *given)
+            try:
+                yield
+            except BaseException as error:
+                group = self._channel.group
+                group.failed = group.failed or f"{what} failed on rank 0 ({type(error).__name__}: {error})"
+                raise
 
     def idle(self) -> None:
-        with suppress(RankError):  # `failed` tells it
-            self._channel.tell("idle")
+        if self._channel.alone.acquire(blocking=False):  # else they are told something anyway
+            try:
+                with suppress(RankError):  # `failed` tells it
+                    self._channel.tell("idle")
+            finally:
+                self._channel.alone.release()
 
     def warm(self, shapes: Sequence[tuple[int, int]], packed: bool) -> None:
         with self._everywhere("warm", tuple(shapes), packed):
@@ -334,14 +351,20 @@ class LeadingTiers:
         return self._own.fetch(pages, snapshots)
 
     def limit(self, room: int) -> None:
-        self._channel.tell("limit", room)
+        self._tell("limit", room)
         self._own.limit(room)
 
     def release(self) -> None:
         if self._fetched:
-            self._channel.tell("release")
+            self._tell("release")
             self._fetched = False
         self._own.release()
+
+    def _tell(self, what: str, *given: Any) -> None:
+        """What a text gives back is told as far as ranks are there to hear it: a text ends without them, too."""
+        if self._channel.group.failed is None:
+            with suppress(RankError):  # `failed` tells it
+                self._channel.tell(what, *given)
 
 
 def below(tiers: Tiers, channel: Channel | None) -> Below:

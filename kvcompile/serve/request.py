@@ -176,6 +176,13 @@ class Handle:
             with self._changed:
                 self._listeners.remove(wake)
 
+    async def taken(self) -> None:
+        """Wait until an engine has it: one of this process has, once `submit` has returned.
+
+        Raises:
+            InputError, LimitError, BusyError, ServeError: none takes it.
+        """
+
     async def wait(self) -> Result:
         """As `result`, in a coroutine.
 
@@ -199,14 +206,14 @@ class Handle:
         with self._changed:
             if not self.done:
                 self._result = result
-            self._tell()  # also a second time: the first one may have been what failed
+            self._tell()
 
     def fail(self, error: Exception) -> None:
         """Tell readers that nothing more will come, and why."""
         with self._changed:
             if not self.done:
                 self._error = error if isinstance(error, ServeError) else ServeError(str(error))
-            self._tell()
+            self._tell()  # also where it has ended: to tell that may have been what failed
 
     def _tell(self) -> None:
         self._changed.notify_all()

@@ -10,6 +10,8 @@ _GONE = "tests/serve/http/test_gone.py"
 _ERRORS = "tests/serve/http/test_errors.py"
 _ACCESS = "tests/serve/http/test_access.py"
 
+_SUBMITTING = "kvcompile/serve/submitting.py"
+
 HTTP = (
     broken(
         "a client that leaves while it is answered is a defect",
@@ -20,10 +22,24 @@ HTTP = (
     ),
     broken(
         "what nobody is told is in the log",
-        f"{_HTTP}/admission.py",
+        _SUBMITTING,
         "        work.exception()",
         "        pass",
         _GONE,
+    ),
+    broken(
+        "headers have no end",
+        f"{_HTTP}/heads.py",
+        "if self._bytes > MOST:",
+        "if False:",
+        _ERRORS,
+    ),
+    broken(
+        "a body is taken for headers",
+        f"{_HTTP}/heads.py",
+        "            self._bytes = None\n",
+        "            pass\n",
+        _ERRORS,
     ),
     broken(
         "a client that leaves is not noticed",
@@ -34,14 +50,14 @@ HTTP = (
     ),
     broken(
         "a request that ends early goes on in the engine",
-        f"{_HTTP}/admission.py",
+        _SUBMITTING,
         "            handle.cancel()",
         "            pass",
         _LIFECYCLE,
     ),
     broken(
         "a client that leaves while its request is submitted leaves it there",
-        f"{_HTTP}/admission.py",
+        _SUBMITTING,
         "work.add_done_callback(partial(_left, handles))",
         "_left(handles, work)",
         _LIFECYCLE,
@@ -111,7 +127,7 @@ HTTP = (
     ),
     broken(
         "part of a list of prompts is taken",
-        f"{_HTTP}/admission.py",
+        _SUBMITTING,
         "partial(_left, handles)",
         "lambda _: _left([] if work.exception() else handles, work)",
         _ERRORS,

@@ -56,8 +56,15 @@ SERVING = (
     broken(
         "who was not told its end is never told",
         "kvcompile/serve/request.py",
-        "            self._tell()  # also a second time",
-        "            pass  # also a second time",
+        "            self._tell()  # also where it has ended",
+        "            pass  # also where it has ended",
+        HALF_DONE,
+    ),
+    broken(
+        "who waits for a result is not told that it is there",
+        "kvcompile/serve/request.py",
+        "                self._result = result\n            self._tell()",
+        "                self._result = result",
         HALF_DONE,
     ),
     broken(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -56,21 +56,29 @@ def module() -> CachedModel:
 
 
 def ended(engine: Stepped) -> list[list[tuple[int, ...]] | None]:
-    """The texts of all requests; None: it failed, and says so."""
-    handles, found = [], list[list[tuple[int, ...]] | None]()
+    """The texts of all requests; None: it failed, and says so. Who waits for one is told that it has ended."""
+    handles, found, told = [], list[list[tuple[int, ...]] | None](), dict[str, bool]()
     for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True):
         try:
             handles.append(engine.submit(prompt, sampling))
         except MemoryError:  # its caller has no handle
             found.append(None)
+        else:
+            handles[-1]._listeners.append(partial(_note, handles[-1], told))
     for _ in range(12):
         engine._turn()
+    assert told == {handle.id: True for handle in handles}
     for handle in handles:
         try:
             found.append([text.tokens for text in handle.result(0).completions])
         except ServeError:
             found.append(None)
     return found
+
+
+def _note(handle: Handle, told: dict[str, bool]) -> None:
+    """What a reader sees when it is told that something has come."""
+    told[handle.id] = handle.done
 
 
 def counted(ids: Tensor, *_: Any, **__: Any) -> dict[int, Tensor]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from functools import partial
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
 from pydantic import ValidationError
@@ -17,6 +15,7 @@ from kvcompile.serve.http.schemas.generation import NAMES, Generation
 from kvcompile.serve.http.service import Service
 from kvcompile.serve.request import Handle
 from kvcompile.serve.sampling import Sampling
+from kvcompile.serve.submitting import submitted
 from kvcompile.util.console import shown
 
 
@@ -42,35 +41,25 @@ async def admitted(job: Admissible, id: str) -> AsyncIterator[tuple[list[Prompt]
     Raises:
         Problem: the engine or the limits refuse it; no prompt is in the engine then.
     """
-    service, handles = job.service, list[Handle]()
+    service = job.service
 
-    def submit() -> list[Prompt]:
+    def submit(handles: list[Handle]) -> list[Prompt]:
         found = job.prompts()
         _check_texts(job, len(found))
         samplings = [_sampling(job, prompt) for prompt in found]
         for place, (prompt, sampling) in enumerate(zip(found, samplings, strict=True)):
             name = id if len(found) == 1 else f"{id}-{place}"
-            try:
-                handle = service.engine.submit(prompt.ids, sampling, salt=job.asked.cache_salt or "", id=name)
-            except KVCompileError as error:
-                raise at_submit(error) from error
-            handles.append(handle)
+            handles.append(
+                service.engine.submit(prompt.ids, sampling, salt=job.asked.cache_salt or "", id=name)
+            )
         return found
 
-    # Tokenizers and grammars take their time: other requests' streams go on meanwhile.
-    work = asyncio.get_running_loop().run_in_executor(service.threads, submit)
-    try:
-        yield await asyncio.shield(work), handles
-    finally:
-        work.add_done_callback(partial(_left, handles))  # also where this is left while it is submitting
-
-
-def _left(handles: Sequence[Handle], work: asyncio.Future[list[Prompt]]) -> None:
-    if not work.cancelled():
-        work.exception()  # whoever would have been told has left: nobody needs to read of it
-    for handle in handles:
-        if not handle.done:
-            handle.cancel()
+    async with AsyncExitStack() as stack:
+        try:
+            entered = await stack.enter_async_context(submitted(submit, service.threads))
+        except KVCompileError as error:
+            raise at_submit(error) from error
+        yield entered
 
 
 def _check_texts(job: Admissible, prompts: int) -> None:

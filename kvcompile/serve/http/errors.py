@@ -20,6 +20,7 @@ _KINDS = {
     408: ("invalid_request_error", "body_timeout"),
     413: ("invalid_request_error", "body_too_large"),
     415: ("invalid_request_error", "unsupported_media_type"),
+    431: ("invalid_request_error", "headers_too_large"),
     429: ("rate_limit_error", "queue_full"),
     500: ("server_error", "internal_error"),
     503: ("server_error", "closed"),

@@ -10,7 +10,9 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
+from kvcompile.errors import KVCompileError
 from kvcompile.serve.http.answer import Job
+from kvcompile.serve.http.errors import at_submit
 from kvcompile.serve.http.prompts import of_chat, of_completion
 from kvcompile.serve.http.reading import read
 from kvcompile.serve.http.replies.chat import ChatReply
@@ -62,7 +64,10 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/metrics")
     def metrics() -> Response:
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        try:
+            return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        except KVCompileError as error:  # no replica is there to be asked
+            raise at_submit(error) from error
 
     return routes
 

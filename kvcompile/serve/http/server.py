@@ -11,6 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from kvcompile.errors import KVCompileError
+from kvcompile.serve.http.heads import PROTOCOL
 from kvcompile.serve.http.service import Service
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=PROTOCOL,
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
+from kvcompile.errors import InputError
 from kvcompile.serve.http import Options, create_app
 from kvcompile.serve.replicas.ranks import on_ranks
 from kvcompile.serve.replicas.remote import RemoteEngine
@@ -18,6 +20,7 @@ from kvcompile.serve.replicas.router import PrefixRouter
 REPLICAS = "replicas"
 INTERFACE = "interface"
 _HEALTH_SECONDS = 2.0  # a replica is replaced after three looks that find its engine ended
+_HEALTH_TIMEOUT = 10.0  # seconds after which a look has found nobody: a replica that hangs is replaced, too
 _ONGOING = 4096  # an engine has a queue of its own, and says when that is full
 
 
@@ -36,6 +39,12 @@ class Interface:
 
     def __serve_build_asgi_app__(self) -> Any:
         return create_app(self._engine, self._options)
+
+
+def _check(name: str, given: float, least: int) -> None:
+    """Raises InputError where a number is none, or too small: the router would fail at every request."""
+    if isinstance(given, bool) or not isinstance(given, int | float) or not least <= given < math.inf:
+        raise InputError(f"{name}: expected a number from {least} on, got {given!r}")
 
 
 def application(
@@ -62,7 +71,13 @@ def application(
         ranks: processes of one replica, which have a model together: `make` is called in each of them (see `on_ranks`).
         drain: seconds that requests have in a replica that is to go.
         load_factor, slack: how uneven the load may be for the sake of the prefix cache: see `PrefixRouter`.
+
+    Raises:
+        InputError: what Ray does not look at is no number that can be; what it does look at, it refuses itself.
     """
+    _check("ranks", ranks, 1)
+    _check("slack", slack, 0)
+    _check("load_factor", load_factor, 1)
     scale = (
         {"num_replicas": replicas} if isinstance(replicas, int) else {"autoscaling_config": dict(replicas)}
     )
@@ -75,6 +90,7 @@ def application(
         max_ongoing_requests=_ONGOING,
         graceful_shutdown_timeout_s=drain,
         health_check_period_s=_HEALTH_SECONDS,
+        health_check_timeout_s=_HEALTH_TIMEOUT,
         ray_actor_options=dict(resources or {}),
         request_router_config=RequestRouterConfig(**routing),
         **scale,

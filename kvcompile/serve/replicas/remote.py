@@ -6,12 +6,17 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RayServeException,
+    ReplicaUnavailableError,
+)
 
 from kvcompile import errors
 from kvcompile.errors import BusyError, KVCompileError, ServeError
@@ -58,11 +63,12 @@ class RemoteEngine:
         salt: str = "",
         id: str | None = None,
     ) -> Handle:
-        """As `Engine.submit`, but it returns once a replica has taken the request; not for the event loop's thread.
+        """As `Engine.submit`, and what the replica's engine says of the request is said by `Handle.taken`.
+
+        Nobody waits for a replica here: one that does not answer would keep a thread from all other requests.
 
         Raises:
-            InputError, LimitError, BusyError: as the replica's engine says.
-            ServeError: no replica is there.
+            InputError: no prompt, or ids that the model does not have.
         """
         ids = list(ids_of(prompt, self.tokenizer, (0, self.vocabulary - 1)))
         name = id if id is not None else f"request-{next(self._numbers)}"
@@ -71,23 +77,23 @@ class RemoteEngine:
         def cancel() -> None:
             task.cancel()
 
-        handle = Handle(name, cancel)
-        taken: Future[None] = Future()
-        request = {"salt": salt, "id": name, "beginnings": beginnings(ids, salt)}
-        follow = self._follow(handle, taken, ids, sampling or Sampling(), request)
+        handle = RemoteHandle(name, cancel)
+        request = {"salt": salt, "beginnings": beginnings(ids, salt)}
+        follow = self._follow(handle, ids, sampling or Sampling(), request)
         task = asyncio.run_coroutine_threadsafe(follow, self._loop)
-        taken.result()
         return handle
 
     async def _follow(
-        self, handle: Handle, taken: Future[None], ids: list[int], sampling: Sampling, request: dict[str, Any]
+        self, handle: RemoteHandle, ids: list[int], sampling: Sampling, request: dict[str, Any]
     ) -> None:
         """Read answers until the request has ended."""
         try:
             for number in range(1, _TRIES + 1):
-                reader = _Reader(handle, taken)
+                reader = _Reader(handle)
+                # A replica that was out of reach may still have the request by the name of the first try.
+                name = handle.id if number == 1 else f"{handle.id}, try {number}"
                 try:
-                    await reader.read(self._replicas, ids, sampling, request)
+                    await reader.read(self._replicas, ids, sampling, {**request, "id": name})
                     return
                 except _GONE as error:
                     if reader.begun or number == _TRIES:
@@ -96,37 +102,66 @@ class RemoteEngine:
                         ) from error
                     log.warning("request %s goes to another replica: %s", handle.id, error)
         except asyncio.CancelledError:
-            self._end(handle, taken, ServeError("the request was cancelled"))
+            handle.fail(ServeError("the request was cancelled"))
             raise
         except BackPressureError as error:
-            self._end(handle, taken, BusyError(str(error)))
+            handle.fail(BusyError(str(error)))
         except DeploymentUnavailableError as error:
-            self._end(handle, taken, ServeError(f"no replica is there: {error}"))
+            handle.fail(ServeError(f"no replica is there: {error}"))
         except KVCompileError as error:
-            self._end(handle, taken, error)
+            handle.fail(error)
         except RayError as error:
-            self._end(handle, taken, ServeError(f"{type(error).__name__}: {error}"))
+            handle.fail(ServeError(f"{type(error).__name__}: {error}"))
         except Exception as error:  # a defect of ours: nobody may wait for ever
             log.exception("request %s", handle.id)
-            self._end(handle, taken, ServeError(f"{type(error).__name__}: {error}"))
-
-    def _end(self, handle: Handle, taken: Future[None], error: KVCompileError) -> None:
-        if not taken.done():
-            taken.set_exception(error)
-        handle.fail(error)
+            handle.fail(ServeError(f"{type(error).__name__}: {error}"))
 
     def stats(self) -> Stats:
-        """Of all replicas together; numbers are sums. Not for the event loop's thread."""
-        found: list[Stats] = self._replicas.broadcast("stats").results(timeout_s=_STATS_SECONDS)
-        return together(found)
+        """Of all replicas that answer in time, together; numbers are sums. Not for the event loop's thread.
+
+        Raises:
+            ServeError: none does.
+        """
+        answers = self._replicas.broadcast("stats")
+        try:
+            found = answers.results(timeout_s=_STATS_SECONDS, return_exceptions=True)
+        except (TimeoutError, RayServeException) as error:
+            raise ServeError(f"no replica is there: {error}") from error
+        there = [one for one in found if isinstance(one, Stats)]
+        for other in (one for one in found if not isinstance(one, Stats)):
+            log.warning("a replica says nothing of itself: %s: %s", type(other).__name__, other)
+        if not there:
+            raise ServeError("no replica says anything of itself")
+        return together(there)
+
+
+class RemoteHandle(Handle):
+    """A request on its way to a replica, which takes it or says why not."""
+
+    def __init__(self, id: str, cancel: Callable[[], None]):
+        super().__init__(id, cancel)
+        self._taken: Future[None] = Future()
+
+    async def taken(self) -> None:
+        await asyncio.shield(asyncio.wrap_future(self._taken))
+
+    def take(self) -> None:
+        """A replica has it."""
+        if not self._taken.done():
+            self._taken.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        if not self._taken.done():
+            self._taken.set_exception(error)
+        super().fail(error)
 
 
 class _Reader:
     """Of what one replica answers to one request."""
 
-    def __init__(self, handle: Handle, taken: Future[None]):
+    def __init__(self, handle: RemoteHandle):
         self.begun = False
-        self._handle, self._taken = handle, taken
+        self._handle = handle
 
     async def read(self, replicas: Any, ids: list[int], sampling: Sampling, request: dict[str, Any]) -> None:
         answers = replicas.options(method_name="answer", stream=True).remote(ids, sampling, **request)
@@ -134,8 +169,7 @@ class _Reader:
             async for answer in answers:
                 match answer:
                     case Taken():
-                        if not self._taken.done():
-                            self._taken.set_result(None)
+                        self._handle.take()
                     case Delta():
                         self.begun = True
                         self._handle.put(answer)

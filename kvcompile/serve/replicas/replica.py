@@ -6,11 +6,18 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvcompile.errors import KVCompileError, ServeError
+from kvcompile.errors import BusyError, InputError, KVCompileError, LimitError, ServeError
 from kvcompile.serve.http.service import ServedEngine
-from kvcompile.serve.request import Delta, Result
+from kvcompile.serve.request import Delta, Handle, Result
 from kvcompile.serve.sampling import Sampling
 from kvcompile.serve.stats import Stats
+from kvcompile.serve.submitting import submitted
+
+_SAID = (
+    BusyError,
+    InputError,
+    LimitError,
+)  # errors with a meaning of their own, which take a message and no more
 
 
 @dataclass(frozen=True)
@@ -78,20 +85,19 @@ class Replica:
         Args:
             beginnings: for the router alone.
         """
+
+        def submit(handles: list[Handle]) -> None:
+            handles.append(self.engine.submit(list(ids), sampling, salt=salt, id=id))
+
         try:
-            handle = self.engine.submit(list(ids), sampling, salt=salt, id=id)
+            async with submitted(submit) as (_, (handle,)):
+                yield Taken()
+                async for delta in handle:
+                    yield delta
+                yield handle.result()
         except KVCompileError as error:
-            yield Refused(type(error).__name__, str(error))
-            return
-        try:
-            yield Taken()
-            async for delta in handle:
-                yield delta
-            yield handle.result()
-        except ServeError as error:
-            yield Refused("ServeError", str(error))  # others of its kind take more than a message
-        finally:
-            handle.cancel()
+            kind = next((kind for kind in _SAID if isinstance(error, kind)), ServeError)
+            yield Refused(kind.__name__, str(error))
 
     def stats(self) -> Stats:
         return self.engine.stats()

@@ -26,7 +26,7 @@ class PrefixRouter(RequestRouter):
             slack: requests that it may have whatever the mean is.
         """
         self._places = Places()
-        self._loads: Counter[str] = Counter()
+        self._loads: Counter[str] = Counter()  # requests that were sent and have not ended
         self._factor, self._slack = load_factor, slack
 
     async def choose_replicas(
@@ -38,12 +38,19 @@ class PrefixRouter(RequestRouter):
         order = self._places.order(_beginnings(pending_request), loads, self._factor, self._slack)
         return [[by_name[name]] for name in order]
 
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        """Called by Ray for all that is sent, whether the replica answers or not: one that hangs has its load, too."""
+        super().on_send_request(replica_id)
         self._loads[str(replica_id)] += 1
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Called by Ray where a replica takes a request that a place was chosen for."""
         self._places.note(_beginnings(pending_request), str(replica_id))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        self._loads[str(replica_id)] -= 1
+        """Called by Ray for all that was sent, and for what could not be."""
+        name = str(replica_id)
+        self._loads[name] = max(self._loads[name] - 1, 0)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import select
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import httpx2
@@ -233,6 +236,38 @@ def test_models(client: openai.OpenAI, serving: Callable[..., Running]) -> None:
     assert named.completions.create(model="org/mine", prompt="w3").model == "org/mine"
     with pytest.raises(openai.NotFoundError):
         named.completions.create(**TEXT)
+
+
+def test_headers_that_have_no_end(server: Running) -> None:
+    """Many small ones, or one that is large, for the first request of a connection or the next: no memory for all."""
+    pytest.importorskip("httptools")
+    where = ("127.0.0.1", int(server.root.rpartition(":")[2]))
+    first = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for before, piece in ((b"", b"X-A: a\r\n" * 1000), (first, b"a" * 8000)):
+        with socket.create_connection(where, timeout=10) as one:
+            one.sendall(before)
+            assert not before or b"200 OK" in one.recv(4096)
+            one.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-B: ")
+            sent = 0
+            with suppress(ConnectionError):
+                while sent < 4 << 20:
+                    sent += one.send(piece)
+                    if select.select([one], [], [], 0)[0]:
+                        break
+            answer = b""
+            with suppress(ConnectionError):
+                answer = one.recv(4096)
+        assert sent < 4 << 20
+        assert answer == b"" or (answer.startswith(b"HTTP/1.1 431") and b"headers_too_large" in answer)
+    many = {f"X-{number}": "a" * 100 for number in range(300)}  # as many as a browser may have cookies
+    assert server.post("/completions", json=TEXT, headers=many).status_code == 200
+
+
+def test_a_body_may_be_larger_than_headers(serving: Callable[..., Running]) -> None:
+    large = {**TEXT, "user": "a" * 1_000_000}
+    assert (
+        serving(FakeEngine(tiny_tokenizer()), Options()).post("/completions", json=large).status_code == 200
+    )
 
 
 def test_bodies_that_are_too_large(server: Running, engine: FakeEngine) -> None:

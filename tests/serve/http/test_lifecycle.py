@@ -168,7 +168,7 @@ def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_runs_may_end_and_nothing_new_begins(serving: Callable[..., Running]) -> None:
     engine = FakeEngine(tiny_tokenizer())
-    server = serving(engine)
+    server = serving(engine, Options(limits=Limits(drain_seconds=60)))
     stream = server.client().completions.create(**TEXT, stream=True)
     got = [next(stream)]
     engine.hold()

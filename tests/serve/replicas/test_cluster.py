@@ -8,11 +8,12 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import httpx2
 import openai
+import psutil
 import pytest
 
 from kvcompile.serve.http import Options
@@ -143,6 +144,32 @@ def test_a_client_who_leaves_gives_back_what_it_had(client: openai.OpenAI) -> No
 def test_metrics_are_of_all_replicas(client: openai.OpenAI, port: int) -> None:
     said = httpx2.get(f"http://127.0.0.1:{port}/metrics", headers={"Authorization": "Bearer k3y"}, timeout=30)
     assert "kvcompile_pages 80.0" in said.text  # 40 of each
+
+
+def test_a_replica_that_hangs_keeps_what_went_to_it_and_no_more(client: openai.OpenAI) -> None:
+    """Clients of the other one do not notice, and who waited for it is answered where it goes on."""
+    processes = [process for process in psutil.Process().children(recursive=True) if _is_replica(process)]
+    assert len(processes) == 2
+    processes[0].suspend()
+    try:
+        with ThreadPoolExecutor(12) as threads:
+            running = []
+            for number in range(12):
+                running.append(threads.submit(ask, client, prompt(number)))
+                time.sleep(0.2)
+            answered = wait(running, 8).done
+            processes[0].resume()
+            assert [one.result(30) for one in running] == [text_of(prompt(number), 5) for number in range(12)]
+    finally:
+        processes[0].resume()
+    assert 10 <= len(answered) < 12
+
+
+def _is_replica(process: psutil.Process) -> bool:
+    try:
+        return any("ServeReplica:default:replicas" in word for word in process.cmdline())
+    except psutil.Error:  # it has ended meanwhile
+        return False
 
 
 def test_a_replica_that_dies_under_load_costs_only_what_had_begun(client: openai.OpenAI) -> None:
