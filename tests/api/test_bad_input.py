@@ -213,18 +213,12 @@ def test_scales_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     file = tmp_path / "scales.json"
     scales.save(file)
     before = file.read_text()
-    fdopen = os.fdopen
 
-    def full(handle: int, *args: Any, **kwargs: Any) -> Any:
-        opened = fdopen(handle, *args, **kwargs)
+    def full(path: Path, text: str, **kwargs: Any) -> int:
+        path.write_bytes(text[:9].encode())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        def write(text: str) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        opened.write = write
-        return opened
-
-    monkeypatch.setattr(os, "fdopen", full)
+    monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(InputError, match=r"scales\.json: cannot be written: No space left on device"):
         scales.save(file)
     monkeypatch.undo()

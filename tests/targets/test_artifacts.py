@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
+import stat
 import sys
 from copy import deepcopy
 from dataclasses import replace
@@ -234,6 +236,68 @@ class TestWriting:
         (left,) = copy.parent.rglob("manifest.json")
         folder.check(left.parent, Manifest.read(left.parent))
         assert (left.parent == copy) == (fails == 1)
+
+    def test_an_interruption_after_the_new_one_has_its_name(
+        self, copy: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rename = Path.rename
+
+        def interrupted(self: Path, target: Path) -> Path:
+            moved = rename(self, target)
+            if target == copy:
+                raise KeyboardInterrupt
+            return moved
+
+        monkeypatch.setattr(Path, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt), folder.writing(copy) as made:
+            (made / "manifest.json").write_text("new")
+        assert (copy / "manifest.json").read_text() == "new" and listed(copy.parent) == [
+            "copy",
+            "copy/manifest.json",
+        ]
+
+    def test_folders_that_were_made_for_it_go_again(self, tmp_path: Path) -> None:
+        (tmp_path / "a").mkdir()
+        with pytest.raises(KeyboardInterrupt), folder.writing(tmp_path / "a/b/c/d"):
+            raise KeyboardInterrupt
+        assert listed(tmp_path) == ["a"]
+
+    def test_what_cannot_be_written_to_is_told_before_the_work(
+        self, model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvcompile.targets.source.source_of", None)  # not called
+        (tmp_path / "file").write_text("mine")
+        (tmp_path / "loop").symlink_to("loop")
+        for path, reason in (
+            (tmp_path / "file/a/b", "file is a file"),
+            (tmp_path / "loop", "loop|symbolic links"),
+            (tmp_path / ("n" * 300), "too long"),
+            ("nul\0", "expected the path of a folder"),
+            (None, "expected the path of a folder"),
+        ):
+            with pytest.raises(ExportError, match=reason):
+                kvcompile.export(model, path, "onnx")
+        monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
+        with pytest.raises(ExportError, match=r"/a cannot be written: .*, where a new folder is made"):
+            kvcompile.export(model, tmp_path / "a", "onnx")
+        assert listed(tmp_path) == ["file", "loop"]
+
+    def test_a_disk_that_is_full_elsewhere_is_named(self, tmp_path: Path) -> None:
+        elsewhere = OSError(errno.ENOSPC, "No space left on device", "/scratch/x.cpp")
+        told = pytest.raises(ExportError, match=r"/a cannot be written: /scratch/x\.cpp: No space left")
+        with told, folder.writing(tmp_path / "a"):
+            raise elsewhere
+
+    def test_others_may_read_what_was_written(self, tmp_path: Path) -> None:
+        mask = os.umask(0o027)
+        try:
+            with folder.writing(tmp_path / "a") as made:
+                (made / "code").mkdir(mode=0o700)
+                (made / "code/x").touch(mode=0o600)
+        finally:
+            os.umask(mask)
+        rights = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a", "a/code", "a/code/x")]
+        assert rights == [0o750, 0o750, 0o640]
 
     def test_an_artifact_is_replaced(self, model: nn.Module, copy: Path) -> None:
         before = Manifest.read(copy).files
