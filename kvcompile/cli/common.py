@@ -76,7 +76,7 @@ def command(function: Callable[Params, Result]) -> Callable[Params, Result]:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end a command by an exception, as Ctrl-C does: a process that dies of it leaves folders half-written."""
+    """Let SIGTERM end a command by an exception, as Ctrl-C does: who dies of it leaves folders half-written."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

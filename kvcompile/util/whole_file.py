@@ -31,8 +31,8 @@ def place(path: str | os.PathLike[str]) -> Path:
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a new file, which takes the place of `path` when the block ends without an error; else it is gone.
 
-    A file that a link leads to is replaced, and not the link. The new one has the rights of the one that it replaces, or
-    those that any new file has.
+    A file that a link leads to is replaced, and not the link. The new one has the rights of the one that it replaces,
+    or those that any new file has.
 
     Raises:
         OSError: `path` is a folder, or something that is no file (a device, a pipe); or it cannot be written. What was
