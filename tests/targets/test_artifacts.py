@@ -25,6 +25,7 @@ from kvcompile.errors import (
     ExportError,
     InputError,
     LimitError,
+    ModelError,
     RecipeError,
     VerificationError,
 )
@@ -34,6 +35,7 @@ from kvcompile.targets.check import checked
 from kvcompile.targets.manifest import Manifest
 from kvcompile.targets.onnx.session import Session
 from kvcompile.targets.onnx.weights import WeightFile
+from kvcompile.targets.source import source_of
 from kvcompile.targets.verify import check_session, source_for, verify_artifact
 from tests.passes.capture.test_opaque import routed
 from tests.support.exports import small, tiny
@@ -125,6 +127,31 @@ class TestWriting:
         with pytest.raises(RecipeError):
             kvcompile.export(model, tmp_path / "a", "onnx", recipe="int9")
         assert listed(tmp_path) == []
+
+    def test_a_model_of_inference_mode(self, tmp_path: Path) -> None:
+        """Its weights are tensors that PyTorch does not trace."""
+        with torch.inference_mode():
+            plain = make(TinyLlama, TinyConfig(num_layers=1))
+        manifest = kvcompile.export(plain, tmp_path / "a", "onnx", recipe=small("int8", verify="quick"))
+        assert len(manifest.checks) == 1 and next(plain.parameters()).is_inference()
+        (outcome,) = verify_artifact(tmp_path / "a", plain)
+        assert outcome.check is not None
+
+    def test_weights_that_are_not_finite_are_named(self, tmp_path: Path) -> None:
+        plain = make(TinyLlama, TinyConfig(num_layers=1))
+        with torch.no_grad():
+            plain.lm_head.weight[3, 3] = float("nan")
+        with pytest.raises(ModelError, match=r"lm_head\.weight has 1 values that are NaN"):
+            kvcompile.export(plain, tmp_path / "a", "onnx", recipe=small("baseline", verify="quick"))
+
+    def test_ends_are_those_of_the_module_that_was_given(self, model: nn.Module) -> None:
+        """Also in torch's own wrapper."""
+        fast: Any = kvcompile.optimize(model, small("int8"))
+        fast.generation_config = deepcopy(fast.generation_config)
+        fast.generation_config.eos_token_id = 9
+        for given in (fast, torch.compile(fast)):
+            source = source_of(given, None, lambda *_: None, {}, "onnx", verified=False)
+            assert source.generation.eos_token_id == 9 and source.recipe.name == "int8"
 
     def test_what_is_no_artifact_is_left_alone(self, model: nn.Module, tmp_path: Path) -> None:
         file, other = tmp_path / "file", tmp_path / "other"
@@ -555,6 +582,8 @@ class TestSession:
         (
             (torch.zeros(2, 3), "torch.int64"),
             (torch.zeros(3, dtype=torch.int64), "expected an int64 tensor"),
+            (torch.zeros(2, 1, dtype=torch.int64, device="meta"), "got one without numbers"),
+            (torch.nested.nested_tensor([torch.zeros(1, dtype=torch.int64)] * 2), "got a nested one"),
             (torch.full((2, 1), 61), "expected ids from 0 to 60"),
             (torch.full((2, 1), -1), "expected ids from 0 to 60"),
             (torch.zeros(3, 1, dtype=torch.int64), "keeps its size until reset"),
