@@ -19,7 +19,7 @@ from kvcompile.compile.cudagraph import CudaRecorder, StepGraphs
 from kvcompile.compile.executor import Executor, RegionCompiler
 from kvcompile.compile.regions import cut
 from kvcompile.decide.backend import load
-from kvcompile.errors import ModelError, RankError
+from kvcompile.errors import RankError
 from kvcompile.kernels.ops import cached_attention as ops
 from kvcompile.kernels.ops import opaque
 from kvcompile.original.adapters import base_of

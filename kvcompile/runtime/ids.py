@@ -17,8 +17,8 @@ def check_ids(input_ids: Any) -> None:
         InputError: another type, shape or dtype.
     """
     if isinstance(input_ids, Tensor) and (input_ids.is_nested or input_ids.is_meta):
-        got = "a nested one" if input_ids.is_nested else "one without numbers (meta)"
-        raise InputError(f"input_ids: expected an int64 tensor [batch, new tokens], got {got}")
+        kind = "a nested one" if input_ids.is_nested else "one without numbers (meta)"
+        raise InputError(f"input_ids: expected an int64 tensor [batch, new tokens], got {kind}")
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or 0 in input_ids.shape:
         got = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
         raise InputError(f"input_ids: expected an int64 tensor [batch, new tokens], got {got}")
