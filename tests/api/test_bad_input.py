@@ -66,6 +66,8 @@ NO_RECIPE = {
         "cache: stands twice .* lines 1 and 3",
     ),
     "a key twice within": ("cache: {keys: {dtype: int8, dtype: int4}}", "dtype: stands twice"),
+    "a number of base 8": ("runtime: {max_tokens: 0100}", "0100, which YAML reads as 64"),
+    "a number of base 60": ("runtime: {max_tokens: 1:30}", "1:30, which YAML reads as 90"),
     "no date": ("name: 2001-99-99", "month must be in 1..12"),
     "a character": ("cache: \x00", "special characters are not allowed"),
     "a list": ("- cache", "expected a mapping of name, description"),

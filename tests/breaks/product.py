@@ -560,6 +560,20 @@ PRODUCT = (
         "tests/targets/test_artifacts.py",
     ),
     broken(
+        "a recipe is what its caller's dict is",
+        "kvcompile/recipe/load.py",
+        "_own(dict(source))",
+        "dict(source)",
+        "recipe/recipe",
+    ),
+    broken(
+        "a layer that is not there is not missed beside others",
+        "kvcompile/recipe/schema.py",
+        "if not -num_layers <= i < num_layers]",
+        "if False]",
+        "tests/api/test_errors.py::test_a_layer_that_does_not_exist",
+    ),
+    broken(
         "a file takes the place of a device",
         "kvcompile/util/whole_file.py",
         "if not stat.S_ISREG(found):",
