@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import kvcompile
+from kvcompile import errors
 from kvcompile.errors import (
     DetectionError,
     InputError,
@@ -258,6 +260,18 @@ def test_all_problems_of_a_recipe_at_once() -> None:
         "speed: unknown key; allowed: name, description, auto, cache, layers, scales, runtime, serve, compile, verify",
         "layers[0].cache.values: group is for int2, int3, int4, nf4 and int8 with mode: asymmetric only, not for int8",
     )
+
+
+def test_errors_go_from_one_process_to_another() -> None:
+    for error in (
+        RecipeError("mine.yaml", ["runtime: a", "verify: b"]),
+        errors.QualityError(["one"]),
+        errors.LogitsError({0: "NaN"}),
+        errors.VerificationError("far off", 3, 0.5),
+        errors.MethodError("no such"),
+    ):
+        there = pickle.loads(pickle.dumps(error))
+        assert type(there) is type(error) and str(there) == str(error) and vars(there) == vars(error)
 
 
 def test_files_of_recipes(tmp_path: Path) -> None:
