@@ -240,6 +240,18 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
         return super()._get_deprecated_gen_repo(generation_mode, *args, **kwargs)
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        own = inspect.signature(self.forward).parameters
+        taken = inspect.signature(self.model.forward).parameters
+        others = sorted(
+            name
+            for name, value in model_kwargs.items()
+            if value is not None and name in taken and name not in own and name != "position_ids"
+        )
+        if others:  # which transformers would call unused, or a typo
+            raise InputError(
+                f"generate: this module takes input_ids and attention_mask; it cannot honour: {', '.join(others)}. "
+                "Call the original model"
+            )
         with _asked():
             super()._validate_model_kwargs(model_kwargs)  # type: ignore[misc]
 

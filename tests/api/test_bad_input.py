@@ -243,6 +243,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "shorter than the prompt": ({"max_length": 3}, "Input length of input_ids is 9"),
     "no temperature": ({"do_sample": True, "temperature": 0.0}, "`temperature`"),
     "an unknown argument": ({"max_new_token": 3}, "max_new_token"),
+    "an argument of the original's": ({"labels": IDS}, "it cannot honour: labels. Call the original"),
     "no beams": ({"num_beams": 0}, "num_beams: expected a whole number of at least 1, got 0"),
     "more than beams": ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences"),
     "a mask of text": ({"attention_mask": "x"}, "attention_mask: expected a tensor .* got str"),
@@ -266,6 +267,7 @@ def test_what_generate_cannot_do(fast: Any, what: str) -> None:
 
 BAD_CALLS: dict[str, tuple[Callable[[Any], Any], type[KVCompileError], str]] = {
     "sparse ids": (lambda f: f(IDS.to_sparse()), InputError, "expected a dense tensor"),
+    "nested ids": (lambda f: f(torch.nested.nested_tensor([IDS[0]])), InputError, "got a nested one"),
     "a list": (lambda f: f([1, 2]), InputError, "got list"),
     "warmup of more than the limit": (lambda f: f.warmup(65), LimitError, "65 sequences"),
     "warmup of 2**62": (lambda f: f.warmup(2**62), LimitError, "runtime.max_batch is 64"),
