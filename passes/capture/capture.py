@@ -491,8 +491,8 @@ class _Attempt:
             problem = _differs(self.captured, inputs, output)
             if problem and traced_under:
                 raise CaptureError(
-                    f"the model computes something else under the attention implementation that it has ({problem}); load "
-                    f"it with attn_implementation={traced_under!r} if that is what it shall compute"
+                    f"the model computes something else under the attention implementation that it has ({problem}): "
+                    f"load it with attn_implementation={traced_under!r} if that is what it shall compute"
                 )
             if problem:
                 raise CaptureError(
