@@ -202,7 +202,10 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
             )
         if kwargs.get("inputs_embeds") is not None:
             raise InputError("generate: this module takes input_ids, not inputs_embeds")
-        self._check_use_cache(kwargs.get("use_cache"))
+        config = kwargs.get("generation_config", args[0] if args else None)
+        asked = kwargs.get("use_cache")
+        self._check_use_cache(getattr(config, "use_cache", None) if asked is None else asked)
+        kwargs["use_cache"] = True  # some models' own configs say False (MPT), which nobody asked for
         # Under the name that transformers reads, so that it neither overlooks a cache nor warns of an old name.
         handle = _one_cache(**{name: kwargs.pop(name, None) for name in _NAMES})
         if handle is not None:
