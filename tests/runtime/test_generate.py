@@ -230,7 +230,9 @@ def test_assisted_generation(original: Any, fast: Any) -> None:
         assert torch.equal(*both(original, fast, prompt(), max_new_tokens=9, **more))
 
 
-def test_a_config_that_has_no_cache_by_default(original: Any, fast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_that_has_no_cache_by_default(
+    original: Any, fast: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """MPT's says so: it is no wish of who calls."""
     monkeypatch.setattr(original.generation_config, "use_cache", False)
     assert torch.equal(*both(original, fast, prompt(), max_new_tokens=5))
