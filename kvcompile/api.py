@@ -19,11 +19,11 @@ from kvcompile.compile.cudagraph import CudaRecorder, StepGraphs
 from kvcompile.compile.executor import Executor, RegionCompiler
 from kvcompile.compile.regions import cut
 from kvcompile.decide.backend import load
-from kvcompile.errors import ModelError, RankError, VerificationError
+from kvcompile.errors import RankError
 from kvcompile.kernels.ops import cached_attention as ops
 from kvcompile.kernels.ops import opaque
 from kvcompile.original.adapters import base_of
-from kvcompile.original.checks import hooks_of, not_finite
+from kvcompile.original.checks import hooks_of
 from kvcompile.original.digest import of_config, of_model, of_tensors
 from kvcompile.original.identity import read_ahead
 from kvcompile.original.inference_tensors import as_normal
@@ -225,13 +225,7 @@ def _verified(
     model: nn.Module, front: Front, plan: Plan, checked: Recipe, tell: Progress
 ) -> tuple[Check, ...]:
     tell(f"verify ({checked.verify})", 0, 1)
-    try:
-        checks = verify(model, front, plan, checked.verify)
-    except VerificationError as error:
-        problem = not_finite(model)
-        if problem is None:
-            raise
-        raise ModelError(f"the model's weights are not finite: {problem}; nothing can be verified") from error
+    checks = verify(model, front, plan, checked.verify)
     tell(f"verify ({checked.verify})", 1, 1)
     return checks
 

@@ -6,10 +6,22 @@ A message says what was expected, what came, where, and what to do. Catch `KVCom
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class KVCompileError(Exception):
     """Root of all errors that kvcompile raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Of the message, and not of what `__init__` takes: a process pool breaks on an error that it cannot read."""
+        return _again, (type(self), self.args, dict(self.__dict__))
+
+
+def _again(kind: type[KVCompileError], args: tuple[Any, ...], state: dict[str, Any]) -> KVCompileError:
+    """An error as it was in another process."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class RecipeError(KVCompileError):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
@@ -56,7 +58,8 @@ def command(function: Callable[Params, Result]) -> Callable[Params, Result]:
     @functools.wraps(function)
     def run(*args: Params.args, **kwargs: Params.kwargs) -> Result:
         try:
-            return function(*args, **kwargs)
+            with _ended_by_sigterm():
+                return function(*args, **kwargs)
         except KVCompileError as error:
             if kwargs.get("debug"):
                 raise
@@ -69,6 +72,24 @@ def command(function: Callable[Params, Result]) -> Callable[Params, Result]:
             raise typer.Exit(130) from None
 
     return run
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end a command by an exception, as Ctrl-C does: who dies of it leaves folders half-written."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    alone = threading.current_thread() is threading.main_thread()
+    if not alone or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _message(error: KVCompileError) -> str:

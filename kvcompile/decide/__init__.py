@@ -76,13 +76,7 @@ def _with_layouts(model: KnownModel, recipe: Recipe) -> Plan:
         if not reader.owns and (problem := _differs(reader, decisions[reader.kv_source])):
             refused.setdefault(problem, []).append(site)
     problems = [f"{_name(where)}: {error}" for error, where in refused.items()]
-    unmatched = [
-        f"layers[{i}]: no layer of this model matches `where: {rule.where.model_dump(exclude_none=True)}`"
-        for i, rule in enumerate(recipe.layers)
-        # An attention condition may well find nothing in a model; an index that does not exist is a slip.
-        if rule.where.attention is None
-        and not any(rule.where.matches(s.layer, len(sites), s.mask.kind) for s in sites)
-    ]
+    unmatched = _unmatched(recipe, sites)
     if model.dtype not in _DTYPE_NAMES:
         problems.append(f"the model's dtype is {model.dtype}; supported: {', '.join(_DTYPE_NAMES.values())}")
     if problems or unmatched:
@@ -99,6 +93,27 @@ def _with_layouts(model: KnownModel, recipe: Recipe) -> Plan:
         None if scales is None else scales.digest(),
         notes=note_of(limits, recipe, model.max_tokens),
     )
+
+
+def _unmatched(recipe: Recipe, sites: Sequence[KnownSite]) -> list[str]:
+    """Which entries of `layers` name layers that are not there: a slip, also where others are found."""
+    lines = []
+    for number, rule in enumerate(recipe.layers):
+        where = rule.where
+        missing = where.missing(len(sites))
+        if missing:
+            lines.append(
+                f"layers[{number}].where: this model has no layer {', '.join(map(str, missing))}: its attention layers "
+                f"are 0 to {len(sites) - 1}, or -1 to -{len(sites)} from the end"
+            )
+        # An attention condition may well find nothing in a model.
+        elif where.attention is None and not any(
+            where.matches(site.layer, len(sites), site.mask.kind) for site in sites
+        ):
+            lines.append(
+                f"layers[{number}]: no layer of this model matches `where: {where.model_dump(exclude_none=True)}`"
+            )
+    return lines
 
 
 def _differs(reader: Decision, owner: Decision) -> str | None:

@@ -1,4 +1,4 @@
-"""Adapters of peft: the model inside of its wrapper, and which adapters were at work when it was optimized.
+"""Models inside of wrappers: of torch.compile, and of peft, with which adapters were at work when it was optimized.
 
 A LoRA layer is a module like any other, and its weights are read like any other's. Which of a layer's adapters are
 active, or merged into its weight, is Python state that the graph has taken as it was: a change is refused at the next
@@ -16,11 +16,13 @@ if TYPE_CHECKING:  # estimate and calibrate are light to import
 
 
 def base_of(model: Any) -> Any:
-    """The model that a wrapper of peft calls, with its adapters in place; any other model as it is.
+    """The model that a wrapper calls: of peft, with its adapters in place, or of torch.compile; any other as it is.
 
     Raises:
         ModelError: the adapter is no part of the model's layers (prompt or prefix tuning).
     """
+    if type(model).__name__ == "OptimizedModule" and "_orig_mod" in vars(model).get("_modules", ()):
+        return base_of(model._orig_mod)
     if not (hasattr(model, "get_base_model") and hasattr(model, "peft_config")):
         return model
     if model.active_peft_config.is_prompt_learning:
@@ -28,7 +30,7 @@ def base_of(model: Any) -> Any:
             f"{type(model).__name__} with {model.active_peft_config.peft_type}: it puts keys, values or embeddings "
             "before the text, which no token ids stand for; kvcompile takes adapters that are layers, such as LoRA"
         )
-    return model.get_base_model()
+    return base_of(model.get_base_model())
 
 
 class Adapters:

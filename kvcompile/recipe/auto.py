@@ -59,7 +59,7 @@ class AutoConfig(Strict):
             try:
                 parse_bytes(memory)
             except KVCompileError as error:
-                raise ValueError(str(error)) from error
+                raise ValueError(str(error).removeprefix("memory: ")) from error
         return memory
 
     @property

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from difflib import get_close_matches
+from functools import partial
 from importlib import resources
 from os import PathLike
 from pathlib import Path
@@ -13,14 +14,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from kvcompile.errors import RecipeError
-from kvcompile.recipe.retention import KINDS
 from kvcompile.recipe.scales import Scales
 from kvcompile.recipe.schema import CacheConfig, Recipe, RuntimeConfig, merge_cache
-from kvcompile.recipe.selection import KINDS as SELECTION_KINDS
-from kvcompile.recipe.serve import ServeConfig
+from kvcompile.recipe.told import problems_of
 from kvcompile.recipe.yaml_text import YamlProblems, read_yaml
-from kvcompile.util.console import shown
 
+_DEEPEST = 16  # brackets in brackets
 _LONGEST = 255  # characters of a name in a message
 _SECTIONS = tuple(Recipe.model_fields)
 _RUNTIME_KEYS = tuple(RuntimeConfig.model_fields)
@@ -55,7 +54,7 @@ def load_recipe(source: object, **overrides: Any) -> Recipe:
             return source
         data, where = source.model_dump(exclude_unset=True), f"recipe {source.name!r}"
     elif isinstance(source, Mapping):
-        data, where = dict(source), "recipe (dict)"
+        data, where = _own(dict(source)), "recipe (dict)"
     elif isinstance(source, (str, Path)):
         data, where = _read(source)
     else:
@@ -63,10 +62,23 @@ def load_recipe(source: object, **overrides: Any) -> Recipe:
             "recipe", [f"expected a name, a path, a mapping or a Recipe, got {type(source).__name__}"]
         )
     if overrides:
-        data = _override(data, overrides, where)
+        data = _override(data, _own(overrides), where)
     if isinstance(data.get("scales"), (str, PathLike)):  # it must mean the same file later, and in a dump
         data = {**data, "scales": os.path.abspath(data["scales"])}
     return _validate(data, where)
+
+
+def _own(value: Any, depth: int = 0) -> Any:
+    """A copy of what dicts and lists hold: a recipe stays as it was read when its caller writes into them later."""
+    if depth > _DEEPEST:  # no recipe, and what holds itself has no end
+        return value
+    if isinstance(value, dict):
+        return {key: _own(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_own(item, depth + 1) for item in value]
+    if type(value) is tuple:
+        return tuple(_own(item, depth + 1) for item in value)
+    return value
 
 
 def _read(source: str | Path) -> tuple[dict[str, Any], str]:
@@ -143,7 +155,7 @@ def _validate(data: dict[str, Any], where: str) -> Recipe:
         # JSON mode of strictness: YAML has lists where the schema has tuples.
         recipe = Recipe.model_validate(_tuples(data))
     except ValidationError as error:
-        problems += [say(item) for item in error.errors()]
+        problems += problems_of(error)
     if recipe is not None and recipe.scales is not None:
         try:
             Scales.load(recipe.scales)
@@ -156,12 +168,17 @@ def _validate(data: dict[str, Any], where: str) -> Recipe:
 
 
 def _rule_problems(data: dict[str, Any]) -> list[str]:
-    """Each entry of `layers` merged over `cache` must make sense by itself."""
+    """What is wrong with each entry of `layers`, merged over `cache`.
+
+    What keys say together is left alone where an entry before it says something of the same axis: it may make sense
+    of it in the layers that both are for. `Recipe.cache_for` tells of those in which it does not.
+    """
     rules = data.get("layers")
     base = data.get("cache") or {}
     if not isinstance(rules, (list, tuple)) or not isinstance(base, dict):
         return []
-    problems = []
+    problems: list[str] = []
+    said: set[object] = set()  # axes of which entries before say something
     for number, rule in enumerate(rules):
         change = rule.get("cache") if isinstance(rule, dict) else getattr(rule, "cache", None)
         if not isinstance(change, dict):
@@ -169,12 +186,18 @@ def _rule_problems(data: dict[str, Any]) -> list[str]:
         try:
             CacheConfig.model_validate(merge_cache(base, change))
         except ValidationError as error:
-            for item in error.errors():
-                axis = item["loc"][0] if item["loc"] else None
-                # What is wrong in `cache` alone is reported there.
-                if axis is None or axis in change:
-                    problems.append(say(item, prefix=("layers", number, "cache")))
+            path = ("layers", number, "cache")
+            problems += problems_of(error, path, partial(_is_of, change=change, said=frozenset(said)))
+        said |= change.keys()
     return problems
+
+
+def _is_of(item: Mapping[str, Any], change: Mapping[str, Any], said: Set[object]) -> bool:
+    """Whether a problem of a merged entry is its own: neither of `cache` alone, nor one that others may answer."""
+    axis = item["loc"][0] if item["loc"] else None
+    if item["type"] == "value_error" and (said if axis is None else axis in said):
+        return False
+    return axis is None or axis in change
 
 
 def _tuples(data: dict[str, Any]) -> dict[str, Any]:
@@ -182,53 +205,3 @@ def _tuples(data: dict[str, Any]) -> dict[str, Any]:
         key: tuple(value) if key == "layers" and isinstance(value, list) else value
         for key, value in data.items()
     }
-
-
-def say(item: Any, prefix: tuple[str | int, ...] = ()) -> str:
-    """One pydantic error as `path: what was expected, got what came`."""
-    whole = (*prefix, *item["loc"])
-    loc = [part for i, part in enumerate(whole) if not (i and _is_tag(whole[i - 1], part))]
-    path = (
-        "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".") or "(top)"
-    )
-    given, kind, context = item.get("input"), item["type"], item.get("ctx", {})
-    if kind == "extra_forbidden":
-        return f"{path}: unknown key{_allowed(loc)}"
-    if kind == "missing":
-        return f"{path}: is required"
-    if kind == "union_tag_invalid":
-        return f"{path}.kind: expected one of {context['expected_tags']}, got {shown(context['tag'])}"
-    if kind == "union_tag_not_found":
-        kinds = SELECTION_KINDS if "selection" in loc else KINDS
-        return f"{path}.kind: is required, one of {', '.join(map(repr, kinds))}"
-    if kind == "value_error":
-        return f"{path}: {context['error']}"
-    message = item["msg"][0].lower() + item["msg"][1:]
-    return f"{path}: {message.replace('input should be', 'expected')}, got {shown(given)}"
-
-
-def _is_tag(before: object, part: object) -> bool:
-    """pydantic puts the chosen kind of a tagged union into the path; it is no key of the file."""
-    return (before == "retention" and part in KINDS) or (before == "selection" and part in SELECTION_KINDS)
-
-
-def _allowed(loc: list[Any]) -> str:
-    from kvcompile.recipe import schema, storage
-
-    models: dict[str, type] = {
-        "": Recipe,
-        "cache": CacheConfig,
-        "keys": storage.KeysConfig,
-        "values": storage.StorageConfig,
-        "placement": schema.PlacementConfig,
-        "runtime": RuntimeConfig,
-        "serve": ServeConfig,
-        "compile": schema.CompileConfig,
-        "where": schema.Where,
-        "layers": schema.LayerRule,
-    }
-    names = [part for part in loc[:-1] if isinstance(part, str)]
-    model = models.get(names[-1] if names else "")
-    if model is None:
-        return ""
-    return f"; allowed: {', '.join(model.model_fields)}"  # type: ignore[attr-defined]

@@ -13,9 +13,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from kvcompile import layouts
 
@@ -24,6 +25,16 @@ class Strict(BaseModel):
     """No unknown keys, no conversions, no changes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+def _no_other_number(value: Any) -> Any:
+    if isinstance(value, (bool, float)):
+        raise PydanticCustomError("int_type", "Input should be a valid integer")
+    return value
+
+
+# Before a Literal of numbers, to which False is 0 (YAML's `no`), and 32.0 is 32.
+WHOLE = BeforeValidator(_no_other_number)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,6 +20,7 @@ from kvcompile.errors import InputError, RecipeError
 from kvcompile.layouts import Storage
 from kvcompile.layouts.storage.codes.fp8 import FP8_RANGE
 from kvcompile.util.console import shown
+from kvcompile.util.whole_file import whole_file
 
 FORMAT, VERSION = "kvcompile.scales", 1
 _Count = Annotated[int, Field(ge=1)]
@@ -105,18 +104,10 @@ class Scales(_Strict):
         Raises:
             InputError: it cannot be written; a file that was there is as it was.
         """
-        path = Path(path)
-        beside: str | None = None
         try:
-            handle, beside = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self.model_dump_json(indent=1) + "\n")
-            os.replace(beside, path)
-        except BaseException as error:
-            if beside is not None:
-                os.unlink(beside)
-            if not isinstance(error, OSError):
-                raise
+            with whole_file(path) as made:
+                made.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
             raise InputError(
                 f"{path}: cannot be written: {error.strerror or error}; what was there is as it was"
             ) from error

@@ -15,7 +15,7 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from kvcompile import layouts
 from kvcompile.layouts.pages import LARGEST, SMALLEST
@@ -124,7 +124,14 @@ class Where(Strict):
             and (self.range[0] >= 0) == (self.range[1] >= 0)
         ):
             raise ValueError(f"range {self.range} is empty: give [first, last]")
+        if self.index == []:
+            raise ValueError("index is empty: name a layer, or leave the entry out")
         return self
+
+    def missing(self, num_layers: int) -> list[int]:
+        """The numbers that are of no layer."""
+        index = [self.index] if isinstance(self.index, int) else self.index or []
+        return [i for i in (*index, *(self.range or ())) if not -num_layers <= i < num_layers]
 
     def matches(self, layer: int, num_layers: int, attention: str) -> bool:
         if self.attention is not None and self.attention != attention:
@@ -235,14 +242,24 @@ class Recipe(Strict):
         return self
 
     def cache_for(self, layer: int, num_layers: int, attention: str) -> tuple[CacheConfig, tuple[int, ...]]:
-        """The layer's configuration, and which entries of `layers` made it (later entries win)."""
+        """The layer's configuration, and which entries of `layers` made it (later entries win).
+
+        Raises:
+            ValueError: entries that make no sense together.
+        """
         data = self.cache.model_dump(exclude_unset=True)
         applied = []
         for number, rule in enumerate(self.layers):
             if rule.where.matches(layer, num_layers, attention):
                 data = merge_cache(data, rule.cache)
                 applied.append(number)
-        return CacheConfig.model_validate(data), tuple(applied)
+        try:
+            return CacheConfig.model_validate(data), tuple(applied)
+        except ValidationError as error:
+            from kvcompile.recipe.told import problems_of
+
+            entries = " and ".join(f"layers[{number}]" for number in applied)
+            raise ValueError(f"{'; '.join(problems_of(error, ('cache',)))} (as {entries} make it)") from error
 
     def digest(self) -> str:
         """A short stable hash of all that the recipe says of a module, but where its scales are: a plan hashes what

@@ -46,7 +46,7 @@ class ServeConfig(Strict):
     snapshot_memory: Bytes | None = Field(
         None, description="on the host, for what prefixes have in no page; absent: a quarter of the cache's"
     )
-    watermark: Annotated[float, Field(ge=0, lt=1, strict=False)] = Field(
+    watermark: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.01, description="share of the pages that stays available when a request comes in beside others"
     )
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from kvcompile.layouts import CODES, Code, Scale, Storage
 from kvcompile.layouts.storage.scale import Per, ScaleDtype
-from kvcompile.recipe.retention import Count, Strict
+from kvcompile.recipe.retention import WHOLE, Count, Strict
 
 CALIBRATED = ("tensor", "head")
 _BY_TITLE = {
@@ -32,7 +32,7 @@ class StorageConfig(Strict):
     axis: Literal["token", "channel"] = Field(
         "token", description="what has a scale of its own: tokens, or channels (over a group of tokens)"
     )
-    group: Literal[0, 32, 64, 128] = Field(
+    group: Annotated[Literal[0, 32, 64, 128], WHOLE] = Field(
         0,
         description="asymmetric integers, nf4: channels (axis token; 0: the whole head) or tokens per scale",
     )

@@ -2,11 +2,12 @@
 
 PyYAML's safe loader makes no objects, and that is all it promises: it takes the last of two equal keys, counts digits
 for as long as there are any, goes as deep as the text does, and lets a few lines of aliases stand for billions of
-values.
+values. And YAML 1.1 has numbers that nobody means: 0100 is 64, and 1:30 is 90.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
@@ -16,6 +17,7 @@ _DEEPEST = 32  # brackets in brackets
 _MOST = 10_000  # values, with those that aliases stand for
 _LONGEST = 64  # digits of a number
 _SCALARS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_UNMEANT = re.compile(r"[-+]?(0[0-7_]+|.*:.*)")  # of base 8, and of base 60
 
 
 class YamlProblems(Exception):
@@ -73,6 +75,12 @@ class _Loader(yaml.SafeLoader):
         if isinstance(node, ScalarNode) and node.tag in _SCALARS and len(node.value) > _LONGEST:
             raise yaml.MarkedYAMLError(
                 problem=f"a number of {len(node.value):,} characters", problem_mark=node.start_mark
+            )
+        if isinstance(node, ScalarNode) and node.tag in _SCALARS and _UNMEANT.fullmatch(node.value):
+            raise yaml.MarkedYAMLError(
+                problem=f"{node.value}, which YAML reads as {super().construct_object(node, deep)}: write that number, "
+                "or put a text in quotes",
+                problem_mark=node.start_mark,
             )
         try:
             return super().construct_object(node, deep)

@@ -7,6 +7,7 @@ tlparse shows them.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from importlib import resources
@@ -25,13 +26,16 @@ from kvcompile.passes.table import PassRun, totals
 from kvcompile.pipeline import Front
 from kvcompile.plan import Plan
 from kvcompile.recipe import Recipe
+from kvcompile.util.archive_file import archive_file
+
+log = logging.getLogger(__name__)
 
 VARIABLE = "KVCOMPILE_DUMP"
 _REPRO_LIMIT = 64 * 2**20  # bytes of weights of a plain module that are worth saving beside the script
 
 
 class Dump:
-    """Writes what `optimize` did; no files where the variable is not set."""
+    """Writes what `optimize` did; no files where the variable is not set, and no more of them once one failed."""
 
     def __init__(self, folder: Path | None, plan: Plan):
         self.folder = folder
@@ -99,14 +103,16 @@ class Dump:
 
     def _repro(self, model: nn.Module) -> None:
         """A script that optimizes the same architecture with the same recipe and generates a few tokens."""
-        assert self.folder is not None
+        if self.folder is None:  # none any more
+            return
         script = (resources.files("kvcompile") / "repro.py.txt").read_text("utf-8")
         config: Any = getattr(model, "config", None)
         if hasattr(config, "to_json_string"):
             self._text("config.json", config.to_json_string(use_diff=False))
         elif sum(p.nbytes for p in model.parameters()) <= _REPRO_LIMIT:
             try:
-                torch.save(model, self.folder / "model.pt")
+                with archive_file(self.folder / "model.pt") as file:
+                    torch.save(model, file)
             except Exception as error:  # a module may hold anything; a dump must not break optimize()
                 script = f"# The model could not be saved ({error}): set `model` below yourself.\n{script}"
         self._text("repro.py", script)
@@ -115,10 +121,15 @@ class Dump:
         self._text(f"{name}.py", f"# {name}{note}\n{_code(module)}\n")
 
     def _text(self, name: str, text: str) -> None:
-        assert self.folder is not None
+        if self.folder is None:  # none any more
+            return
         path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, "utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, "utf-8")
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+            log.warning("%s: %s cannot be written: %s; nothing more is", VARIABLE, path, error)
+            self.folder = None
 
 
 def _code(module: GraphModule) -> str:

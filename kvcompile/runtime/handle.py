@@ -122,9 +122,7 @@ class CacheHandle:
             InputError: there is no text, or the file cannot be written; what was there is as it was.
         """
         with self.module.turns.alone():
-            saved.write(
-                self.cache, Path(path).expanduser(), self.module.plan.digest(), self.module.weights_digest()
-            )
+            saved.write(self.cache, path, self.module.plan.digest(), self.module.weights_digest())
 
     def load(self, path: str | Path) -> None:
         """Hold what `save` has written, in the place of what is held now.

@@ -202,7 +202,10 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
             )
         if kwargs.get("inputs_embeds") is not None:
             raise InputError("generate: this module takes input_ids, not inputs_embeds")
-        self._check_use_cache(kwargs.get("use_cache"))
+        config = kwargs.get("generation_config", args[0] if args else None)
+        asked = kwargs.get("use_cache")
+        self._check_use_cache(getattr(config, "use_cache", None) if asked is None else asked)
+        kwargs["use_cache"] = True  # some models' own configs say False (MPT), which nobody asked for
         # Under the name that transformers reads, so that it neither overlooks a cache nor warns of an old name.
         handle = _one_cache(**{name: kwargs.pop(name, None) for name in _NAMES})
         if handle is not None:
@@ -240,6 +243,18 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
         return super()._get_deprecated_gen_repo(generation_mode, *args, **kwargs)
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        own = inspect.signature(self.forward).parameters
+        taken = inspect.signature(self.model.forward).parameters
+        others = sorted(
+            name
+            for name, value in model_kwargs.items()
+            if value is not None and name in taken and name not in own and name != "position_ids"
+        )
+        if others:  # which transformers would call unused, or a typo
+            raise InputError(
+                f"generate: this module takes input_ids and attention_mask; it cannot honour: {', '.join(others)}. "
+                "Call the original model"
+            )
         with _asked():
             super()._validate_model_kwargs(model_kwargs)  # type: ignore[misc]
 

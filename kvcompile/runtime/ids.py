@@ -16,6 +16,8 @@ def check_ids(input_ids: Any) -> None:
     Raises:
         InputError: another type, shape or dtype.
     """
+    if isinstance(input_ids, Tensor) and input_ids.is_nested:  # which has no shape
+        raise InputError("input_ids: expected an int64 tensor [batch, new tokens], got a nested one")
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or 0 in input_ids.shape:
         got = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
         raise InputError(f"input_ids: expected an int64 tensor [batch, new tokens], got {got}")
@@ -44,6 +46,8 @@ def check_vocabulary(input_ids: Tensor, bounds: tuple[int, int] | None, what: st
     """
     if bounds is None:
         return
+    if input_ids.is_meta:
+        raise InputError(f"{what}: expected a tensor with numbers, got one without (meta)")
     least, most = int(input_ids.min()), int(input_ids.max())
     if least < bounds[0] or most > bounds[1]:
         raise InputError(

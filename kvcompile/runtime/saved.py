@@ -19,18 +19,18 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kvcompile.errors import InputError
 from kvcompile.original.digest import of_tensors
 from kvcompile.runtime.cache import KVCache
+from kvcompile.util.whole_file import whole_file, write_tensors
 
 _FORMAT = "kvcompile cache 2"
 _IDS, _LENGTHS = "text.ids", "text.seq_lens"
 
 
-def write(cache: KVCache, path: Path, plan: str, weights: str) -> None:
+def write(cache: KVCache, path: str | Path, plan: str, weights: str) -> None:
     """Raises InputError where there is no text, or `path` cannot be written; what stood there is as it was."""
     if not cache.columns:
         raise InputError("the cache holds no text: there is nothing to save")
@@ -38,13 +38,11 @@ def write(cache: KVCache, path: Path, plan: str, weights: str) -> None:
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     told = {"format": _FORMAT, "plan": plan, "weights": weights, "seen": json.dumps(cache.seen)}
     told["content"] = _content(tensors, told["seen"])
-    beside = path.with_name(f".{path.name}.part")
     try:
-        save_file(tensors, beside, told)
-        beside.replace(path)
-    except (OSError, SafetensorError) as error:
-        beside.unlink(missing_ok=True)
-        raise InputError(f"the cache cannot be saved as {path}: {error}") from error
+        with whole_file(path) as made:
+            write_tensors(tensors, made, told)
+    except OSError as error:
+        raise InputError(f"the cache cannot be saved as {path}: {error.strerror or error}") from error
 
 
 def read(cache: KVCache, path: Path, plan: str, weights: str) -> None:

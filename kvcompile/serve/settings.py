@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from kvcompile.errors import InputError
 from kvcompile.recipe import Recipe
-from kvcompile.recipe.load import say
 from kvcompile.recipe.serve import ServeConfig
+from kvcompile.recipe.told import problems_of
 
 
 def settings(recipe: Recipe | None, given: Mapping[str, Any]) -> ServeConfig:
@@ -25,4 +25,4 @@ def settings(recipe: Recipe | None, given: Mapping[str, Any]) -> ServeConfig:
     try:
         return (ServeConfig() if recipe is None else recipe.serve).over(given)
     except ValidationError as error:
-        raise InputError("; ".join(say(item) for item in error.errors())) from error
+        raise InputError("; ".join(problems_of(error))) from error

@@ -58,6 +58,7 @@ def export(
         VerificationError: also where the artifact, when it ran, disagreed with the oracle.
         RecipeError, ModelError, PlanError, VerificationError: as `optimize`.
     """
+    from kvcompile.original.inference_tensors import as_normal
     from kvcompile.targets import folder
     from kvcompile.targets.check import checked
     from kvcompile.targets.manifest import FILE
@@ -70,7 +71,7 @@ def export(
     if hasattr(module, "ready"):
         module.ready(options or {})
     write: Callable[..., Manifest] = module.write
-    with told(progress) as tell:
+    with told(progress) as tell, as_normal(model):
         source = source_of(model, recipe, tell, overrides, target)
         with folder.writing(out) as made:
             name = None if tokenizer is None else source.write_tokenizer(tokenizer, made)

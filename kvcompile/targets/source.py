@@ -45,6 +45,7 @@ class Source:
     front: Front
     plan: Plan
     recipe: Recipe
+    generation: Any = None  # the generation config of what was given to `export`
 
     def metadata(self) -> dict[str, str]:
         """Where it comes from, as ONNX models say it of themselves."""
@@ -66,7 +67,7 @@ class Source:
     ) -> Manifest:
         """The manifest without its files; packages: whose versions it tells, besides torch and kvcompile."""
         plan, front = self.plan, self.front
-        config: Any = getattr(self.model, "generation_config", None)
+        config = self.generation
         ends = getattr(config, "eos_token_id", None)
         ends = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
         return Manifest(
@@ -139,6 +140,8 @@ def source_of(
     Raises:
         RecipeError, ModelError, PlanError, VerificationError: as `optimize`.
     """
+    generation = getattr(model, "generation_config", None)  # an optimized module may have its own
+    model = base_of(model)
     if isinstance(model, CachedModel):
         model.check_alone("exported", ExportError)
         recipe = model.recipe if recipe is None else recipe
@@ -164,7 +167,7 @@ def source_of(
         tell(f"verify ({checked.verify})", 0, 1)
         verify(model, front, plan, checked.verify)
         tell(f"verify ({checked.verify})", 1, 1)
-    return Source(model, front, plan, checked)
+    return Source(model, front, plan, checked, generation)
 
 
 def _version(package: str) -> str:

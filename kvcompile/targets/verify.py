@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from kvcompile.errors import ArtifactError
 from kvcompile.original.digest import of_weights
+from kvcompile.original.inference_tensors import as_normal
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.yaml_text import YamlProblems, read_yaml
 from kvcompile.runtime.load import openers
@@ -54,6 +55,13 @@ def verify_artifact(
         ArtifactError: damaged, or not of this model and this version of kvcompile.
         VerificationError: a session disagrees.
     """
+    with as_normal(model):
+        return _verified(path, model, chunks, scales)
+
+
+def _verified(
+    path: str | Path, model: nn.Module, chunks: Sequence[int] | None, scales: str | None
+) -> tuple[Outcome, ...]:
     manifest = Manifest.read(path)
     source = source_for(manifest, model, scales)
     outcomes = []

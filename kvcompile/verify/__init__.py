@@ -35,7 +35,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from kvcompile.errors import VerificationError
+from kvcompile.errors import ModelError, VerificationError
+from kvcompile.original.checks import not_finite
 from kvcompile.passes.graph import target_name
 from kvcompile.pipeline import Front, absorbed, rewrite
 from kvcompile.plan import Plan
@@ -70,7 +71,8 @@ def verify(model: nn.Module, front: Front, plan: Plan, mode: VerifyMode) -> tupl
 
     Raises:
         VerificationError: some comparison exceeds its budget; names the first layer that does, and the error.
-        ModelError: the model gives no logits of every token, or runs on nothing that could be compared.
+        ModelError: the model gives no logits of every token, or runs on nothing that could be compared; or it has
+            weights that are not finite.
     """
     if mode == "off":
         return ()
@@ -78,6 +80,11 @@ def verify(model: nn.Module, front: Front, plan: Plan, mode: VerifyMode) -> tupl
         with threads_that_pay(model):
             return _verified(model, absorbed(front, plan), plan, mode)
     except VerificationError as error:
+        problem = not_finite(model)
+        if problem is not None:
+            raise ModelError(
+                f"the model's weights are not finite: {problem}; nothing can be verified"
+            ) from error
         told = _of_ties(front, plan)
         if not told:
             raise

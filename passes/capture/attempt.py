@@ -29,8 +29,10 @@ class Attempt:
     calls: Calls
     sizes: Sequence[tuple[int, int]]
 
-    def confirm(self) -> None:
+    def confirm(self, traced_under: str | None = None) -> None:
         """Compare at these sizes.
+
+        traced_under: the attention implementation, where the model has another one now; None: it is the same
 
         Raises:
             CaptureError: the graph gives something else.
@@ -39,7 +41,7 @@ class Attempt:
             if self.captured.max_seq_len is not None and tokens > self.captured.max_seq_len:
                 continue
             inputs = self.calls.inputs(batch, tokens)
-            output = self.calls.known.get((batch, tokens))
+            output = None if traced_under else self.calls.known.get((batch, tokens))
             if output is None:
                 with attributes_restored(self.calls.model):
                     try:
@@ -48,6 +50,11 @@ class Attempt:
                         log.debug("%d x %d tokens: %s", batch, tokens, error)
                         continue
             problem = _differs(self.captured, inputs, output)
+            if problem and traced_under:
+                raise CaptureError(
+                    f"the model computes something else under the attention implementation that it has ({problem}): "
+                    f"load it with attn_implementation={traced_under!r} if that is what it shall compute"
+                )
             if problem:
                 raise CaptureError(
                     f"the graph does not compute what the model computes for {batch} x {tokens} tokens: {problem}."

@@ -30,7 +30,7 @@ from kvcompile.passes.capture.captured import Captured
 from kvcompile.passes.capture.first_line import first_line
 from kvcompile.passes.capture.inputs import CapturedInputs, device_of
 from kvcompile.passes.capture.route import CHECKED, Route
-from kvcompile.passes.capture.settings import configured, eval_mode, implementations
+from kvcompile.passes.capture.settings import configured, eval_mode, implementations, is_another
 from kvcompile.passes.capture.shown import Shown
 from kvcompile.passes.capture.signature import declined, signature
 from kvcompile.passes.capture.trace import BATCH, SEQ, WAYS
@@ -92,6 +92,9 @@ def capture(
                 beside += time.perf_counter() - begun
                 with configured(model, implementation), torch.no_grad():
                     attempt.confirm()
+                if is_another(model, implementation):  # which may compute something else
+                    with configured(model, None), torch.no_grad():
+                        attempt.confirm(traced_under=implementation)
             except Exception as error:  # export raises many kinds; each becomes one line of the report
                 problem = error
             # Asked last, for compilers of what was foreseen go on beside. Where it is not shown, nothing was attempted.

@@ -50,6 +50,16 @@ def implementations(model: nn.Module, reasons: list[str]) -> list[str | None]:
     return [first] if second == "sdpa" and not getattr(model, "_supports_sdpa", False) else [first, second]
 
 
+def is_another(model: nn.Module, implementation: str | None) -> bool:
+    """Whether the model has an attention implementation that runs anywhere, and it is not this one.
+
+    The two are not always the same: where transformers leaves a mask out for SDPA, its flag says what it is, and that
+    may be another one (PaliGemma without token types).
+    """
+    own = {config._attn_implementation for config in configs(model)}
+    return implementation is not None and own <= {"sdpa", "eager"} and own != {implementation}
+
+
 @contextmanager
 def configured(model: nn.Module, implementation: str | None) -> Iterator[None]:
     """The attention implementation on every config, and no cache by default, for the time of one export."""

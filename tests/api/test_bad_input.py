@@ -66,6 +66,8 @@ NO_RECIPE = {
         "cache: stands twice .* lines 1 and 3",
     ),
     "a key twice within": ("cache: {keys: {dtype: int8, dtype: int4}}", "dtype: stands twice"),
+    "a number of base 8": ("runtime: {max_tokens: 0100}", "0100, which YAML reads as 64"),
+    "a number of base 60": ("runtime: {max_tokens: 1:30}", "1:30, which YAML reads as 90"),
     "no date": ("name: 2001-99-99", "month must be in 1..12"),
     "a character": ("cache: \x00", "special characters are not allowed"),
     "a list": ("- cache", "expected a mapping of name, description"),
@@ -213,18 +215,12 @@ def test_scales_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     file = tmp_path / "scales.json"
     scales.save(file)
     before = file.read_text()
-    fdopen = os.fdopen
 
-    def full(handle: int, *args: Any, **kwargs: Any) -> Any:
-        opened = fdopen(handle, *args, **kwargs)
+    def full(path: Path, text: str, **kwargs: Any) -> int:
+        path.write_bytes(text[:9].encode())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        def write(text: str) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        opened.write = write
-        return opened
-
-    monkeypatch.setattr(os, "fdopen", full)
+    monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(InputError, match=r"scales\.json: cannot be written: No space left on device"):
         scales.save(file)
     monkeypatch.undo()
@@ -247,6 +243,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "shorter than the prompt": ({"max_length": 3}, "Input length of input_ids is 9"),
     "no temperature": ({"do_sample": True, "temperature": 0.0}, "`temperature`"),
     "an unknown argument": ({"max_new_token": 3}, "max_new_token"),
+    "an argument of the original's": ({"labels": IDS}, "it cannot honour: labels. Call the original"),
     "no beams": ({"num_beams": 0}, "num_beams: expected a whole number of at least 1, got 0"),
     "more than beams": ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences"),
     "a mask of text": ({"attention_mask": "x"}, "attention_mask: expected a tensor .* got str"),
@@ -270,6 +267,7 @@ def test_what_generate_cannot_do(fast: Any, what: str) -> None:
 
 BAD_CALLS: dict[str, tuple[Callable[[Any], Any], type[KVCompileError], str]] = {
     "sparse ids": (lambda f: f(IDS.to_sparse()), InputError, "expected a dense tensor"),
+    "nested ids": (lambda f: f(torch.nested.nested_tensor([IDS[0]])), InputError, "got a nested one"),
     "a list": (lambda f: f([1, 2]), InputError, "got list"),
     "warmup of more than the limit": (lambda f: f.warmup(65), LimitError, "65 sequences"),
     "warmup of 2**62": (lambda f: f.warmup(2**62), LimitError, "runtime.max_batch is 64"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import kvcompile
+from kvcompile import errors
 from kvcompile.errors import (
     DetectionError,
     InputError,
@@ -250,13 +252,26 @@ def test_all_problems_of_a_recipe_at_once() -> None:
         "cache.keys.dtype: expected 'model', 'float32', 'float16', 'bfloat16', 'fp8_e4m3', 'fp8_e5m2', 'int8', 'int4', "
         "'int3', 'int2', 'nf4' or 'mxfp4', got 'int5'",
         "cache.retention.size: expected greater than or equal to 1, got 0",
-        "cache.plcement: unknown key; allowed: keys, values, placement, retention, selection, latent",
+        "cache.plcement: unknown key; allowed: keys, values, placement, retention, selection, latent; did you mean "
+        "'placement'?",
         "runtime.max_batch: expected greater than or equal to 1, got 0",
-        "runtime.max_token: unknown key; allowed: max_batch, max_tokens, prefill_chunk",
+        "runtime.max_token: unknown key; allowed: max_batch, max_tokens, prefill_chunk; did you mean 'max_tokens'?",
         "verify: expected 'quick', 'thorough' or 'off', got 'sometimes'",
         "speed: unknown key; allowed: name, description, auto, cache, layers, scales, runtime, serve, compile, verify",
         "layers[0].cache.values: group is for int2, int3, int4, nf4 and int8 with mode: asymmetric only, not for int8",
     )
+
+
+def test_errors_go_from_one_process_to_another() -> None:
+    for error in (
+        RecipeError("mine.yaml", ["runtime: a", "verify: b"]),
+        errors.QualityError(["one"]),
+        errors.LogitsError({0: "NaN"}),
+        errors.VerificationError("far off", 3, 0.5),
+        errors.MethodError("no such"),
+    ):
+        there = pickle.loads(pickle.dumps(error))
+        assert type(there) is type(error) and str(there) == str(error) and vars(there) == vars(error)
 
 
 def test_files_of_recipes(tmp_path: Path) -> None:
@@ -293,9 +308,37 @@ def test_positions_in_the_cache_and_a_sliding_mask() -> None:
 
 
 def test_a_layer_that_does_not_exist() -> None:
-    rule = {"where": {"index": 7}, "cache": {"keys": {"dtype": "int8"}}}
+    """Also beside others, and where a mask must hold as well: a slip would otherwise leave it as it was."""
+    model = make(NanoGPT)
+    for where, missing in (
+        ({"index": 7}, "7"),
+        ({"index": [0, 7, -3]}, "7, -3"),
+        ({"range": [1, 99]}, "99"),
+        ({"index": 7, "attention": "sliding"}, "7"),
+    ):
+        rule = {"where": where, "cache": {"keys": {"dtype": "int8"}}}
+        with pytest.raises(
+            PlanError, match=rf"layers\[0\]\.where: this model has no layer {missing}: .* 0 to 1, or"
+        ):
+            kvcompile.optimize(model, {"layers": [rule], **EAGER})
+    rule = {"where": {"index": 0, "range": [1, 1]}, "cache": {}}
     with pytest.raises(PlanError, match=r"layers\[0\]: no layer of this model matches"):
-        kvcompile.optimize(make(NanoGPT), {"layers": [rule], **EAGER})
+        kvcompile.optimize(model, {"layers": [rule], **EAGER})
+
+
+def test_entries_that_make_no_sense_together() -> None:
+    """Each may do so by itself."""
+    asymmetric = {"where": {"index": 1}, "cache": {"keys": {"mode": "asymmetric", "group": 32}}}
+    symmetric = {"where": {"range": [0, 1]}, "cache": {"keys": {"mode": "symmetric"}}}
+    recipe = {"cache": {"keys": {"dtype": "int8"}}, "layers": [asymmetric, symmetric], **EAGER}
+    with pytest.raises(PlanError) as caught:
+        kvcompile.optimize(make(NanoGPT), recipe)
+    assert (
+        "layer 1 (h.1" in str(caught.value)
+        and "cache.keys: group is for" in str(caught.value)
+        and "not for int8 (as layers[0] and layers[1] make it)" in str(caught.value)
+        and "pydantic" not in str(caught.value)
+    )
 
 
 def test_moves_and_training_change_nothing(llama: Any) -> None:

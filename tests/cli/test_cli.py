@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 import kvcompile.models as models
 from kvcompile.cli import app
-from kvcompile.cli.common import overrides_from
+from kvcompile.cli.common import command, overrides_from
 from kvcompile.compile import ahead
 from kvcompile.errors import ModelError
 from kvcompile.models import load_config, load_model
@@ -108,6 +109,23 @@ def run(*args: str, code: int = 0) -> Any:
     assert result.exit_code == code, (result.output, result.exception)
     assert "Traceback" not in result.output
     return result
+
+
+def test_sigterm_ends_a_command_by_an_exception() -> None:
+    """So that what it was writing goes again; outside of commands it is the process's own."""
+    left = []
+
+    @command
+    def waits() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            left.append(True)
+
+    with pytest.raises(SystemExit) as ended:
+        waits()
+    assert ended.value.code == 128 + signal.SIGTERM and left == [True]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 # The commands that need no weights

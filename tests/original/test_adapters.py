@@ -196,3 +196,9 @@ def test_prompts_that_are_no_tokens_are_refused() -> None:
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     with pytest.raises(ModelError, match=r"PROMPT_TUNING: it puts keys"):
         kvcompile.optimize(peft.get_peft_model(model(), config), **EAGER)
+
+
+def test_a_model_in_the_wrapper_of_torch_compile_is_the_model_inside() -> None:
+    original = model()
+    fast = kvcompile.optimize(torch.compile(original), **EAGER)
+    assert fast.model is original

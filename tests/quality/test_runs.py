@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[KVCompileError], str]] = {
             ]
         },
         PlanError,
-        "no layer of this model matches",
+        "this model has no layer 7",
     ),
     "metrics": (
         {"metrics": ("taste",)},

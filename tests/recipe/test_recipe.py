@@ -278,6 +278,32 @@ def test_all_problems_come_at_once_with_path_and_what_is_allowed(tmp_path: Path)
         ({"cache": {"keys": {"bits": 4}}}, "allowed: dtype, mode, axis, group, residual, sinks, scale"),
         ({"layers": [{"where": {}, "cache": {}}]}, "at least one of index, range, attention"),
         ({"layers": [{"where": {"range": [3, 1]}, "cache": {}}]}, "is empty"),
+        ({"layers": [{"where": {"index": []}, "cache": {}}]}, "index is empty"),
+        (
+            {"layers": [{"where": {"index": True}, "cache": {}}]},
+            "layers[0].where.index: expected a valid integer or a list, got True",
+        ),
+        (
+            {"layers": [{"where": {"index": ["a"]}, "cache": {}}]},
+            "where.index[0]: expected a valid integer, got 'a'",
+        ),
+        ({"layers": {}}, "layers: expected a list, got {}"),
+        ({"runtime": None}, "runtime: expected a mapping, got None"),
+        ({"cache": {1: 2}}, "cache: expected keys that are words, got 1"),
+        (
+            {"cache": {"keys": {"dtype": "int4", "group": False}}},
+            "group: expected a valid integer, got False",
+        ),
+        ({"cache": {"keys": {"dtype": "int4", "group": 32.0}}}, "group: expected a valid integer, got 32.0"),
+        ({"serve": {"watermark": False}}, "serve.watermark: expected a valid number, got False"),
+        ({"serve": {"watermark": "0.5"}}, "serve.watermark: expected a valid number, got '0.5'"),
+        ({"serve": {"memory": 1.5}}, "serve.memory: expected a valid integer or a valid string, got 1.5"),
+        (
+            {"cache": {"retention": {"kind": "h2o", "heavy": 1, "recnt": 1}}},
+            "rows, pyramid; did you mean 'recent'?",
+        ),
+        ({"cache": {"selection": {"kind": "top_pages", "pags": 1}}}, "dense_layers; did you mean 'pages'?"),
+        ({"auto": {"memory": "-1", "lost": "any"}}, "auto.lost: unknown key; allowed: memory, batch, tokens"),
         (
             {"layers": [{"where": {"index": 0}, "cache": {"keys": {"dtype": "x"}}}]},
             "layers[0].cache.keys.dtype",
@@ -330,6 +356,37 @@ def test_later_entries_of_layers_win_and_say_so() -> None:
     assert layout(recipe, 2) == CacheLayout(uint(4, 32), int8())
     assert layout(recipe, 3) == CacheLayout(int8(), model_dtype())
     assert layout(recipe, 1, attention="sliding") == CacheLayout(uint(4, 32), int8(), Ring(), Window(64))
+
+
+def test_an_entry_of_layers_is_over_those_before_it() -> None:
+    """What makes no sense over `cache` alone may do so there."""
+    rules = [
+        {"where": {"range": [0, -1]}, "cache": {"keys": {"dtype": "int8"}}},
+        {"where": {"index": 1}, "cache": {"keys": {"rotate": "hadamard"}}},
+    ]
+    recipe = load_recipe({"layers": rules})
+    assert recipe.cache_for(0, 2, "causal")[0].keys.rotate == "none"
+    keys = recipe.cache_for(1, 2, "causal")[0].keys
+    assert keys.dtype == "int8" and keys.rotate == "hadamard"
+    said = problems({"layers": [rules[1], *rules]})
+    assert "layers[0].cache.keys: rotate is for quantized" in said and "layers[2]" not in said
+    assert "layers[1].cache.keys.dtype: expected" in problems(
+        {"layers": [rules[0], {"where": {"index": 1}, "cache": {"keys": {"dtype": "int9"}}}]}
+    )
+
+
+def test_a_recipe_stays_as_it_was_read() -> None:
+    """Whoever makes several of one dict, or of one override, has several recipes."""
+    change: dict[str, Any] = {"keys": {"dtype": "int8"}}
+    data = {"layers": [{"where": {"index": 0}, "cache": change}]}
+    made = [load_recipe(data), load_recipe("baseline", layers=data["layers"])]
+    digests = [recipe.digest() for recipe in made]
+    change["keys"]["dtype"] = "int3"
+    assert [recipe.digest() for recipe in made] == digests
+    assert all(recipe.cache_for(0, 1, "causal")[0].keys.dtype == "int8" for recipe in made)
+    itself: dict[str, Any] = {}
+    itself["cache"] = itself
+    assert "cache.cache: unknown key" in problems(itself)
 
 
 def test_placement_follows_the_retention_unless_given() -> None:

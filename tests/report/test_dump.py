@@ -74,6 +74,18 @@ def test_dump_has_every_stage_and_a_script_that_runs(plain: Dumped) -> None:
     check(plain)
 
 
+def test_a_dump_that_cannot_be_written_breaks_nothing(
+    plain: Dumped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setenv("KVCOMPILE_DUMP", str(tmp_path / "file"))
+    fast: Any = kvcompile.optimize(plain.fast.model, "int8", verify="off", **EAGER)
+    assert fast.plan.digest() == plain.fast.plan.digest()
+    (told,) = (record.getMessage() for record in caplog.records if "KVCOMPILE_DUMP" in record.getMessage())
+    assert "cannot be written" in told and "nothing more is" in told
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 @pytest.mark.slow
 def test_dump_of_a_model_of_transformers(tmp_path: Path) -> None:
     check(Dumped.of(tiny_hf("llama", "sdpa"), tmp_path))

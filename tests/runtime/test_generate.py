@@ -230,6 +230,19 @@ def test_assisted_generation(original: Any, fast: Any) -> None:
         assert torch.equal(*both(original, fast, prompt(), max_new_tokens=9, **more))
 
 
+def test_a_config_that_has_no_cache_by_default(
+    original: Any, fast: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MPT's says so: it is no wish of who calls."""
+    monkeypatch.setattr(original.generation_config, "use_cache", False)
+    assert torch.equal(*both(original, fast, prompt(), max_new_tokens=5))
+    config = transformers.GenerationConfig(use_cache=False, max_new_tokens=5)
+    with pytest.raises(InputError, match="use_cache=False"):
+        fast.generate(prompt(), generation_config=config)
+    with pytest.raises(InputError, match="use_cache=False"):
+        fast.generate(prompt(), config)
+
+
 REFUSED: dict[str, tuple[Callable[[Any], dict[str, Any]], type[KVCompileError], str]] = {
     "static cache": (lambda m: {"cache_implementation": "static"}, InputError, "the recipe has chosen"),
     "another cache": (lambda m: {"past_key_values": transformers.DynamicCache()}, InputError, "DynamicCache"),

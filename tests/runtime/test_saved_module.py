@@ -351,7 +351,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("kvcompile.runtime.saved_module.write.save_file", full)
+        patched.setattr("kvcompile.util.whole_file.save_file", full)
         with pytest.raises(ExportError, match="No space left on device"):
             fast.save(tmp_path / "m")
     same(kvcompile.load(tmp_path / "m"), fast)

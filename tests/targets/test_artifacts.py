@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
+import stat
 import sys
 from copy import deepcopy
 from dataclasses import replace
@@ -23,6 +25,7 @@ from kvcompile.errors import (
     ExportError,
     InputError,
     LimitError,
+    ModelError,
     RecipeError,
     VerificationError,
 )
@@ -32,6 +35,7 @@ from kvcompile.targets.check import checked
 from kvcompile.targets.manifest import Manifest
 from kvcompile.targets.onnx.session import Session
 from kvcompile.targets.onnx.weights import WeightFile
+from kvcompile.targets.source import source_of
 from kvcompile.targets.verify import check_session, source_for, verify_artifact
 from tests.passes.capture.test_opaque import routed
 from tests.support.exports import small, tiny
@@ -123,6 +127,31 @@ class TestWriting:
         with pytest.raises(RecipeError):
             kvcompile.export(model, tmp_path / "a", "onnx", recipe="int9")
         assert listed(tmp_path) == []
+
+    def test_a_model_of_inference_mode(self, tmp_path: Path) -> None:
+        """Its weights are tensors that PyTorch does not trace."""
+        with torch.inference_mode():
+            plain = make(TinyLlama, TinyConfig(num_layers=1))
+        manifest = kvcompile.export(plain, tmp_path / "a", "onnx", recipe=small("int8", verify="quick"))
+        assert len(manifest.checks) == 1 and next(plain.parameters()).is_inference()
+        (outcome,) = verify_artifact(tmp_path / "a", plain)
+        assert outcome.check is not None
+
+    def test_weights_that_are_not_finite_are_named(self, tmp_path: Path) -> None:
+        plain = make(TinyLlama, TinyConfig(num_layers=1))
+        with torch.no_grad():
+            plain.lm_head.weight[3, 3] = float("nan")
+        with pytest.raises(ModelError, match=r"lm_head\.weight has 1 values that are NaN"):
+            kvcompile.export(plain, tmp_path / "a", "onnx", recipe=small("baseline", verify="quick"))
+
+    def test_ends_are_those_of_the_module_that_was_given(self, model: nn.Module) -> None:
+        """Also in torch's own wrapper."""
+        fast: Any = kvcompile.optimize(model, small("int8"))
+        fast.generation_config = deepcopy(fast.generation_config)
+        fast.generation_config.eos_token_id = 9
+        for given in (fast, torch.compile(fast)):
+            source = source_of(given, None, lambda *_: None, {}, "onnx", verified=False)
+            assert source.generation.eos_token_id == 9 and source.recipe.name == "int8"
 
     def test_what_is_no_artifact_is_left_alone(self, model: nn.Module, tmp_path: Path) -> None:
         file, other = tmp_path / "file", tmp_path / "other"
@@ -234,6 +263,68 @@ class TestWriting:
         (left,) = copy.parent.rglob("manifest.json")
         folder.check(left.parent, Manifest.read(left.parent))
         assert (left.parent == copy) == (fails == 1)
+
+    def test_an_interruption_after_the_new_one_has_its_name(
+        self, copy: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rename = Path.rename
+
+        def interrupted(self: Path, target: Path) -> Path:
+            moved = rename(self, target)
+            if target == copy:
+                raise KeyboardInterrupt
+            return moved
+
+        monkeypatch.setattr(Path, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt), folder.writing(copy) as made:
+            (made / "manifest.json").write_text("new")
+        assert (copy / "manifest.json").read_text() == "new" and listed(copy.parent) == [
+            "copy",
+            "copy/manifest.json",
+        ]
+
+    def test_folders_that_were_made_for_it_go_again(self, tmp_path: Path) -> None:
+        (tmp_path / "a").mkdir()
+        with pytest.raises(KeyboardInterrupt), folder.writing(tmp_path / "a/b/c/d"):
+            raise KeyboardInterrupt
+        assert listed(tmp_path) == ["a"]
+
+    def test_what_cannot_be_written_to_is_told_before_the_work(
+        self, model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvcompile.targets.source.source_of", None)  # not called
+        (tmp_path / "file").write_text("mine")
+        (tmp_path / "loop").symlink_to("loop")
+        for path, reason in (
+            (tmp_path / "file/a/b", "file is a file"),
+            (tmp_path / "loop", "loop|symbolic links"),
+            (tmp_path / ("n" * 300), "too long"),
+            ("nul\0", "expected the path of a folder"),
+            (None, "expected the path of a folder"),
+        ):
+            with pytest.raises(ExportError, match=reason):
+                kvcompile.export(model, path, "onnx")
+        monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
+        with pytest.raises(ExportError, match=r"/a cannot be written: .*, where a new folder is made"):
+            kvcompile.export(model, tmp_path / "a", "onnx")
+        assert listed(tmp_path) == ["file", "loop"]
+
+    def test_a_disk_that_is_full_elsewhere_is_named(self, tmp_path: Path) -> None:
+        elsewhere = OSError(errno.ENOSPC, "No space left on device", "/scratch/x.cpp")
+        told = pytest.raises(ExportError, match=r"/a cannot be written: /scratch/x\.cpp: No space left")
+        with told, folder.writing(tmp_path / "a"):
+            raise elsewhere
+
+    def test_others_may_read_what_was_written(self, tmp_path: Path) -> None:
+        mask = os.umask(0o027)
+        try:
+            with folder.writing(tmp_path / "a") as made:
+                (made / "code").mkdir(mode=0o700)
+                (made / "code/x").touch(mode=0o600)
+        finally:
+            os.umask(mask)
+        rights = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a", "a/code", "a/code/x")]
+        assert rights == [0o750, 0o750, 0o640]
 
     def test_an_artifact_is_replaced(self, model: nn.Module, copy: Path) -> None:
         before = Manifest.read(copy).files
@@ -491,6 +582,8 @@ class TestSession:
         (
             (torch.zeros(2, 3), "torch.int64"),
             (torch.zeros(3, dtype=torch.int64), "expected an int64 tensor"),
+            (torch.zeros(2, 1, dtype=torch.int64, device="meta"), "got one without"),
+            (torch.nested.nested_tensor([torch.zeros(1, dtype=torch.int64)] * 2), "got a nested one"),
             (torch.full((2, 1), 61), "expected ids from 0 to 60"),
             (torch.full((2, 1), -1), "expected ids from 0 to 60"),
             (torch.zeros(3, 1, dtype=torch.int64), "keeps its size until reset"),

@@ -8,6 +8,7 @@ from kvcompile.errors import QualityError
 from kvcompile.report.quality import plot as picture
 from kvcompile.report.quality.report import QualityReport
 from kvcompile.report.quality.table import markdown
+from kvcompile.util.whole_file import whole_file
 
 NEEDS_MATPLOTLIB = (
     f"plot: the picture needs matplotlib: {picture.INSTALL}, or go without it (plot=False, --no-plot)"
@@ -22,12 +23,18 @@ def save(report: QualityReport, folder: Path, plot: bool) -> tuple[Path, ...]:
     text = markdown(report)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        written[0].write_text(report.to_json(), "utf-8")
+        _write(written[0], report.to_json())
         if plot:
             written.append(folder / "quality.png")
-            picture.draw(report, written[-1])
+            with whole_file(written[-1]) as made:
+                picture.draw(report, made)
             text += "\n![quality against memory](quality.png)\n"
-        written[1].write_text(text, "utf-8")
+        _write(written[1], text)
     except OSError as error:
         raise QualityError([f"out: {folder} cannot be written: {error.strerror or error}"]) from error
     return tuple(written)
+
+
+def _write(path: Path, text: str) -> None:
+    with whole_file(path) as made:
+        made.write_text(text, "utf-8")

@@ -9,8 +9,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -28,6 +26,7 @@ from kvcompile.runtime.saved_module.weights import SavedWeights
 from kvcompile.targets import folder as files
 from kvcompile.targets import machine
 from kvcompile.targets.manifest import FILE
+from kvcompile.util.whole_file import write_tensors
 
 if TYPE_CHECKING:
     from kvcompile.runtime.module import CachedModel
@@ -92,12 +91,9 @@ def save(module: CachedModel, folder: str | Path, *, weights: bool = True) -> No
         (made / CODE).mkdir()
         programs = program_files.write(module.executor.programs, made / CODE)
         (made / GRAPH).write_text(json.dumps(graph), encoding="utf-8")
-        try:
-            if weights:
-                save_file(_on_cpu(own), made / WEIGHTS)
-            save_file(_on_cpu(others), made / CONSTANTS)
-        except SafetensorError as error:
-            raise OSError(str(error)) from error  # no room, no rights: told by `writing`
+        if weights:
+            write_tensors(_on_cpu(own), made / WEIGHTS)
+        write_tensors(_on_cpu(others), made / CONSTANTS)
         vectors = program_files.instruction_sets(module.executor.programs) if programs else []
         record = record.model_copy(
             update={"programs": to_json(programs), "vectors": vectors, "files": files.infos(made)}

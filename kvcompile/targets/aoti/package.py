@@ -36,6 +36,7 @@ from kvcompile.kernels.cpp.isa import Isa
 from kvcompile.targets.aoti import float8, kernels
 from kvcompile.targets.aoti.int_arrays import kept_apart
 from kvcompile.targets.functional import Functional, Phase, example, traced
+from kvcompile.util.archive_file import archive_file
 from kvcompile.util.tracing import quiet
 
 # What compilers call the CPUs that a package may be for, and the width of their vectors in bits.
@@ -181,8 +182,9 @@ def package(path: Path, made: tuple[Compiled, ...]) -> None:
     """
     from torch._inductor.package.package import package_aoti
 
-    with quiet("torch._inductor"):
-        package_aoti(str(path), {each.entry.name: list(each.files) for each in made})
+    files: Any = {each.entry.name: list(each.files) for each in made}
+    with quiet("torch._inductor"), archive_file(path) as file:
+        package_aoti(file, files)
 
 
 def _lay_out(module: nn.Module) -> None:

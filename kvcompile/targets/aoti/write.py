@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from kvcompile.errors import ExportError
 from kvcompile.kernels.shared.dialect import AOTI
@@ -30,6 +29,7 @@ from kvcompile.targets.aoti.package import (
 from kvcompile.targets.functional import Functional, functional
 from kvcompile.targets.manifest import Alias, Graph, Manifest, TensorInfo, dtype_name
 from kvcompile.targets.source import Source
+from kvcompile.util.whole_file import write_tensors
 
 PACKAGE = "model.pt2"
 WEIGHTS = "weights.safetensors"
@@ -59,7 +59,7 @@ def write(
             made.append(compiled(function, entry, source.recipe.compile.mode, level, Path(scratch)))
         tell("write", len(wanted), len(wanted))
         package(folder / PACKAGE, tuple(made))
-    save_file(weights(tuple(made)), folder / WEIGHTS)
+    write_tensors(weights(tuple(made)), folder / WEIGHTS)
     named = {name: text for each in made for name, text in each.kernels.items()}
     if named:
         needed["kernels"] = kernels.isa_of(level).name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -95,6 +97,29 @@ def test_an_opaque_attention_implementation_is_traced_under_sdpa() -> None:
     assert captured.route.startswith("export, sdpa")
     assert "'flash_attention_2' is opaque" in captured.reasons[0]
     assert model.config._attn_implementation == "flash_attention_2"
+
+
+@pytest.mark.parametrize("factor", (1.0, 1.5))
+def test_another_attention_implementation_must_compute_the_same(factor: float) -> None:
+    """What cannot be traced under sdpa is not replaced by what eager happens to compute (PaliGemma)."""
+
+    class Two(NanoGPT):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            logits = super().forward(input_ids)
+            if self.config._attn_implementation == "sdpa":
+                logits = logits * (factor if bool(logits.isfinite().all()) else 1.0)
+            return logits
+
+    model = make(Two)
+    model.config = SimpleNamespace(_attn_implementation="sdpa")
+    if factor == 1.0:
+        assert capture(model).route.startswith("export, eager")
+    else:
+        with pytest.raises(
+            CaptureError, match="something else under the attention implementation that it has"
+        ):
+            capture(model)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_position_table_bounds_the_sequence() -> None:

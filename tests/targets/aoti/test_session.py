@@ -34,7 +34,7 @@ from kvcompile.recipe import Recipe, shipped_recipes
 from kvcompile.targets import machine, seal
 from kvcompile.targets.aoti import package
 from kvcompile.targets.aoti.kernels import isa_of
-from kvcompile.targets.aoti.package import LEVELS, compiled, entries, instruction_sets
+from kvcompile.targets.aoti.package import LEVELS, Compiled, compiled, entries, instruction_sets
 from kvcompile.targets.aoti.session import Package
 from kvcompile.targets.functional import functional
 from kvcompile.targets.manifest import Manifest
@@ -517,6 +517,13 @@ def test_no_compiler(nowhere: Path) -> None:
     with config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(ExportError) as caught:
         kvcompile.export(tiny(layers=1), nowhere, "aoti", verify="off")
     assert "needs a C++ compiler" in str(caught.value) and "install g++" in str(caught.value)
+
+
+def test_a_full_disk_does_not_end_the_process(tmp_path: Path) -> None:
+    (tmp_path / "code.so").write_bytes(bytes(1 << 16))
+    made = Compiled(entries(1)[0], (str(tmp_path / "code.so"),), {}, {})
+    with pytest.raises(OSError, match="No space left"):
+        package.package(Path("/dev/full"), (made,))
 
 
 @pytest.mark.parametrize(
