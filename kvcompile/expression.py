@@ -27,9 +27,8 @@ import torch
 
 LeafKind = Literal["table", "query", "key", "pair"]
 
-LONGEST_TABLE = (
-    2**26
-)  # elements of a table that are compared with closed forms; positions that a table may have
+# Elements of a table that are compared with closed forms; positions that a table may have.
+LONGEST_TABLE = 2**26
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # Over all keys: the variable k of their operand is bound in them.
 REDUCTIONS = ("reduce_max", "reduce_min", "reduce_sum", "reduce_lse", "reduce_any", "reduce_all")

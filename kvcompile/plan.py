@@ -154,9 +154,8 @@ class Plan:
     step: Literal["regions", "cudagraph"] = "regions"  # how a decode step runs
     step_because: str = field(default="", metadata=PROSE)  # where the recipe's mode asks for the latter
     backend: str = INDUCTOR  # what compiles the graph
-    backend_because: str = field(
-        default="", metadata=PROSE
-    )  # what an optional backend compiles, and what it leaves
+    # What an optional backend compiles, and what it leaves.
+    backend_because: str = field(default="", metadata=PROSE)
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -188,9 +188,8 @@ def serve(
         store_memory=store_memory,
         packed=packed,
     )) as engine:  # fmt: skip
-        logging.basicConfig(
-            format="%(levelname)s %(name)s: %(message)s"
-        )  # not before: models' libraries tell much
+        # Not before: models' libraries tell much.
+        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
         _tell(options, url(bound), engine.stats(), host)
         view: AbstractContextManager[Any] = nullcontext()
         if top:

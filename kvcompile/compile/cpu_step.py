@@ -120,9 +120,8 @@ class CpuSteps:
         Raises:
             KernelError: a call of C++ code failed.
         """
-        if (
-            shapes in self.problems or torch._C._len_torch_dispatch_stack()
-        ):  # somebody wants to see the operators
+        if shapes in self.problems or torch._C._len_torch_dispatch_stack():
+            # Somebody wants to see the operators.
             return step({**moving, **fixed})
         place = (version, ops.forgotten(), tuple(map(Tensor.data_ptr, fixed.values())))
         if place != self._place:

@@ -28,9 +28,8 @@ from kvcompile.kernels.cpp.host.compiler import compiler, version
 from kvcompile.util.cache_dir import code_folder, keeps
 
 FOLDER = "instruction_sets"
-COMPILING = (
-    threading.Lock()
-)  # whoever has Inductor compile, or look: while it tries a set, all compile for that
+# Whoever has Inductor compile, or look: while it tries a set, all compile for that.
+COMPILING = threading.Lock()
 log = logging.getLogger(__name__)
 
 

@@ -93,9 +93,8 @@ def _layer_norm(node: Node) -> NormNodes | None:
     if not (is_call(token, aten.to.dtype) and token.args[1] is torch.float32 and not token.kwargs):
         return NormNodes(token, tensors, eps, " ".join(how), "", (node,))
     of, made = token.args[0], next(iter(node.users), node)
-    if (
-        not isinstance(of, Node) or len(node.users) != 1 or tensors
-    ):  # of weights in float32 nobody knows the kernel
+    if not isinstance(of, Node) or len(node.users) != 1 or tensors:
+        # Of weights in float32 nobody knows the kernel.
         return None
     dtype = _rounds(made, node, of)
     return None if dtype is None else NormNodes(of, (), eps, " ".join(how), dtype, (made, node, token))

@@ -30,9 +30,8 @@ def _add(hashed: Any, name: str, tensor: torch.Tensor) -> None:
 
 def of_model(model: nn.Module) -> str:
     """Of the weights, every byte, and of the config: about a second for each GB."""
-    saved: tuple[str, str] | None = getattr(
-        model, "saved_as", None
-    )  # of a saved module, which has no other buffers
+    # Of a saved module, which has no other buffers.
+    saved: tuple[str, str] | None = getattr(model, "saved_as", None)
     if saved is not None and of_weights(model) == saved[0]:
         return saved[1]
     hashed = hashlib.sha256(_config(model).encode())

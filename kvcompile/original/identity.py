@@ -23,9 +23,8 @@ from kvcompile.util.own_code import TORCH
 from kvcompile.util.threads import take_core
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_HANDLED = frozenset(
-    vars(nn.Module())
-)  # tensors are read as tensors, parts as parts, and hooks are looked for
+# Tensors are read as tensors, parts as parts, and hooks are looked for.
+_HANDLED = frozenset(vars(nn.Module()))
 _THREADS = 2  # hashing lets go of Python's lock; more threads than two wait for memory
 
 # What was read ahead of parameters, by their ids: where each stood, its version, and its hash.

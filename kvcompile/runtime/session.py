@@ -59,9 +59,8 @@ class Session(ABC):
             )
         files.check(self.path, self.manifest, contents=check)
         self.device = torch.device(device)
-        self.cache = KVCache(
-            cache_shape(self.manifest), self.device, grows=False
-        )  # engines take whole buffers
+        # Engines take whole buffers.
+        self.cache = KVCache(cache_shape(self.manifest), self.device, grows=False)
         self.turns = Turns()
         self._tokenizer: Any = None
         self._spare: dict[str, Tensor] = {}  # where new values go of caches that are not updated in place

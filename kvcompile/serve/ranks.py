@@ -50,9 +50,8 @@ class Channel:
             made = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
         assert made is not None
         self._channel: dist.ProcessGroup = made
-        self.alone = (
-            threading.RLock()
-        )  # held while all ranks do something that nothing else may be told beside
+        # Held while all ranks do something that nothing else may be told beside.
+        self.alone = threading.RLock()
 
     def tell(self, what: str, *given: Any) -> None:
         """Let all other ranks do something.
@@ -79,9 +78,8 @@ class Channel:
         try:
             with group.told("call"):
                 dist.broadcast_object_list(message, group=self._channel, group_src=0)
-        except (
-            BaseException
-        ) as error:  # half of it may be out, and what comes next would be taken for the rest
+        except BaseException as error:
+            # Half of it may be out, and what comes next would be taken for the rest.
             group.failed = group.failed or f"what rank 0 tells was broken off ({type(error).__name__})"
             raise
 

@@ -208,6 +208,5 @@ def _replace(made: Path, final: Path) -> None:
     finally:
         if old.exists() and not final.exists():
             old.rename(final)
-        shutil.rmtree(
-            aside, ignore_errors=True
-        )  # not reached where the old one is in it and cannot come back
+        # Not reached where the old one is in it and cannot come back.
+        shutil.rmtree(aside, ignore_errors=True)

@@ -32,9 +32,8 @@ _PRODUCTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dty
 _PAYS = 0.9  # of the time: what more threads must save
 _FRESH = 10.0  # seconds for which a measurement is believed: understanding and proof of a model share one
 _most: ContextVar[int | None] = ContextVar("most threads", default=None)  # of whoever is outside of all
-_chosen: ContextVar[_Choice | None] = ContextVar(
-    "chosen threads", default=None
-)  # of whoever is inside of all
+# Of whoever is inside of all.
+_chosen: ContextVar[_Choice | None] = ContextVar("chosen threads", default=None)
 # Of each core that programs have which this process started: when they began, by an event that is set at their end.
 _beside: dict[Event, float] = {}
 _MOMENT = 0.05  # seconds

@@ -14,9 +14,8 @@ def first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     detail = next((line.lstrip("- ") for line in lines[1:] if line.startswith("- ")), "")
-    if (
-        "onstraints violated" in text and detail
-    ):  # the first line of this one says nothing, the first item all
+    if "onstraints violated" in text and detail:
+        # The first line of this one says nothing, the first item all.
         text = f"{SPECIALISED}{detail.split('. If')[0]}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith((TORCH, *KVCOMPILE, "<"))]

@@ -181,9 +181,8 @@ class Route:
                     (BATCH, length),
                 )
             other = plain(second, inputs, ())
-        except (
-            Exception
-        ) as error:  # there is no other side: the model refuses such lengths, or needs a third graph
+        except Exception as error:
+            # There is no other side: the model refuses such lengths, or needs a third graph.
             log.debug("lengths from %s: %s", asked, error)
             return None
         sides = [(traced, found), (second, other)]

@@ -247,7 +247,8 @@ class Dependence:
             IndexError,
             KeyError,
             AssertionError,
-        ):  # a form that it does not foresee
+        ):
+            # A form that it does not foresee.
             if self.strict:
                 raise
             log.debug("transfer function of %s", node.target, exc_info=True)

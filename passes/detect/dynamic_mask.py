@@ -121,9 +121,8 @@ def _region(
             continue
         if len(axes.of(node)) > 1 or any(source in inside for source in node.all_input_nodes):
             inside.add(node)
-    if (
-        not inside
-    ):  # of positions alone: the last operator is built again, and its operands are what it is made of
+    if not inside:
+        # Of positions alone: the last operator is built again, and its operands are what it is made of.
         inside.add(order[-1])
     parts: list[Node] = []
     waiting = [source for node in inside for source in node.all_input_nodes if source not in inside]

@@ -52,9 +52,8 @@ def canonicalize(captured: Captured, detection: Detection) -> Canonical:
             more = score_arguments(moved)
             form = _form(args[:-1], more)
             val = known.get(form)
-            if (
-                val is None and more
-            ):  # of plain attention, the operator itself is as quick, and has its own strides
+            if val is None and more:
+                # Of plain attention, the operator itself is as quick, and has its own strides.
                 val = _scored(moved)
             new = call(graph, torch.ops.kvcompile.attention.default, args, old, more, val)
             known.setdefault(form, new.meta.get("val"))

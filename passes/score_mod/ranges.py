@@ -195,9 +195,8 @@ def negative_zero(e: Expr) -> bool:
             return bool(e.value == 0 and math.copysign(1.0, e.value) < 0)
         case "cast" if e.args[0].is_int:
             return False
-        case "cast" if (
-            torch.promote_types(e.args[0].dtype, e.dtype) is e.dtype
-        ):  # else what is small vanishes
+        case "cast" if torch.promote_types(e.args[0].dtype, e.dtype) is e.dtype:
+            # Else what is small vanishes.
             return negative_zero(e.args[0])
         case "abs" | "exp" | "exp2" | "sigmoid":
             return False

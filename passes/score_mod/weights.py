@@ -80,9 +80,8 @@ def bare(e: Expr) -> Expr:
 
 def _weighed(e: Expr, factor: Expr) -> Weights:
     inner = weights_of(e)
-    if (
-        "score" in factor.names or inner.renormalise is not None
-    ):  # what is divided by its sum forgets a factor
+    if "score" in factor.names or inner.renormalise is not None:
+        # What is divided by its sum forgets a factor.
         raise NoSoftmax
     factor = cast(factor, torch.float32)
     return replace(

@@ -208,9 +208,8 @@ def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "backend: inductor" in told
 
     def broken(name: str) -> Any:
-        raise AssertionError(
-            "Torch not compiled with CUDA enabled"
-        )  # what the real one raises on a CPU torch
+        # What the real one raises on a CPU torch.
+        raise AssertionError("Torch not compiled with CUDA enabled")
 
     monkeypatch.setattr(emit.importlib, "import_module", broken)
     told = emit.unavailable(torch.device("cuda"))

@@ -54,9 +54,8 @@ def folders(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache" / kept_programs.FOLDER).iterdir())
 
 
-@pytest.mark.parametrize(
-    "recipe", cases(["baseline", "paged", "int8"], ["baseline"])
-)  # tests beside have it compiled
+# Tests beside have it compiled.
+@pytest.mark.parametrize("recipe", cases(["baseline", "paged", "int8"], ["baseline"]))
 def test_the_second_time_nothing_is_compiled(recipe: str, compiled: list[str], tmp_path: Path) -> None:
     model = tiny_hf()
     first = kvcompile.optimize(model, recipe, **TINY)

@@ -157,9 +157,8 @@ class _Count(TorchFunctionMode):
         elif name in ("softmax", "_softmax"):
             scores = args[0] if args else kwargs["input"]
             rows, columns = (scores.shape[-2], scores.shape[-1]) if scores.dim() > 2 else (0, 0)
-            self.blocks += (
-                rows >= self.tokens and columns >= self.tokens
-            )  # more: a sink, a prompt of the model's
+            # More: a sink, a prompt of the model's.
+            self.blocks += rows >= self.tokens and columns >= self.tokens
         return func(*args, **(kwargs or {}))
 
 

@@ -185,9 +185,8 @@ def _rest(left: int) -> list[int]:
 
 def _refused(error: KVCompileError) -> tuple[str, str]:
     told = str(error).strip()
-    if (
-        "NameError" in told
-    ):  # no model of the grammar raises it: a mistake of ours that capture takes for the model's
+    if "NameError" in told:
+        # No model of the grammar raises it: a mistake of ours that capture takes for the model's.
         return "CRASH", told
     return ("refused", told) if told else ("CRASH", f"{type(error).__name__} without a reason")
 

@@ -93,9 +93,8 @@ def draw_spec(rng: Random, seed: int = 0) -> DecoderSpec:
     spec = replace(spec, layers=tuple(spelled(rng, layer) for layer in layers))
     if spec.chooses:  # where rounding may choose, an error must stay with its token
         spec = replace(spec, layers=next((layer,) for layer in spec.layers if layer.chooses))
-        if not spec.position.name.startswith(
-            ("learned, a", "sinusoid, a")
-        ):  # the same id twice would be a tie
+        if not spec.position.name.startswith(("learned, a", "sinusoid, a")):
+            # The same id twice would be a tie.
             spec = replace(spec, position=DecoderSpec().position)
     elif rng.random() < 0.08:
         spec = replace(spec, dtype=rng.choice(("bfloat16", "bfloat16", "float16", "float16", "float64")))

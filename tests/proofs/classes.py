@@ -398,9 +398,8 @@ def inputs(seed: int) -> str | None:
         if form.infinite and (~seen & (right > -math.inf) & rows[..., None]).any():
             return f"{raw} hides by more than -inf what {form.seen} does not show"
         made = text.value(form.value)[..., columns].masked_fill(~seen, -math.inf)
-        rows = (
-            rows & seen.any(-1) & (right.amax(-1) > -500.0)
-        )  # a row whose keys are all far down is another matter
+        # A row whose keys are all far down is another matter.
+        rows = rows & seen.any(-1) & (right.amax(-1) > -500.0)
         a = probabilities(right, None if sink is None else text.value(sink))
         b = probabilities(made, None if form.sink is None else text.value(form.sink))
         size = right.where(seen & right.isfinite(), 0.0).abs().amax(-1, keepdim=True)

@@ -224,9 +224,8 @@ class TestWhatHappensToIt:
     def test_what_is_told(self, found: Any) -> None:
         told = found["told"]
         assert "twin:1: layers 1, 2.50 KiB a sequence" in told["explain"]
-        assert (
-            "input_ids, position_ids, logits_to_keep in" in told["explain"]
-        )  # a prompt computes one row of logits
+        # A prompt computes one row of logits.
+        assert "input_ids, position_ids, logits_to_keep in" in told["explain"]
         assert "of it on twin:1        2.50 KiB" in told["estimate"]
         assert told["exported"].startswith("ExportError: the model's layers are on twin:0, twin:1")
         assert told["parallel"].startswith("PlanError: parallel: the model's layers are on twin:0, twin:1")

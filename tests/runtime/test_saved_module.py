@@ -175,9 +175,8 @@ def another_process_has_it(compiled: Compiled, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "compiled code is not used" not in done.stderr
     libraries = {path.name for path in (compiled.folder / "code/libraries").rglob("*.so")}
-    assert (
-        libraries and {path.name for path in (tmp_path / "cache").rglob("*.so")} == libraries
-    )  # and none were made
+    # And none were made.
+    assert libraries and {path.name for path in (tmp_path / "cache").rglob("*.so")} == libraries
 
 
 def test_another_process_has_the_compiled_code(compiled: Compiled, tmp_path: Path) -> None:

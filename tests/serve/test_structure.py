@@ -196,9 +196,8 @@ def test_stops_and_penalties_beside_a_structure() -> None:
     for seed in range(5):
         text, finish, _ = text_of(structure, "bytes", seed, stop=("ab",), frequency_penalty=2.0, top_k=3)
         assert "ab" not in text and finish == "stop"
-    text, finish, tokens = text_of(
-        structure, "bytes", 1, ignore_eos=True
-    )  # nothing follows the end of a grammar
+    # Nothing follows the end of a grammar.
+    text, finish, tokens = text_of(structure, "bytes", 1, ignore_eos=True)
     assert (len(text), finish, len(tokens)) == (20, "stop", 21)
 
 

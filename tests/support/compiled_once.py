@@ -120,6 +120,5 @@ def install(folder: Path) -> None:
     once = CompiledOnce(folder)
     compiler._compile = once.compile
     codecache._worker_compile_cpp = once.compile_of_inductor
-    ahead.begin_kernels = lambda plan: (
-        None
-    )  # most tests run a few of a plan's kernels, and wait for those alone
+    # Most tests run a few of a plan's kernels, and wait for those alone.
+    ahead.begin_kernels = lambda plan: None

@@ -136,9 +136,8 @@ def _kind(node: Node) -> str:
 def grown(seed: int, templates: list[Template], steps: int, last: Template | None = None) -> Builder:
     """A graph of some random calls, and of `last` at its end where that finds anything to work on."""
     builder = Builder(seed)
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(
-        logging.CRITICAL
-    )  # it tells of every failed call
+    # It tells of every failed call.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     for number in range(steps + (last is not None)):
         template = last if last is not None and number == steps else builder.random.choice(templates)
         for _ in range(8):

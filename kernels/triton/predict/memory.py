@@ -16,10 +16,11 @@ from kvcompile.layouts import symbols as sy
 _PAGE = 4  # bytes of a page's number
 _TABLES = ("cos", "sin", "page_table", "slots_token", "slots_place", "positions", "sinks")
 _BOTH = ("score", "columns")  # read, and written
+# Of an append that looks for a slot: all of them are read, one of a head written.
 _NOTES = (
     "slots_token",
     "slots_score",
-)  # of an append that looks for a slot: all of them are read, one of a head written
+)
 _SLOTS = ("keys_", "values_")
 _PARTS = ("partial", "sums")
 

@@ -49,9 +49,8 @@ class Rate:
 @lru_cache(maxsize=65536)
 def rate(turn: Turn, beside: int, active: int, model: Model) -> Rate:
     """Of each of the `beside` programs of a multiprocessor, where `active` programs run in all."""
-    memory = (
-        turn.bytes * active / beside / model.machine.copied
-    )  # of the multiprocessor's part of the bandwidth
+    # Of the multiprocessor's part of the bandwidth.
+    memory = turn.bytes * active / beside / model.machine.copied
     near = turn.near / (model.assumed.near * model.machine.clock)
     service = max(memory, near)
     customers = beside * (1 + turn.ahead)

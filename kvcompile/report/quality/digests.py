@@ -15,12 +15,13 @@ from kvcompile.original.digest import of_model
 
 __all__ = ["of_model", "of_tokens", "short", "versions"]
 
+# Decide no figure.
 _SHOWN_ONLY = (
     "cli",
     "report/quality/table.py",
     "report/quality/plot.py",
     "report/quality/files.py",
-)  # decide no figure
+)
 
 
 def short(data: object) -> str:

@@ -46,9 +46,8 @@ class Store:
             with self._file.open("a+", encoding="utf-8", errors="replace") as file:
                 file.seek(0)
                 text = file.read()
-                if (
-                    writes and text and not text.endswith("\n")
-                ):  # a line that was cut off must not swallow the next one
+                if writes and text and not text.endswith("\n"):
+                    # A line that was cut off must not swallow the next one.
                     file.write("\n")
         except OSError as error:
             raise QualityError([f"out: {folder} cannot be written: {error.strerror or error}"]) from error

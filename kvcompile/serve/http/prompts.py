@@ -66,9 +66,8 @@ def of_chat(service: Service, asked: ChatRequest) -> list[Prompt]:
     try:
         with service.encoding:
             found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    except (
-        Exception
-    ) as error:  # a template is a program of the model's: whatever it raises is about the messages
+    except Exception as error:
+        # A template is a program of the model's: whatever it raises is about the messages.
         raise Problem(
             400,
             f"messages: the model's chat template refuses them: {type(error).__name__}: {error}"[:1000],

@@ -13,11 +13,12 @@ from kvcompile.serve.sampling import Sampling
 from kvcompile.serve.stats import Stats
 from kvcompile.serve.submitting import submitted
 
+# Errors with a meaning of their own, which take a message and no more.
 _SAID = (
     BusyError,
     InputError,
     LimitError,
-)  # errors with a meaning of their own, which take a message and no more
+)
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,8 @@ def structure(graph_module: GraphModule, named: bool = True) -> Any:
         else:
             args = map_arg((node.args, sorted(node.kwargs.items())), known.__getitem__)
             paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-            where = (
-                paths if "linear" in str(node.target) else None
-            )  # others may be computed once for all layers
+            # Others may be computed once for all layers.
+            where = paths if "linear" in str(node.target) else None
             form = (val.shape, val.stride(), val.dtype) if isinstance(val, Tensor) else ()
             known[node] = f"%{hash((node.op, str(node.target), repr(args), str(form), str(where)))}"
     return known[next(node for node in graph_module.graph.nodes if node.op == "output")]

@@ -162,9 +162,8 @@ def test_layers_that_share_a_selection_keep_its_keys_once() -> None:
             super().__init__()
             torch.manual_seed(0)
             self.embed, self.index = nn.Embedding(VOCAB, 32), nn.Linear(32, 2 * DIM)
-            self.place = nn.Embedding(
-                LONGEST, 32
-            )  # equal tokens would be ties, among which a topk may choose
+            # Equal tokens would be ties, among which a topk may choose.
+            self.place = nn.Embedding(LONGEST, 32)
             self.qkv, self.head = nn.ModuleList(nn.Linear(32, 96) for _ in range(2)), nn.Linear(32, VOCAB)
 
         def forward(self, input_ids: Tensor) -> Tensor:

@@ -14,9 +14,8 @@ from kvcompile.passes.probe import few_rows
 from kvcompile.passes.probe.steps import Steps
 
 WIDE, TALL = 256, 384  # of a weight that is large enough
-ROUNDING = (
-    WIDE * torch.finfo(torch.float32).eps * 4
-)  # of a sum of products, in any order: WIDE terms of about one
+# Of a sum of products, in any order: WIDE terms of about one.
+ROUNDING = WIDE * torch.finfo(torch.float32).eps * 4
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,8 @@ def test_a_new_operator_needs_its_rule_and_its_evaluation(added: None) -> None:
     fast = kvcompile.optimize(model, RECIPE, max_tokens=64)  # which verifies it
     (decision,) = fast.plan.decisions
     mod = decision.score.mod
-    assert (
-        mod is not None and "sinc" in str(mod) and not mod.leaves
-    )  # an expression of positions, at any length
+    # An expression of positions, at any length.
+    assert mod is not None and "sinc" in str(mod) and not mod.leaves
     for refusal in (triton_refusal, cpp_refusal):
         assert "sinc" in str(refusal(mod))  # generated kernels say that they have no word for it
     ids = torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(0))
