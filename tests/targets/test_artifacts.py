@@ -439,6 +439,11 @@ class TestDamage:
             with pytest.raises(ArtifactError, match=message):
                 load(made, **options)
 
+    @pytest.mark.parametrize("path", (None, 3, "~nobody-of-that-name/a"))
+    def test_no_path(self, path: Any) -> None:
+        with pytest.raises(ArtifactError, match="expected the path of a folder"):
+            load(path)
+
     def test_a_folder_at_home(self, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOME", str(made.parent))
         assert load("~/artifact").path == Session("~/artifact").path == made
