@@ -135,6 +135,15 @@ def test_a_cache_that_no_memory_has_room_for(llama: Any) -> None:
     assert huge.cache.columns == huge.cache.nbytes == 0
 
 
+def test_a_budget_that_no_memory_has_room_for() -> None:
+    """It is told when it is verified, before any text."""
+    recipe = {"cache": {"retention": {"kind": "window", "size": 2**31 - 1}}}
+    with pytest.raises(
+        LimitError, match=r"no memory for the caches .* \(window 2147483647\): .*smaller budget"
+    ):
+        kvcompile.optimize(make(NanoGPT), recipe, **EAGER | {"verify": "quick", "max_tokens": 100})
+
+
 # Configs
 
 LLAMA = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
