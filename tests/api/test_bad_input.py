@@ -143,7 +143,7 @@ def test_a_budget_that_no_memory_has_room_for(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("kvcompile.verify.cached._filled", none)
     recipe = {"cache": {"retention": {"kind": "window", "size": 12}}}
-    told = r"no memory for the caches .* \(window \d+\): .*memory; .*smaller budget"
+    told = r"no memory for the caches .* of \d+ sequences \(.+\): .*memory; .*smaller budget"
     with pytest.raises(LimitError, match=told):
         kvcompile.optimize(make(NanoGPT), recipe, **EAGER | {"verify": "quick", "max_tokens": 100})
 
