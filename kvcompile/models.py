@@ -257,7 +257,9 @@ def _store(file: Path, model: Any, tokenizer: Any) -> Path | None:
         tokenizer.save_pretrained(work)
         save_model(model, str(work / "model.safetensors"), metadata={"format": "pt"})
         os.rename(work, target)
-    except OSError as error:
+    except (
+        Exception
+    ) as error:  # safetensors and tokenizers have other kinds of errors for a full disk than OSError
         if not _cached(file):  # another process may have been quicker
             logger.warning("the converted %s is not kept: %s", file.name, error)
             return None

@@ -27,7 +27,10 @@ def load(path: str | Path, **options: Any) -> Any:
     Raises:
         ArtifactError: nothing of the kind, damaged, of another version, or not for this machine.
     """
-    folder = Path(path).expanduser()
+    try:
+        folder = Path(path).expanduser()
+    except (RuntimeError, TypeError) as error:  # a user whom nobody knows; no path at all
+        raise ArtifactError(f"{path!r}: expected the path of a folder: {error}") from error
     if _target(folder) == "module":
         from kvcompile.runtime import saved_module
 

@@ -113,14 +113,21 @@ class Source:
         """Save a tokenizer of transformers; its folder's name in the artifact.
 
         Raises:
-            ExportError: it is none.
+            ExportError: it is none, or cannot be saved.
         """
         if not hasattr(tokenizer, "save_pretrained"):
             raise ExportError(
                 f"tokenizer: expected one of transformers, got {type(tokenizer).__name__}; "
                 "without, sessions take token ids"
             )
-        tokenizer.save_pretrained(made / TOKENIZER)
+        try:
+            tokenizer.save_pretrained(made / TOKENIZER)
+        except OSError:  # told by whoever made the folder
+            raise
+        except Exception as error:  # tokenizers, written in Rust, has no kind of its own for a full disk
+            raise ExportError(
+                f"tokenizer: {type(tokenizer).__name__} cannot be saved: {' '.join(str(error).split())}"
+            ) from error
         return TOKENIZER
 
 

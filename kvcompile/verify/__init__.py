@@ -73,6 +73,7 @@ def verify(model: nn.Module, front: Front, plan: Plan, mode: VerifyMode) -> tupl
         VerificationError: some comparison exceeds its budget; names the first layer that does, and the error.
         ModelError: the model gives no logits of every token, or runs on nothing that could be compared; or it has
             weights that are not finite.
+        LimitError: there is no memory for the plan's own budgets.
     """
     if mode == "off":
         return ()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from kvcompile.errors import VerificationError
+from kvcompile.errors import LimitError, VerificationError
 from kvcompile.kernels.ops import cached_attention as ops
 from kvcompile.layouts import PageGroup
 from kvcompile.passes.probe.steps import Steps
@@ -233,7 +233,25 @@ def cached_run(
 def _caches(
     plan: Plan, rewritten: Rewritten, pages: Mapping[int, Tensor], batch: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Empty caches and states by name; a slot that was never written must not matter: it is not zero."""
+    """Empty caches and states by name; a slot that was never written must not matter: it is not zero.
+
+    Raises:
+        LimitError: there is no memory for them.
+    """
+    try:
+        return _filled(plan, rewritten, pages, batch, device)
+    except RuntimeError as error:  # what torch raises where an allocator has no more
+        budgets = ", ".join(dict.fromkeys(str(d.layout.retention) for d in plan.decisions))
+        raise LimitError(
+            f"no memory for the caches that verification compares with, of {batch} sequences ({budgets}): "
+            f"{str(error).splitlines()[0]}; a cache of this recipe would take as much: choose a smaller budget "
+            "(kvcompile.estimate says what it takes), or free memory"
+        ) from error
+
+
+def _filled(
+    plan: Plan, rewritten: Rewritten, pages: Mapping[int, Tensor], batch: int, device: torch.device
+) -> dict[str, Tensor]:
     limit = plan.limits.max_tokens
     caches = {
         name: spec.written(

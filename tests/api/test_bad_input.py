@@ -135,6 +135,19 @@ def test_a_cache_that_no_memory_has_room_for(llama: Any) -> None:
     assert huge.cache.columns == huge.cache.nbytes == 0
 
 
+def test_a_budget_that_no_memory_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told when it is verified, before any text."""
+
+    def none(*args: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nand more")
+
+    monkeypatch.setattr("kvcompile.verify.cached._filled", none)
+    recipe = {"cache": {"retention": {"kind": "window", "size": 12}}}
+    told = r"no memory for the caches .* of \d+ sequences \(.+\): .*memory; .*smaller budget"
+    with pytest.raises(LimitError, match=told):
+        kvcompile.optimize(make(NanoGPT), recipe, **EAGER | {"verify": "quick", "max_tokens": 100})
+
+
 # Configs
 
 LLAMA = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -377,6 +378,23 @@ def test_nowhere_to_write_is_no_obstacle(gguf_file: Path, tmp_path: Path) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVCOMPILE_CACHE_DIR", str(tmp_path / "file"))
         assert same(load_model(gguf_file, dtype="bfloat16").model, kept.model)
+
+
+def test_a_full_disk_is_no_obstacle(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever kind of error a library has for it."""
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    kept = load_model(gguf_file).model
+    for folder in (models.cache_dir() / "models").iterdir():
+        shutil.rmtree(folder)
+    monkeypatch.setattr("safetensors.torch.save_model", full)
+    assert same(load_model(gguf_file).model, kept)
+    assert "tiny.gguf is not kept: Error while serializing" in caplog.text
+    assert list((models.cache_dir() / "models").iterdir()) == []
 
 
 def test_libraries_are_left_as_they_were(gguf_file: Path) -> None:

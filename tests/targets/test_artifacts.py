@@ -35,7 +35,7 @@ from kvcompile.targets.check import checked
 from kvcompile.targets.manifest import Manifest
 from kvcompile.targets.onnx.session import Session
 from kvcompile.targets.onnx.weights import WeightFile
-from kvcompile.targets.source import source_of
+from kvcompile.targets.source import Source, source_of
 from kvcompile.targets.verify import check_session, source_for, verify_artifact
 from tests.passes.capture.test_opaque import routed
 from tests.support.exports import small, tiny
@@ -315,6 +315,14 @@ class TestWriting:
         with told, folder.writing(tmp_path / "a"):
             raise elsewhere
 
+    def test_a_tokenizer_on_a_full_disk(self, tmp_path: Path) -> None:
+        class Rust:
+            def save_pretrained(self, folder: Path) -> None:
+                raise Exception("No space left on device (os error 28)")
+
+        with pytest.raises(ExportError, match="tokenizer: Rust cannot be saved: No space left"):
+            Source.write_tokenizer(Rust(), tmp_path)
+
     def test_others_may_read_what_was_written(self, tmp_path: Path) -> None:
         mask = os.umask(0o027)
         try:
@@ -430,6 +438,11 @@ class TestDamage:
         ):
             with pytest.raises(ArtifactError, match=message):
                 load(made, **options)
+
+    @pytest.mark.parametrize("path", (None, 3, "~nobody-of-that-name/a"))
+    def test_no_path(self, path: Any) -> None:
+        with pytest.raises(ArtifactError, match="expected the path of a folder"):
+            load(path)
 
     def test_a_folder_at_home(self, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOME", str(made.parent))
