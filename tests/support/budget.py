@@ -72,12 +72,14 @@ def as_original(logits: Tensor, model: nn.Module, ids: Tensor) -> None:
 def rounding(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What each result of a linear layer may be off by, however few they are.
 
-    It is rounded once, and sums in float32 in turn, of which each is (Higham and Mary 2019).
+    It is rounded once (numbers below the least normal one lie as far apart as those above it), and sums in float32 in
+    turn, of which each is (Higham and Mary 2019).
     """
     added = (0, 0) if bias is None else (bias.double(), bias.abs().double())
     wanted = x.double() @ weight.double().T + added[0]
     size = x.abs().double() @ weight.abs().double().T + added[1]
-    return torch.finfo(x.dtype).eps * wanted.abs() + x.shape[-1] ** 0.5 * 2**-23 * size
+    info = torch.finfo(x.dtype)
+    return info.eps * wanted.abs().clamp(min=info.tiny) + x.shape[-1] ** 0.5 * 2**-23 * size
 
 
 def rms(x: Tensor) -> float:
