@@ -50,9 +50,8 @@ def most_unpacked(form: str, dtype: torch.dtype) -> int:
     apart=st.sampled_from((0, 0, 1, 6)),
     biased=st.booleans(),
 )
-@example(
-    rows=37, columns=129, channels=1, apart=0, biased=False
-)  # of half precision, a result below the normal ones
+# Of half precision, a result below the normal ones.
+@example(rows=37, columns=129, channels=1, apart=0, biased=False)
 def test_any_shape(
     dtype: torch.dtype, form: str, rows: int, columns: int, channels: int, apart: int, biased: bool
 ) -> None:
