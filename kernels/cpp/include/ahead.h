@@ -1,7 +1,10 @@
 // Asking for memory before it is read, so that reading it takes no longer than it takes to come.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+
+#include "call.h"
 
 namespace kv {
 
@@ -27,5 +30,13 @@ struct Ahead {
     }
   }
 };
+
+// Channels start .. end - 1 of rows `row` .. last - 1 of weights; nothing where these are none.
+template <class Model>
+inline Ahead of_weights(const Tensor& weight, int64_t row, int64_t last, int64_t start, int64_t end) {
+  const int64_t size = sizeof(Model), stride = weight.stride[0];
+  const char* at = reinterpret_cast<const char*>(weight.as<Model>() + row * stride + start);
+  return {at, (end - start) * size, stride * size, std::max<int64_t>(0, last - row)};
+}
 
 }  // namespace kv

@@ -160,11 +160,7 @@ struct FewRows {
     }
   }
 
-  Ahead rows(int64_t begin, int64_t end) const {
-    const int64_t size = sizeof(Model), stride = weight.stride[0];
-    return {reinterpret_cast<const char*>(weight.as<Model>() + begin * stride), weight.size[1] * size, stride * size,
-            std::max<int64_t>(0, end - begin)};
-  }
+  Ahead rows(int64_t begin, int64_t end) const { return of_weights<Model>(weight, begin, end, 0, weight.size[1]); }
 
   // The sums of R rows of weights with all vectors, in blocks of equal sizes, or one less.
   template <int R>

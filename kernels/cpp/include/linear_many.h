@@ -117,9 +117,7 @@ struct ManyRows {
 
   // Channels start .. end - 1 of up to `most` rows of the weights.
   Ahead weights(int64_t column, int most, int64_t start, int64_t end) const {
-    const char* at = reinterpret_cast<const char*>(weight.as<Model>() + column * weight.stride[0] + start);
-    const int64_t size = sizeof(Model);
-    return {at, (end - start) * size, weight.stride[0] * size, std::min(most, width_of(column))};
+    return of_weights<Model>(weight, column, column + std::min(most, width_of(column)), start, end);
   }
 
   // Sums of `count` vectors with COLUMNS rows of the weights gain channels start .. end - 1.
