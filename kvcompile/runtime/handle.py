@@ -64,8 +64,9 @@ class CacheHandle:
 
     @property
     def is_croppable(self) -> bool:
-        """Whether tokens can be forgotten again, however many there are."""
-        return self.cache.shape.back.always
+        """Whether tokens can be forgotten again, however many come; in a `generate`, those that come in it."""
+        back, most = self.cache.shape.back, self.module.most_tokens(self.cache)
+        return back.always if most is None else back.problem(most) is None
 
     def crop(self, tokens: SupportsIndex) -> None:
         """Keep the first `tokens` columns, or without the last `-tokens` where that is negative; 0 keeps all, as

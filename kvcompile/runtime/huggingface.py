@@ -80,6 +80,7 @@ class _Run:
     prompt:     token ids that were passed, and mask with them
     from_start: whether its first call brings the text from its beginning, whatever the cache holds
     alone:      whether it brings new tokens alone
+    most:       tokens that its text may come to, once that is known
     """
 
     prompt: Any = None
@@ -87,6 +88,7 @@ class _Run:
     assistant: Any = None
     from_start: bool = False
     alone: bool = False
+    most: int | None = None
 
 
 class HuggingFaceCachedModel(CachedModel, GenerationMixin):
@@ -309,6 +311,9 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
     # Whether a step back is impossible, as transformers calls it: see `_check_steps_back`, which knows how far.
     _is_stateful = False
 
+    def most_tokens(self, cache: KVCache) -> int | None:
+        return self._run.most if self._at_work and self._at_work[-1] is cache else None
+
     def _check_steps_back(self, tokens: int, whose: str) -> None:
         """Refuse guesses where they could not be taken back from a text of `tokens`."""
         back = self.cache.shape.back
@@ -462,6 +467,7 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
         self.cache.check_end(end, rows, mask, kept == columns > 0)
         handle.keep(kept)
         run.from_start = assisted and not run.alone
+        run.most = end
         # Every step is one token long; without this, generate() would send the whole sequence again.
         generation_config.use_cache = True
         model_kwargs[_CACHE] = handle

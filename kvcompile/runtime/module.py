@@ -404,6 +404,10 @@ class CachedModel(Fixed):
         if input_ids.shape[1] > 1 or reads_at_once(self.device):
             check_vocabulary(input_ids, self.program.ids)
 
+    def most_tokens(self, cache: KVCache) -> int | None:
+        """How many tokens the text in `cache` may come to in the call that runs; None: that is not known."""
+        return None
+
     def check_call(self) -> None:
         """Refuse a call that would compute something else than the original does now."""
         if torch.is_autocast_enabled(self.device.type):

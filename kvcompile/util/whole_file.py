@@ -22,9 +22,13 @@ def place(path: str | os.PathLike[str]) -> Path:
         OSError: nothing can be there: links that lead in circles, a name that no file can have, no path at all.
     """
     try:
-        return Path(path).expanduser().resolve()
+        found = Path(path).expanduser().resolve()
     except (ValueError, RuntimeError, TypeError) as error:  # of Python's own checks
         raise OSError(errno.EINVAL, str(error)) from error
+    # Python 3.13 leaves links that lead in circles as they are.
+    if circle := next((part for part in (found, *found.parents) if part.is_symlink()), None):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(circle))
+    return found
 
 
 @contextmanager

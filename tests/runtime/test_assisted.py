@@ -62,6 +62,20 @@ def test_guesses_are_taken_back_while_nothing_is_given_up(llama: nn.Module, reci
             fast.generate(ids, **given | {"max_new_tokens": most - 10 + 2}, **more)
 
 
+def test_whether_a_text_can_be_cropped_is_known_by_its_end(llama: nn.Module) -> None:
+    """transformers 5.24 asks it of a text with guesses after its prompt."""
+    fast = made(llama, "streaming", **ONWARD["streaming"][0])
+    found: list[bool] = []
+
+    def asking(_: Tensor, scores: Tensor) -> Tensor:
+        found.append(fast.handle.is_croppable)
+        return scores
+
+    for new in (5, 6):  # after 10: up to 14 tokens in the cache, and 15
+        fast.generate(text(10), max_new_tokens=new, logits_processor=[asking], eos_token_id=None)
+    assert found == [True] * 5 + [False] * 6 and not fast.handle.is_croppable
+
+
 def test_no_guess_goes_beyond_the_limit(llama: nn.Module) -> None:
     """transformers looks up more than may still come; those would be refused in the middle of a text that fits."""
     fast = made(llama, "paged", cache=PAGED, max_tokens=48)

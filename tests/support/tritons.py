@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# What PyPI's CUDA builds of torch ask for -> which of them do.
+# What PyPI's CUDA builds of torch ask for -> which of them do. That of 2.15, 3.9, is installed.
 RELEASES = {"3.6.0": "2.11", "3.7.0": "2.12.0", "3.7.1": "2.12.1 and 2.13", "3.8.0": "2.14"}
 FOLDER = Path(__file__).parents[2] / "build" / "tritons"
 
