@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from kvcompile.api import build
-from kvcompile.errors import InputError, LimitError
+from kvcompile.errors import InputError, LimitError, MethodError
 from kvcompile.layouts import CacheLayout
 from kvcompile.layouts.stepping import steps_back
 from kvcompile.pipeline import understand
@@ -401,6 +401,13 @@ def test_many_answers_to_a_prefix(llama: nn.Module) -> None:
     got = fast.generate(ids, past_key_values=fast.handle, **given)
     torch.manual_seed(5)
     assert torch.equal(got, fresh.generate(ids, **given)) and steps.sizes[0] == 3
+
+
+def test_a_handle_is_no_cache_of_the_original(llama: Any) -> None:
+    fast = made(llama, "baseline")
+    with pytest.raises(MethodError, match=r"goes to that alone"):
+        llama.generate(text(12), past_key_values=fast.handle, max_new_tokens=2)
+    assert not hasattr(fast.handle, "update")
 
 
 def test_beams_go_on_from_beams(llama: nn.Module) -> None:
