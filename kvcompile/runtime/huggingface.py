@@ -295,11 +295,14 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
         problem = back.problem(tokens)
         if problem is None:
             return
+        recipe = (
+            "a recipe that keeps every token by itself (also in sliding layers, retention: {kind: full}), "
+        )
+        recipe = "" if self.program.states else recipe  # no recipe changes what a model carries
         most = f" beyond {back.until} tokens, and this text may come to {tokens}" if back.until else ""
         raise InputError(
-            f"assisted_generation: {whose} steps back in the text, and its cache cannot{most}: {problem}; use a recipe "
-            "that keeps every token by itself (also in sliding layers, retention: {kind: full}), greedy search, "
-            "sampling, beams, or the original model"
+            f"assisted_generation: {whose} steps back in the text, and its cache cannot{most}: {problem}; use {recipe}"
+            "greedy search, sampling, beams, or the original model"
         )
 
     def check_length(self, tokens: int) -> None:

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from kvcompile.layouts import CacheLayout
 from kvcompile.layouts.stepping import steps_back
 from kvcompile.pipeline import understand
 from kvcompile.recipe import Recipe
+from kvcompile.runtime.huggingface import HuggingFaceCachedModel
 from tests.support.budget import as_original
 from tests.support.handles import BACK, KIVI, ONWARD, PAGED, Steps, close, made, text
 from tests.support.models import NanoGPT, make, tiny_hf
@@ -447,3 +449,9 @@ def test_recurrent_state_does_not_step_back() -> None:
     assert steps_back([layout], states=False).always
     found = steps_back([layout], states=True)
     assert not found.always and "state" in str(found.problem(1))
+    module: Any = SimpleNamespace(
+        cache=SimpleNamespace(shape=SimpleNamespace(back=found)), program=SimpleNamespace(states=["conv"])
+    )
+    # No recipe is named: none changes what a model carries.
+    with pytest.raises(InputError, match="cannot be taken back; use greedy search"):
+        HuggingFaceCachedModel._check_steps_back(module, 9, "it")
