@@ -100,7 +100,8 @@ class BusyError(ServeError):
 
 
 class MethodError(KVCompileError, AttributeError):
-    """A method of the original model that an optimized module does not have: `hasattr` says False."""
+    """A method of the original model that an optimized module does not have, or of the caches of transformers that a
+    handle does not have: `hasattr` says False."""
 
 
 class QualityError(KVCompileError):

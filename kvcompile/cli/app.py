@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import typer
 
 from kvcompile.cli import calibrate, export, generate, inspect, kernels, quality, recipes, serve, tune
@@ -54,4 +57,8 @@ def _options(
 
 def main() -> None:
     """Entry point of `kvcompile`."""
+    for stream in (sys.stdout, sys.stderr):
+        # What a terminal's encoding lacks (an ASCII one has no "·", and no model's text) is a "?", and no traceback.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     app()

@@ -24,7 +24,7 @@ from kvcompile.cli.common import (
     stderr,
     waiting,
 )
-from kvcompile.errors import ModelError
+from kvcompile.errors import InputError, ModelError
 from kvcompile.util.console import format_bytes
 
 
@@ -81,7 +81,7 @@ def generate(
         overrides["compile"] = {**overrides.get("compile", {}), "mode": "none"}
     if verify is not None:
         overrides["verify"] = verify.value
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = read_prompt(prompt)
     with waiting("starting"):
         import torch
 
@@ -109,6 +109,7 @@ def generate(
             loaded.model, recipe=loaded_recipe, progress=progress, parallel=parallel
         )
         loaded = replace(loaded, model=None)  # a rank keeps its part alone
+        fast.check_length(tokens["input_ids"].shape[1] + max_new_tokens - 1)  # before anything compiles
         fast.warmup(progress=progress)
     optimized = time.perf_counter()
     sampling: dict[str, Any] = {"do_sample": False}
@@ -141,6 +142,24 @@ def _where(group: Any) -> str:
         if group.options.stages == 1
         else f" on the first of {group.size} ranks"
     )
+
+
+def read_prompt(prompt: str) -> str:
+    """The text of `--prompt`, or what comes on stdin for "-".
+
+    Raises:
+        InputError: bytes that are no text in the encoding of this terminal.
+    """
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode("utf-8")  # bytes that were none came as surrogates
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        where = "on stdin" if prompt == "-" else "of --prompt"
+        encoding = sys.stdin.encoding if prompt == "-" else sys.getfilesystemencoding()
+        raise InputError(
+            f"the prompt {where} is no text in {encoding}, at character {error.start}"
+        ) from error
+    return text
 
 
 def encode(tokenizer: Any, text: str, chat: bool) -> Any:

@@ -83,8 +83,11 @@ def estimate(
         typer.Option(min=1, help="Count weights, too, on so many devices, and bound the speed of decoding."),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="Of which kind: a100, h100, h200, b200, l4, l40s, rtx4090, rtx5090.")
-    ] = "h100",
+        str | None,
+        typer.Option(
+            help="Of which kind: a100, h100, h200, b200, l4, l40s, rtx4090, rtx5090; h100 by default."
+        ),
+    ] = None,
     parallel: Annotated[
         list[str] | None,
         typer.Option(
@@ -111,15 +114,25 @@ def estimate(
     if devices is not None:
         with waiting("reading the config"):
             found = _on_devices(
-                source, recipe, device, memory, devices, _sizes(parallel), batch, tokens, dtype, overrides
+                source,
+                recipe,
+                device or "h100",
+                memory,
+                devices,
+                _sizes(parallel),
+                batch,
+                tokens,
+                dtype,
+                overrides,
             )
         if json:
             typer.echo(jsonlib.dumps(found.to_dict(), indent=2))
         else:
             show(found)
         return
-    if parallel:
-        raise typer.BadParameter("--parallel is for --devices: say how many there are")
+    for name, given in (("parallel", parallel), ("device", device), ("recipe all", recipe == "all")):
+        if given:
+            raise typer.BadParameter(f"--{name} is for --devices: say how many there are")
     with waiting("reading the config"):
         from kvcompile.report.estimate import estimate as run
 

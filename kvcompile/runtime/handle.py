@@ -11,7 +11,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from kvcompile.errors import InputError
+from kvcompile.errors import InputError, MethodError
 from kvcompile.runtime import saved
 from kvcompile.runtime.cache import KVCache
 from kvcompile.runtime.ids import reads_at_once
@@ -56,6 +56,12 @@ class CacheHandle:
     def __repr__(self) -> str:
         cache = self.cache
         return f"CacheHandle({cache.batch} sequences, {cache.columns} tokens, {cache.nbytes} bytes)"
+
+    def __getattr__(self, name: str) -> Any:
+        raise MethodError(
+            f"a cache handle has no {name}: it stands for the cache inside of an optimized module, and goes to that "
+            "alone (fast.generate(.., past_key_values=fast.handle)); the original, or another model, cannot read it"
+        )
 
     @property
     def input_ids(self) -> Tensor:

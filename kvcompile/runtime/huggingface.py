@@ -23,6 +23,7 @@ from kvcompile.compile.executor import Executor
 from kvcompile.errors import ExportError, InputError, LimitError, MethodError
 from kvcompile.plan import Plan
 from kvcompile.runtime.cache import KVCache
+from kvcompile.runtime.generate_options import check_count, check_options
 from kvcompile.runtime.handle import CacheHandle
 from kvcompile.runtime.module import CachedModel
 from kvcompile.runtime.padding import check_dense, check_prompt, pads_of
@@ -36,8 +37,6 @@ _MODES = (
     GenerationMode.BEAM_SEARCH,
     GenerationMode.BEAM_SAMPLE,
 )
-# Ways to guess tokens that need the original's own modules.
-_INSIDE = ("assistant_early_exit", "use_mtp", "speculation_type", "dola_layers")
 _NAMES = ("past_key_values", "cache")
 _STEPS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 # What the installed transformers calls a cache: in the arguments of each step, and in what a step returns.
@@ -66,11 +65,6 @@ def _asked() -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         raise InputError(f"generate: {' '.join(str(error).split())}") from error
-
-
-def _check_count(name: str, count: Any) -> None:
-    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        raise InputError(f"{name}: expected a whole number of at least 1, got {count!r}")
 
 
 @dataclass
@@ -190,24 +184,15 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
                 raise InputError(f"attention_mask: expected a tensor [batch, tokens], got {got}")
             check_dense(mask, self.device)
         for name in ("num_beams", "num_return_sequences"):
-            _check_count(name, kwargs.get(name))
+            check_count(name, kwargs.get(name))
         streamer = kwargs.get("streamer")
         if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
             raise InputError(f"streamer: expected one with put() and end(), got {type(streamer).__name__}")
-        guidance = kwargs.get("guidance_scale") or getattr(
-            kwargs.get("generation_config"), "guidance_scale", None
-        )
-        if guidance not in (None, 1, 1.0):
-            raise InputError(
-                f"guidance_scale={guidance}: it runs a second text beside the first, and this module has one cache; "
-                "call the original model"
-            )
         if kwargs.get("inputs_embeds") is not None:
             raise InputError("generate: this module takes input_ids, not inputs_embeds")
         config = kwargs.get("generation_config", args[0] if args else None)
         asked = kwargs.get("use_cache")
         self._check_use_cache(getattr(config, "use_cache", None) if asked is None else asked)
-        kwargs["use_cache"] = True  # some models' own configs say False (MPT), which nobody asked for
         # Under the name that transformers reads, so that it neither overlooks a cache nor warns of an old name.
         handle = _one_cache(**{name: kwargs.pop(name, None) for name in _NAMES})
         if handle is not None:
@@ -230,14 +215,9 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
     def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
         with _asked():
             config, rest = super()._prepare_generation_config(*args, **kwargs)  # type: ignore[misc]
-        for name in ("num_beams", "num_return_sequences"):
-            _check_count(name, getattr(config, name))
-        for name in _INSIDE:
-            if getattr(config, name, None):
-                raise InputError(
-                    f"{name}: it runs some of the model's layers, or reads what is between them, and the rewritten "
-                    "graph gives logits only; call the original model"
-                )
+        check_options(config)
+        # Some models' own configs say False (MPT), which nobody asked for; steps are one token long with a cache alone.
+        config.use_cache = True
         return config, rest
 
     def _get_deprecated_gen_repo(self, generation_mode: Any, *args: Any, **kwargs: Any) -> Any:
@@ -320,12 +300,28 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
         problem = back.problem(tokens)
         if problem is None:
             return
+        recipe = (
+            "a recipe that keeps every token by itself (also in sliding layers, retention: {kind: full}), "
+        )
+        recipe = "" if self.program.states else recipe  # no recipe changes what a model carries
         most = f" beyond {back.until} tokens, and this text may come to {tokens}" if back.until else ""
         raise InputError(
-            f"assisted_generation: {whose} steps back in the text, and its cache cannot{most}: {problem}; use a recipe "
-            "that keeps every token by itself (also in sliding layers, retention: {kind: full}), greedy search, "
-            "sampling, beams, or the original model"
+            f"assisted_generation: {whose} steps back in the text, and its cache cannot{most}: {problem}; use {recipe}"
+            "greedy search, sampling, beams, or the original model"
         )
+
+    def check_length(self, tokens: int) -> None:
+        """Refuse a text of which so many tokens would be cached: prompt and new ones, but the last.
+
+        Raises:
+            LimitError: more than the limits.
+        """
+        limit = self.plan.limits.max_tokens
+        if limit is not None and tokens > limit:
+            raise LimitError(
+                f"prompt and max_new_tokens come to {tokens} cached tokens, more than runtime.max_tokens {limit}: "
+                "raise it in the recipe, ask for fewer tokens, or choose a bounded retention"
+            )
 
     def _check_as_assistant(self, tokens: int) -> None:
         """Refuse to guess for a text of `tokens` that could not be held, or not stepped back in."""
@@ -424,52 +420,47 @@ class HuggingFaceCachedModel(CachedModel, GenerationMixin):
         """Hand generate() our handle, and refuse before the first token what would not fit at the end."""
         given = model_kwargs.get(_CACHE)
         handle = self.handle if given is None else self._checked_handle(given)
-        self._check_use_cache(generation_config.use_cache)
-        if generation_config.cache_implementation is not None:
-            raise InputError(
-                f"cache_implementation={generation_config.cache_implementation!r}: the recipe has chosen the "
-                "cache; leave it out"
-            )
-        for name in ("output_attentions", "output_hidden_states"):
-            if getattr(generation_config, name):
-                raise InputError(f"{name}: the rewritten graph gives logits only; call the original model")
         rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
         assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
         if assisted and rows > 1:
             raise InputError(f"assisted_generation: it is for one sequence, got {rows}")
         run = self._run
         prompt, mask = run.prompt, run.mask  # transformers drops a mask of ones
-        flat = isinstance(mask, Tensor) and mask.dim() == 2
         columns, known = self.cache.columns, isinstance(prompt, Tensor) and prompt.dim() == 2
+        times = rows // len(prompt) if known else 1  # beams, or answers to one prompt
+        made = model_kwargs.get("attention_mask") if mask is None and known else None
+        if made is not None:  # by transformers, where pad_token_id stands in the prompt
+            mask = made[::times]
+        flat = isinstance(mask, Tensor) and mask.dim() == 2
         run.alone = False
         if given is None or not known or rows != self.cache.batch:
             kept = 0
         elif flat and columns and mask.shape[1] == columns + prompt.shape[1]:
             kept, run.alone = columns, True  # the mask says that these are the new tokens alone
         else:
-            times = rows // len(prompt)  # beams, or answers to one prompt
             hides = mask.repeat_interleave(times, 0) if flat else None
             kept = handle.common(prompt.repeat_interleave(times, 0), hides)
         end = max_cache_length + (columns if run.alone else 0)
-        limit = self.plan.limits.max_tokens
-        if limit is not None and end > limit:
-            raise LimitError(
-                f"prompt and max_new_tokens come to {end} cached tokens, more than runtime.max_tokens {limit}: raise "
-                "it in the recipe, ask for fewer tokens, or choose a bounded retention"
-            )
+        self.check_length(end)
         self.cache.check_limits(rows, 1)
         if assisted or getattr(generation_config, "is_assistant", False):
             self._check_steps_back(end, "it" if assisted else "an assistant")
         if assisted and isinstance(run.assistant, HuggingFaceCachedModel):
             run.assistant._check_as_assistant(max_cache_length)
         if flat and not kept:
-            check_prompt(self.cache, mask, mask, self.program.ragged)
+            try:
+                check_prompt(self.cache, mask, mask, self.program.ragged)
+            except InputError as error:
+                if made is None:
+                    raise
+                raise InputError(
+                    f"{error}. No attention_mask was passed, so pad_token_id is padding wherever it stands: pass one, "
+                    "of ones where it is a token"
+                ) from None
         self.cache.check_end(end, rows, mask, kept == columns > 0)
         handle.keep(kept)
         run.from_start = assisted and not run.alone
         run.most = end
-        # Every step is one token long; without this, generate() would send the whole sequence again.
-        generation_config.use_cache = True
         model_kwargs[_CACHE] = handle
         return False
 

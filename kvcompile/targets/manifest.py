@@ -272,7 +272,7 @@ class Manifest(_Record):
         path = Path(folder) / FILE
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise ArtifactError(
                 f"{folder}: expected the folder of an artifact, with a {FILE}, and there is none; "
                 "kvcompile.export(model, folder, target=...) writes one"

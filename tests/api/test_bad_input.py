@@ -22,10 +22,12 @@ from kvcompile.errors import (
     LimitError,
     MethodError,
     ModelError,
+    QualityError,
     RecipeError,
 )
 from kvcompile.recipe import Recipe
 from kvcompile.recipe.scales import Scales
+from kvcompile.report.quality.text import tokens_of
 from tests.support.models import NanoGPT, make, tiny_hf
 
 EAGER: dict[str, Any] = {"compile": {"mode": "none"}, "verify": "off", "max_tokens": 64}
@@ -241,6 +243,11 @@ def test_scales_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert Scales.load(file) == scales
     with pytest.raises(InputError, match="cannot be written: No such file"):
         scales.save(tmp_path / "no" / "scales.json")
+
+
+def test_quality_of_what_is_no_text() -> None:
+    with pytest.raises(QualityError, match="expected the text itself, a str, got Tensor"):
+        tokens_of(None, IDS)
 
 
 def test_quality_of_a_recipe_without_a_name() -> None:

@@ -59,6 +59,12 @@ def offloaded() -> nn.Module:
     return found
 
 
+def one_on_meta() -> nn.Module:
+    model: Any = tiny_hf("llama")
+    model.lm_head.to("meta")
+    return model
+
+
 def labels() -> nn.Module:
     return transformers.LlamaForTokenClassification(tiny_hf("llama").config).eval()
 
@@ -77,6 +83,7 @@ NO_DECODER: dict[str, tuple[Callable[[], Any], str]] = {
         "weights that accelerate loads when a layer runs.*model.embed_tokens.weight and 20 others.*stages",
     ),
     "on meta": (on_meta, "model.embed_tokens.weight and .* others are on the meta device"),
+    "one weight on meta": (one_on_meta, r"weights yet: lm_head\.weight is on the meta device"),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
 import shutil
 import signal
@@ -20,9 +22,11 @@ from typer.testing import CliRunner
 import kvcompile.models as models
 from kvcompile.cli import app
 from kvcompile.cli.common import command, overrides_from
+from kvcompile.cli.generate import read_prompt
 from kvcompile.compile import ahead
-from kvcompile.errors import ModelError
+from kvcompile.errors import InputError, ModelError
 from kvcompile.models import load_config, load_model
+from kvcompile.runtime.huggingface import HuggingFaceCachedModel
 
 WORDS = [f"w{number}" for number in range(60)]
 CONFIG: dict[str, Any] = {
@@ -194,10 +198,12 @@ def test_estimate_of_a_config(checkpoint: Path) -> None:
         (["generate", "--model", "CHECKPOINT", "--set", "speed=9"], "override 'speed' is unknown"),
         (["generate", "--model", "CHECKPOINT", "--dtype", "int3"], "dtype: expected one of"),
         (["generate", "--model", "CHECKPOINT", "--device", "abacus"], "device abacus"),
+        (["generate", "--model", "CHECKPOINT", "--prompt", "a\udcff"], "of --prompt is no text in"),
+        (["verify", "CHECKPOINT/config.json"], "expected the folder of an artifact"),
     ],
 )
 def test_user_errors_exit_1_without_a_traceback(checkpoint: Path, args: list[str], message: str) -> None:
-    result = run(*(str(checkpoint) if arg == "CHECKPOINT" else arg for arg in args), code=1)
+    result = run(*(arg.replace("CHECKPOINT", str(checkpoint)) for arg in args), code=1)
     assert "error: " in result.stderr and message in result.stderr
     assert result.stdout == ""
 
@@ -209,6 +215,8 @@ def test_user_errors_exit_1_without_a_traceback(checkpoint: Path, args: list[str
         ["estimate", "--batch", "0"],
         ["estimate", "--batch", "two"],
         ["estimate", "--model", "a", "--config", "b"],
+        ["estimate", "--device", "l4"],
+        ["estimate", "--recipe", "all"],
         ["estimate", "--set", "no_equals"],
         ["estimate", "--set", "a..b=1"],
         ["estimate", "--set", "a=[1"],
@@ -298,6 +306,30 @@ def test_generate_begins_what_a_machine_needs_before_the_model_is_read(
         "off",
     )
     assert order == ["cpu int8", "read", "optimize"]
+
+
+def test_a_text_that_cannot_fit_is_told_before_anything_compiles(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HuggingFaceCachedModel, "warmup", lambda *given, **more: pytest.fail("it compiles"))
+    asked = ("--model", str(checkpoint), "-n", "5000", "--no-compile", "--verify", "off")
+    assert "more than runtime.max_tokens" in run("generate", *asked, code=1).stderr
+
+
+def test_bytes_on_stdin_that_are_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    with pytest.raises(InputError, match="on stdin is no text in utf-8, at character 3"):
+        read_prompt("-")
+
+
+def test_a_terminal_that_lacks_a_sign_of_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ASCII one has no "·": it is a question mark, and no UnicodeEncodeError."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    module = importlib.import_module("kvcompile.cli.app")  # as an attribute, it is the application
+    monkeypatch.setattr(module, "app", lambda: print("int8 · full", flush=True))
+    module.main()
+    assert written.getvalue() == b"int8 ? full\n"
 
 
 def test_generate_needs_a_tokenizer(checkpoint: Path, tmp_path: Path) -> None:

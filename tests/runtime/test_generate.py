@@ -12,6 +12,7 @@ from torch import Tensor
 import kvcompile
 from kvcompile.errors import InputError, KVCompileError, LimitError, MethodError
 from kvcompile.runtime.handle import CacheHandle
+from tests.support import handles
 from tests.support.models import NanoGPT, make, tiny_hf
 
 transformers = pytest.importorskip("transformers")
@@ -217,6 +218,24 @@ def test_conversation_of_turns(original: Any, fast: Any) -> None:
     assert torch.equal(tail[:, new.shape[1] :], expected[:, again.shape[1] :])
 
 
+def test_a_mask_that_transformers_makes(original: Any, fast: Any) -> None:
+    """Of padding ids, where none is passed: turns keep what is cached, as with the mask."""
+    ids = ragged()["input_ids"]
+    said = torch.cat([fast.generate(ids, max_new_tokens=6, eos_token_id=None), prompt(3, 4, seed=5)], dim=1)
+    steps = handles.Steps(fast)
+    got = fast.generate(said, past_key_values=fast.handle, max_new_tokens=3, eos_token_id=None)
+    assert torch.equal(got, original.generate(said, max_new_tokens=3, eos_token_id=None))
+    assert steps.sizes == [5, 1, 1]
+
+
+def test_a_generation_config_is_passed_on_alone(fast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers warns of arguments beside one, and will refuse them: none of ours are."""
+    monkeypatch.setattr(transformers.generation.utils.logger, "warning_once", lambda text: told.append(text))
+    told: list[str] = []
+    fast.generate(prompt(), generation_config=transformers.GenerationConfig(max_new_tokens=2))
+    assert not told
+
+
 def test_another_text_is_not_gone_on_with(original: Any, fast: Any) -> None:
     """Shorter than the cache, longer, branching off; see tests/runtime/test_handle.py."""
     for ids in (prompt(1, 9), prompt(1, 40, seed=8), torch.cat([prompt(1, 9), prompt(1, 30, seed=9)], dim=1)):
@@ -258,6 +277,17 @@ REFUSED: dict[str, tuple[Callable[[Any], dict[str, Any]], type[KVCompileError], 
         lambda m: {"penalty_alpha": 0.6, "top_k": 4},
         InputError,
         "contrastive_search: this module",
+    ),
+    "guidance of its own config": (
+        lambda m: {"generation_config": transformers.GenerationConfig(guidance_scale=2.0)},
+        InputError,
+        r"guidance_scale=2\.0: it runs another text",
+    ),
+    "healing": (lambda m: {"token_healing": True}, InputError, "token_healing=True: it runs another text"),
+    "padding in the midst": (
+        lambda m: {"inputs": prompt().where(torch.arange(23) != 9, 0), "pad_token_id": 0},
+        InputError,
+        "No attention_mask was passed, so pad_token_id is padding",
     ),
     "early exit": (lambda m: {"assistant_early_exit": 1}, InputError, "assistant_early_exit: it runs some"),
     "guesses for several": (

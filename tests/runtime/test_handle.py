@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ import torch
 from torch import nn
 
 from kvcompile.api import build
-from kvcompile.errors import InputError, LimitError
+from kvcompile.errors import InputError, LimitError, MethodError
 from kvcompile.layouts import CacheLayout
 from kvcompile.layouts.stepping import steps_back
 from kvcompile.pipeline import understand
 from kvcompile.recipe import Recipe
+from kvcompile.runtime.huggingface import HuggingFaceCachedModel
 from tests.support.budget import as_original
 from tests.support.handles import BACK, KIVI, ONWARD, PAGED, Steps, close, made, text
 from tests.support.models import NanoGPT, make, tiny_hf
@@ -403,6 +405,13 @@ def test_many_answers_to_a_prefix(llama: nn.Module) -> None:
     assert torch.equal(got, fresh.generate(ids, **given)) and steps.sizes[0] == 3
 
 
+def test_a_handle_is_no_cache_of_the_original(llama: Any) -> None:
+    fast = made(llama, "baseline")
+    with pytest.raises(MethodError, match=r"goes to that alone"):
+        llama.generate(text(12), past_key_values=fast.handle, max_new_tokens=2)
+    assert not hasattr(fast.handle, "update")
+
+
 def test_beams_go_on_from_beams(llama: nn.Module) -> None:
     """Rows that have parted keep what all of them have in common with the prompt."""
     fast, fresh = (made(llama, "paged", cache=PAGED, max_batch=6) for _ in range(2))
@@ -440,3 +449,9 @@ def test_recurrent_state_does_not_step_back() -> None:
     assert steps_back([layout], states=False).always
     found = steps_back([layout], states=True)
     assert not found.always and "state" in str(found.problem(1))
+    module: Any = SimpleNamespace(
+        cache=SimpleNamespace(shape=SimpleNamespace(back=found)), program=SimpleNamespace(states=["conv"])
+    )
+    # No recipe is named: none changes what a model carries.
+    with pytest.raises(InputError, match="cannot be taken back; use greedy search"):
+        HuggingFaceCachedModel._check_steps_back(module, 9, "it")

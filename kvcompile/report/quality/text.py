@@ -34,6 +34,12 @@ def read_text(file: str | Path) -> str:
         raise QualityError([f"text: {file} cannot be read: {error.strerror or error}"]) from error
 
 
-def tokens_of(tokenizer: Any, text: str) -> Tensor:
-    """int64 [n]."""
+def tokens_of(tokenizer: Any, text: Any) -> Tensor:
+    """int64 [n].
+
+    Raises:
+        QualityError: it is no str.
+    """
+    if not isinstance(text, str):
+        raise QualityError([f"text: expected the text itself, a str, got {type(text).__name__}"])
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
