@@ -554,8 +554,8 @@ PRODUCT = (
     broken(
         "a folder takes the place of a link",
         "kvcompile/util/whole_file.py",
-        "return Path(path).expanduser().resolve()",
-        "return Path(path).expanduser().absolute()",
+        "found = Path(path).expanduser().resolve()",
+        "found = Path(path).expanduser().absolute()",
         "tests/util/test_whole_file.py",
         "tests/targets/test_artifacts.py",
     ),
