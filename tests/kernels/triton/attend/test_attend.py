@@ -58,9 +58,6 @@ LONG = (40, 1)  # several tiles of 16 slots, and a token that decode is asked ab
 IN_ORDER = {
     "plain": Case(CacheLayout(), chunks=LONG),
     "pages": Case(CacheLayout(int8(), uint(4, 16), Paged(16)), (6, 2), chunks=LONG),
-    "pages of 4 bits": Case(
-        CacheLayout(uint(4, 32), uint(4, 32), Paged(16)), (4, 1), (128, 128), chunks=LONG
-    ),
     "gathered pages": Case(
         CacheLayout(float_dtype("float16"), fp8(), Paged(24)), (3, 1), score=ALIBI, chunks=LONG
     ),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvcompile.kernels.triton.attend.context import Attend
 from kvcompile.kernels.triton.spec import Role
-from kvcompile.layouts import CacheLayout, Storage, uint
+from kvcompile.layouts import CacheLayout, Contiguous, Paged, Placement, Storage, uint
 from tests.support.budget import within
 from tests.support.kernel_specs import spec
 from tests.support.triton_attention import Case, check, oracle, ran
@@ -57,6 +57,7 @@ def powers(least: int, most: int) -> st.SearchStrategy[tuple[int, ...]]:
     beside=st.sampled_from((0.0, 3.0, -0.25)),
     dtype=st.sampled_from((torch.float16, torch.bfloat16)),
     keys=st.sampled_from((uint(4, 16), uint(4, 8), uint(2, 16))),
+    placement=st.sampled_from((Contiguous(), Paged(16))),
 )
 def test_numbers_of_any_size(
     of_keys: tuple[int, ...],
@@ -65,10 +66,11 @@ def test_numbers_of_any_size(
     beside: float,
     dtype: torch.dtype,
     keys: Storage,
+    placement: Placement,
 ) -> None:
     """float16 holds probabilities times scales, and their minima enter as they would number by number."""
     case = Powers(
-        CacheLayout(keys, uint(4, 16)),
+        CacheLayout(keys, uint(4, 16), placement),
         (2, 1),
         (32, 32),
         dtype,
@@ -113,6 +115,7 @@ def test_who_has_them() -> None:
     """Steps of a single warp; of prompts, and of programs of several warps, rows of products are full or far apart."""
     whole = CacheLayout(uint(4, 32), uint(4, 32))
     assert narrow("decode", whole, 32) == (True, True)
+    assert narrow("decode", replace(whole, placement=Paged(16)), 32) == (True, True)
     assert narrow("decode", CacheLayout(values=uint(4, 32)), 32) == (False, True)
     assert narrow("decode", whole, 64) == (False, False)
     assert narrow("decode", whole, 32, "float32") == (False, False)
