@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from kvcompile.kernels.triton.tools.assemble import (
     elements,
     signature,
 )
-from kvcompile.layouts import CacheLayout
+from kvcompile.layouts import CacheLayout, Paged
 from tests.support.kernel_specs import DEVICES, SHAPES, cache, of_recipes, spec
 
 BUDGETS = Path(__file__).parents[3] / "budgets.json"
@@ -59,6 +60,8 @@ NARROW = {
     for kind in ("causal", "sliding")
 }
 LAYOUTS = dict(of_recipes())
+# Of no recipe, but with tiles of their own.
+BESIDE = {"int4_pages:causal": replace(LAYOUTS["int4:causal"], placement=Paged(16))}
 MANY = 64  # new tokens of a prompt
 LONG = 1024  # of one whose older tokens are decoded to rows
 # Decode without all that a pipeline must have, of a recipe, or of its shape, and why.
@@ -81,7 +84,8 @@ def asked(launch: Launch, arch: int) -> Request:
 
 def request(role: str, name: str, shape: str, arch: int) -> Request:
     """The first kernel of that role that a site launches for a single token, or else for a prompt."""
-    own = (SHAPES[shape].kernels(LAYOUTS[name], DEVICES[arch], tokens) for tokens in (1, MANY, LONG))
+    layout = (LAYOUTS | BESIDE)[name]
+    own = (SHAPES[shape].kernels(layout, DEVICES[arch], tokens) for tokens in (1, MANY, LONG))
     return asked(next(launch for found in own for launch in found if launch.spec.role == role), arch)
 
 
@@ -101,8 +105,10 @@ QUICK = (
     ("decode", "fp8:causal", "llama", 80),
     ("decode", "fp8:causal", "llama", 90),
     ("decode", "paged_int8:causal", "llama", 90),
+    ("decode", "paged_int8:causal", "llama", 100),
     ("decode", "int8:causal", "llama", 120),
     ("decode", "int4:causal", "llama", 90),
+    ("decode", "int4_pages:causal", "llama", 90),
     ("decode", "int4:causal", "smollm2", 90),
     ("decode", "kivi4:causal", "llama", 90),
     ("decode", "kivi4:causal", "mqa", 90),
