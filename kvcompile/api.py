@@ -56,6 +56,7 @@ from kvcompile.runtime.parallel.options import Parallel
 from kvcompile.runtime.parallel.skeleton import skeleton
 from kvcompile.runtime.program import OfStage, Program
 from kvcompile.runtime.report import Report
+from kvcompile.util.listed import listed
 from kvcompile.util.progress import Progress, told
 from kvcompile.util.serial import traces
 from kvcompile.util.tracing import uncollected
@@ -233,10 +234,9 @@ def _verified(
 def _warn_of_hooks(model: nn.Module) -> None:
     """Tell once which forward hooks nobody calls any more."""
     if hooks := hooks_of(model):
-        more = f" and {len(hooks) - 5} others" if len(hooks) > 5 else ""
         warnings.warn(
             f"forward hooks of {type(model).__name__} are not called by the optimized module, which runs one graph: "
-            f"{', '.join(hooks[:5])}{more}; what they did to tensors while it was traced is in the graph",
+            f"{listed(hooks, 5)}; what they did to tensors while it was traced is in the graph",
             stacklevel=3,
         )
 

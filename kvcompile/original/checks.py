@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
 from kvcompile.errors import ModelError
+from kvcompile.util.listed import listed
 
 GLOBAL_HOOKS: tuple[Mapping[int, Any], ...] = (
     nn.modules.module._global_forward_pre_hooks,
     nn.modules.module._global_forward_hooks,
 )
 _HEADS = ("Classification", "QuestionAnswering", "MultipleChoice", "RewardModel")
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first of some names, and how many more there are."""
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} others"
 
 
 def check_model(model: Any) -> None:
@@ -40,15 +36,15 @@ def check_model(model: Any) -> None:
         raise ModelError(missing("optimize or export it"))
     if away := offloaded(model):
         raise ModelError(
-            f"{name} has weights that accelerate loads when a layer runs, and takes away after it ({_some(away)}): a "
-            "graph reads weights where they stand. Load the model with all of them in "
+            f"{name} has weights that accelerate loads when a layer runs, and takes away after it "
+            f"({listed(away, 1)}): a graph reads weights where they stand. Load the model with all of them in "
             "memory (no 'disk' or 'cpu' beside a GPU in device_map), or give each process a part of it: "
             'parallel={"stages": 2} or {"tensor": 2} under torchrun'
         )
     empty = [n for n, tensor in chain(model.named_parameters(), model.named_buffers()) if tensor.is_meta]
     if empty:
         raise ModelError(
-            f"{name} has no weights yet: {_some(empty)} {'is' if len(empty) == 1 else 'are'} on the meta device; "
+            f"{name} has no weights yet: {listed(empty, 1)} {'is' if len(empty) == 1 else 'are'} on the meta device; "
             "load or initialise them first (from_pretrained does, and model.to_empty() gives them memory)"
         )
     if type(model).__module__.startswith("transformers.") and name.endswith(_HEADS):

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from kvcompile.errors import InputError
 from kvcompile.original.checks import GLOBAL_HOOKS, hooks_of
+from kvcompile.util.listed import listed
 
 _HANDLED = frozenset(vars(nn.Module()))
 _LISTS = (nn.ModuleList, nn.Sequential)  # forwards go through them, whatever is in there
@@ -191,7 +192,7 @@ class PythonState:
         gone = [name for name in self._hook_names if name not in names]
         self._hook_names = names
         if come or gone:
-            what = [f"{_few(each)} {how}" for each, how in ((come, "came"), (gone, "went")) if each]
+            what = [f"{listed(each, _FEW)} {how}" for each, how in ((come, "came"), (gone, "went")) if each]
             _warn(
                 f"forward hooks of the original: {' and '.join(what)} after it was optimized. The optimized module "
                 "calls none, and has in its graph what hooks did to tensors then; call kvcompile.optimize again for "
@@ -202,8 +203,8 @@ class PythonState:
         changed = [place.told() for place in self._places if place.changed(tensors)]
         if changed:
             _warn(
-                f"of the original, {_few(changed)} since it was optimized: the optimized module computes with what was "
-                "there. If a forward reads it, call kvcompile.optimize again"
+                f"of the original, {listed(changed, _FEW)} since it was optimized: the optimized module computes with "
+                "what was there. If a forward reads it, call kvcompile.optimize again"
             )
         for place in self._places:
             place.take()
@@ -318,11 +319,6 @@ def _other(what: str) -> InputError:
 
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=6)
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - _FEW} others" if len(names) > _FEW else ""
-    return ", ".join(names[:_FEW]) + more
 
 
 def _join(path: str, name: str) -> str:

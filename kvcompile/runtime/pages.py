@@ -10,11 +10,14 @@ times in all at most; never beyond what all sequences of the batch can take.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcompile.errors import LimitError
 from kvcompile.layouts import PageGroup
+from kvcompile.util.listed import listed
+
+_TOLD = 8  # sequences that a message names
 
 _GROWTH = 1.5
 
@@ -88,8 +91,10 @@ class PagePool:
         in_use = sum(map(len, self.rows)) if kept else 0
         if sum(wanted) <= pages - in_use:
             return
-        needs = _listed(f"sequence {i}: {n}" for i, n in enumerate(wanted) if n)
-        taken = _listed(f"sequence {i}: {len(row)}" for i, row in enumerate(self.rows) if row and kept)
+        needs = listed((f"sequence {i}: {n}" for i, n in enumerate(wanted) if n), _TOLD)
+        taken = listed(
+            (f"sequence {i}: {len(row)}" for i, row in enumerate(self.rows) if row and kept), _TOLD
+        )
         size = self.group.page_size
         raise LimitError(
             f"out of pages: {pages - in_use} of the pool's {pages} pages (of {size} tokens) are free, and this needs "
@@ -170,8 +175,3 @@ class PagePool:
             max(0, self.group.pages_for(length) - len(row))
             for length, row in zip(lengths, self.rows, strict=True)
         ]
-
-
-def _listed(items: Iterable[str], most: int = 8) -> str:
-    found = list(items)
-    return ", ".join(found[:most]) + (f" and {len(found) - most} others" if len(found) > most else "")

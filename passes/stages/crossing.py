@@ -22,6 +22,7 @@ from torch.fx import Graph, Node
 from kvcompile.kernels.ops.opaque import mixer, opaque
 from kvcompile.passes.graph import expr, shape, told
 from kvcompile.passes.records import AttentionSite
+from kvcompile.util.listed import listed
 
 Dims = tuple[int | str, ...]
 
@@ -146,11 +147,10 @@ class Crossing:
         fewest = min((self._open[at] for gap in closed for at in gap), key=len)
         if len(fewest) == 1:
             return "where one value crosses, layers of both sides read one cache, or it is not one row for each token"
-        named = ", ".join(told(node) for node in fewest[:_TOLD])
-        more = f" and {len(fewest) - _TOLD} others" if len(fewest) > _TOLD else ""
+        named = listed(map(told, fewest), _TOLD)
         return (
             f"between {len(closed)} of its {len(self._gaps) + 1} blocks and the next, several values cross; where "
-            f"fewest do, {len(fewest)}: {named}{more}"
+            f"fewest do, {len(fewest)}: {named}"
         )
 
 
