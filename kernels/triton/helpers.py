@@ -10,6 +10,7 @@ runs by itself.
 | bfloat16_bits | writing bfloat16 where Triton's interpreter would cut off |
 | to_nearest_even | whole numbers, as torch.round |
 | floor_divided, floor_remainder, trunc_divided | integers that may be negative: Triton's own differ interpreted |
+| moved_down, halves_of, bytes_of | numbers out of the words that they stand in |
 | product | a product that no sum takes up unrounded |
 | made_once | a block that two products read, and that is made for both at once |
 | butterflies | the Hadamard rotation of a tile, without its factor; `hadamard` prints the call |

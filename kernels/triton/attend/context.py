@@ -130,10 +130,10 @@ class Attend:
         return part.narrow and self.many_sums and self.rows <= _ROWS
 
     def groups(self, side: str) -> tuple[int, int]:
-        """Groups of K's or V's channels that are rows of their own, and channels of one."""
+        """Sets of rows that K's or V's groups of channels take, and channels of one group."""
         of = self.keys if side == "keys" else self.values.of
         count = of.scales()[0].groups
-        return count, of.dim // count
+        return count, of.dim // of.storage.groups(of.dim) if count > 1 else of.dim
 
     @property
     def q_dtype(self) -> torch.dtype:

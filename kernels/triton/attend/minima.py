@@ -32,9 +32,9 @@ def of_queries(attend: Attend, owed: Mapping[int, int], unit: int) -> list[str]:
     """
     keys, group = attend.keys, attend.keys.scales()[0]
     count, columns = group.groups, max(_LEAST, 2 * group.groups)
-    lines = [f"column = tl.arange(0, {columns})[None, :]"]
+    lines, width = [f"column = tl.arange(0, {columns})[None, :]"], attend.groups("keys")[1]
     for place, (i, power) in enumerate(owed.items()):
-        channel = f"tl.trans({keys.letter}c{i}) // {keys.dim // count}"
+        channel = f"tl.trans({keys.letter}c{i}) // {width}"
         ones = f"tl.where(({channel} == column % {count}) & (column < {2 * count}), {2.0**-power}, 0.0)"
         onto = ", q_minima" if place else ""
         lines.append(f"q_minima = tl.dot(q{i}, {ones}.to(tl.{keys.dot}){onto})")

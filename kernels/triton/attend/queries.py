@@ -103,7 +103,7 @@ def _rows(attend: Attend, index: int, count: int) -> str:
     if attend.stack == 1:
         return f"q{index}"
     width = attend.keys.pieces[index].block
-    own = stacking.own(f"kc{index}", count, attend.keys.dim // count, attend.stack)
+    own = stacking.own(f"kc{index}", count, attend.groups("keys")[1], attend.stack)
     return f"tl.reshape(tl.where({own}, q{index}[None, :, :], 0.0), [{attend.rows}, {width}])"
 
 

@@ -121,13 +121,17 @@ class SlotArray:
         row = f"times(n, {elements}, {self.block_n.bit_length() - 1})[:, None]"
         return f"{pointer} + {base} * {elements} + ({row} + {channels})"
 
+    @property
+    def row(self) -> str:
+        """An expression: the number of each row of a tile, [BLOCK_N]."""
+        return "base" if self.gathers else "(base + n)"
+
     def numbers(self, name: str, elements: int = 1, index: int = 0) -> str:
         """Pointers [BLOCK_N] to number `index` of each row of part `name`."""
         pointer = f"{self.prefix}{name}_ptr"
-        own = "" if elements == 1 else f" * {elements} + {index}"
-        if self.gathers:
-            return f"{pointer} + base{own}"
-        return f"{pointer} + base + n" if elements == 1 else f"{pointer} + (base + n){own}"
+        if elements > 1:
+            return f"{pointer} + {self.row} * {elements} + {index}"
+        return f"{pointer} + base" + ("" if self.gathers else " + n")
 
     def shared(self, name: str, group: int, elements: int, channels: str, alike: bool) -> str:
         """Pointers into part `name`, of rows that `group` tokens share: [BLOCK_N, channels], or where all of the tile

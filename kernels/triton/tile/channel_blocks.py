@@ -1,9 +1,10 @@
 """Pieces: the ranges of channels in which a vector is read, each a power of two wide, as Triton's blocks are.
 
-A head of 128 channels is one piece, one of 576 (MLA's latent) is 512 + 64, one of 80 is 64 + 16. Bits that are packed
-in planes (`kernels/reference/packing.py`) have a piece for each shift, so that every element of a piece unpacks alike,
-and one for each group of channels that has a scale of its own. What becomes float16 is read as words of two bytes
-(`in_words`): then a register of a product, which holds two numbers, is filled from one.
+A head of 128 channels is one piece, one of 576 (MLA's latent) is 512 + 64, one of 80 is 64 + 16; what is left below 32
+is one, padded: 16 + 8 would be as many columns. Bits that are packed in planes (`kernels/reference/packing.py`) have a
+piece for each shift, so that every element of a piece unpacks alike, and one for each group of channels that has a
+scale of its own. What becomes float16 is read as words of two bytes (`in_words`): then a register of a product, which
+holds two numbers, is filled from one.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def split(start: int, stop: int) -> list[ChannelBlock]:
     found = []
     while start < stop:
         width = 1 << ((stop - start).bit_length() - 1)
-        if stop - start < SMALLEST:
-            width = stop - start  # padded in one
+        if stop - start < 2 * SMALLEST:
+            width = stop - start  # padded in one: in two, they would be as many columns
         found.append(ChannelBlock(start, width))
         start += width
     return found

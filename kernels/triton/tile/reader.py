@@ -67,7 +67,7 @@ def reader(
     words = () if pieces or not _in_words(made, spec) else in_words(dim, marks)
     if not pieces:
         pieces = words or between(dim, marks)
-        if shared or (words and side == "values" and spec.role == "decode"):
+        if shared or ((words or stack > 1) and side == "values" and spec.role == "decode"):
             pieces = wider(pieces, spec.block_m * stack)
     return replace(made, pieces=pieces, words=bool(words))
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 
 from kvcompile.kernels.spec import SiteSpec
+from kvcompile.kernels.triton.tile import group_numbers
 from kvcompile.kernels.triton.tile.channel_blocks import SMALLEST
 from kvcompile.layouts import InKeys, Storage
 
@@ -41,7 +42,11 @@ def stacks(role: str, site: SiteSpec, head_dim: int, v_head_dim: int, heads: int
     """
     if filled(role, site, head_dim, v_head_dim, heads, dtype):
         return 1
-    return _stacks(role, site, head_dim, v_head_dim)
+    often = _stacks(role, site, head_dim, v_head_dim)
+    sides = ((site.layout.keys, head_dim), (site.layout.values, v_head_dim))
+    # Sets for nobody are no work of rows that would be padding anyway.
+    padded = any(groups(storage, dim) & (groups(storage, dim) - 1) for storage, dim in sides)
+    return 1 if padded and heads * often > _ROWS else often
 
 
 def filled(role: str, site: SiteSpec, head_dim: int, v_head_dim: int, heads: int, dtype: torch.dtype) -> bool:
@@ -65,9 +70,15 @@ def _stacks(role: str, site: SiteSpec, head_dim: int, v_head_dim: int) -> int:
     turns = layout.rotates_on_read and site.rotary is not None
     if role != "decode" or layout.in_keys or turns:
         return 1
-    counts = (groups(layout.keys, head_dim), groups(layout.values, v_head_dim))
-    most = max(counts)
-    return most if most <= MOST and not any(count & (count - 1) for count in counts) else 1
+    counts = (_sets(layout.keys, head_dim), _sets(layout.values, v_head_dim))
+    return max(counts) if max(counts) <= MOST else 1
+
+
+def _sets(storage: Storage | InKeys, dim: int) -> int:
+    """Sets of rows that groups of channels take: a power of two."""
+    if isinstance(storage, InKeys) or groups(storage, dim) == 1:
+        return 1
+    return group_numbers.columns(storage.of_slots, dim)
 
 
 def takes_scales(kept: Storage, dim: int, dtype: torch.dtype) -> bool:

@@ -19,6 +19,7 @@ import torch
 from kvcompile.kernels.triton.device import Fp8Form
 from kvcompile.kernels.triton.params import Param, TensorParam, taken_as
 from kvcompile.kernels.triton.spec import DotType
+from kvcompile.kernels.triton.tile import group_numbers
 from kvcompile.kernels.triton.tile.addressing import SlotArray
 from kvcompile.kernels.triton.tile.channel_blocks import SMALLEST, ChannelBlock
 from kvcompile.kernels.triton.tile.code_values import scale_number
@@ -32,7 +33,8 @@ MANTISSA, LEAST = 10, 24
 class Scales:
     """Pieces that share a scale, a minimum: names of blocks [BLOCK_N] (or of numbers), or None.
 
-    groups: of channels that have numbers of their own: the blocks are [BLOCK_N, groups]; 1: they are [BLOCK_N]
+    groups: of channels that have numbers of their own, or a power of two above: the blocks are [BLOCK_N, groups], zeros
+            beyond the last group; 1: they are [BLOCK_N]
     """
 
     pieces: tuple[int, ...]
@@ -188,7 +190,8 @@ class TileLoader:
                 return (Scales(every, f"{letter}_scale"),)
             case "group" if self.stack > 1 and kept.groups(self.dim) > 1:
                 minimum = f"{letter}_minimum" if kept.scale.minimum else None
-                return (Scales(every, f"{letter}_scale", minimum, kept.groups(self.dim)),)
+                columns = group_numbers.columns(kept, self.dim)
+                return (Scales(every, f"{letter}_scale", minimum, columns),)
             case "group":
                 width = self.dim // kept.groups(self.dim)
                 return tuple(
@@ -214,7 +217,7 @@ class TileLoader:
         for part in ("scale", "minimum"):
             names = [name for group in groups if (name := getattr(group, part)) is not None]
             count = len(names)
-            if count > 1 and count & (count - 1) == 0:
+            if count > 1 and (self.joint or count & (count - 1) == 0):
                 lines += self._split(source, part, names, masked)
                 continue
             guard = ", mask=inside, other=0.0" if masked else ""
@@ -225,22 +228,25 @@ class TileLoader:
 
     def _by_groups(self, source: SlotArray, own: Scales, masked: bool, narrow: bool) -> list[str]:
         """Lines that load the numbers of all groups of a token, [BLOCK_N, groups]."""
-        guard = ", mask=inside[:, None], other=0.0" if masked else ""
         lines = []
         for part, name in (("scale", own.scale), ("minimum", own.minimum)):
             if name is not None:
-                at = source.rows(f"{self.side}_{part}", own.groups, f"tl.arange(0, {own.groups})[None, :]")
-                number = f"tl.load({at}{guard})"
-                lines.append(f"{name} = {number if narrow else scale_number(self.storage.scale, number)}")
+                lines += group_numbers.loaded(
+                    source, f"{self.side}_{part}", name, self.storage, self.dim, masked
+                )
+                if not narrow:
+                    lines.append(f"{name} = {scale_number(self.storage.scale, name)}")
         return lines
 
     def _split(self, source: SlotArray, part: str, names: list[str], masked: bool) -> list[str]:
         """Lines that load the numbers of all groups of a token at once, and take them apart, half by half."""
-        count, guard = len(names), ", mask=inside[:, None], other=0.0" if masked else ""
-        at = source.rows(f"{self.side}_{part}", count, f"tl.arange(0, {count})[None, :]")
-        lines = [f"{self.letter}_{part} = {scale_number(self.storage.scale, f'tl.load({at}{guard})')}"]
+        count, own = group_numbers.columns(self.storage, self.dim), f"{self.letter}_{part}"
+        lines = group_numbers.loaded(source, f"{self.side}_{part}", own, self.storage, self.dim, masked)
+        lines.append(f"{own} = {scale_number(self.storage.scale, own)}")
+        # Zeros beyond the last group are nobody's.
+        names = [*names, *(f"{own}_beyond" for _ in range(len(names), count))]
         # The name of a block tells the groups in it: every `step`-th from `first` on.
-        blocks, step = {0: f"{self.letter}_{part}"}, 1
+        blocks, step = {0: own}, 1
         while step < count:
             halves: dict[int, str] = {}
             for first, block in blocks.items():

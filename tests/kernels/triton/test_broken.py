@@ -58,6 +58,7 @@ INT4 = Case(CacheLayout(uint(4, 16), uint(4, 16)), (2, 1), (32, 32), chunks=CHUN
 GROUPS = Case(
     CacheLayout(uint(4, 16), uint(4, 16)), (2, 1), (64, 64), torch.float16, chunks=CHUNKS, pads=PADS
 )
+THREE = replace(INT4, dims=(48, 48))  # groups, whose rows begin within words
 TILES = replace(GROUPS, layout=CacheLayout(per_channel(4, 8, 16), uint(4, 16)))  # of several groups of tokens
 KIVI = Case(CacheLayout(per_channel(4, 16, 16), with_residual(int8(), 5)), chunks=CHUNKS, pads=PADS)
 MIXED = replace(INT4, layout=CacheLayout(uint(4, 16), with_residual(uint(4, 16), 5)), dtype=torch.float16)
@@ -239,6 +240,14 @@ BROKEN: dict[str, tuple[Break, Case]] = {
     "minima of values not rescaled": (
         Break(("decode",), "minima0 = minima0 * alpha[:, None]", "minima0 = minima0"),
         replace(INT4, chunks=LONG.chunks),
+    ),
+    "rows of three numbers that all begin a word": (
+        Break(("decode",), "k_scale_byte % 4 * 8", "k_scale_byte % 2 * 8"),
+        THREE,
+    ),
+    "three numbers, the last of the next row": (
+        Break(("decode",), "v_scale_byte // 4 + 1", "v_scale_byte // 4 + 2"),
+        THREE,
     ),
     "the scales of another group": (Break(BOTH, "// 16 * 16 + kc0", "// 16 * 16 + (kc0 ^ 1)"), KIVI),
     "one token less in full": (Break(("decode",), "v_in_full = ((key >= (", "v_in_full = ((key > ("), KIVI),

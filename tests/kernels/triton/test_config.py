@@ -171,7 +171,7 @@ def test_values_have_more_columns_than_rows() -> None:
     ("page", "expected"), [(0, 128), (16, 128), (64, 64), (96, 128), (128, 128), (256, 128)]
 )
 def test_a_tile_lies_in_one_page_where_that_is_not_too_small(page: int, expected: int) -> None:
-    assert config(Case("decode", 4, 128, 4, page, stack=4), PLAIN, A100).block_n == expected
+    assert config(Case("decode", 2, 128, 4, page, stack=4), PLAIN, A100).block_n == expected
 
 
 def test_latent_rows_count_once() -> None:

@@ -35,7 +35,7 @@ from kvcompile.kernels.triton.tools.assemble import (
     signature,
 )
 from kvcompile.layouts import CacheLayout, Paged
-from tests.support.kernel_specs import DEVICES, SHAPES, cache, of_recipes, spec
+from tests.support.kernel_specs import DEVICES, SHAPES, Shape, cache, of_recipes, spec
 
 BUDGETS = Path(__file__).parents[3] / "budgets.json"
 PIPELINES = Path(__file__).parents[3] / "pipelines.json"
@@ -62,6 +62,8 @@ NARROW = {
 LAYOUTS = dict(of_recipes())
 # Of no recipe, but with tiles of their own.
 BESIDE = {"int4_pages:causal": replace(LAYOUTS["int4:causal"], placement=Paged(16))}
+# Of three groups of channels.
+THREE = {"phi3": Shape((32, 32), (96, 96))}
 MANY = 64  # new tokens of a prompt
 LONG = 1024  # of one whose older tokens are decoded to rows
 # Decode without all that a pipeline must have, of a recipe, or of its shape, and why.
@@ -85,7 +87,7 @@ def asked(launch: Launch, arch: int) -> Request:
 def request(role: str, name: str, shape: str, arch: int) -> Request:
     """The first kernel of that role that a site launches for a single token, or else for a prompt."""
     layout = (LAYOUTS | BESIDE)[name]
-    own = (SHAPES[shape].kernels(layout, DEVICES[arch], tokens) for tokens in (1, MANY, LONG))
+    own = ((SHAPES | THREE)[shape].kernels(layout, DEVICES[arch], tokens) for tokens in (1, MANY, LONG))
     return asked(next(launch for found in own for launch in found if launch.spec.role == role), arch)
 
 
@@ -110,6 +112,7 @@ QUICK = (
     ("decode", "int4:causal", "llama", 90),
     ("decode", "int4_pages:causal", "llama", 90),
     ("decode", "int4:causal", "smollm2", 90),
+    ("decode", "int4:causal", "phi3", 90),
     ("decode", "kivi4:causal", "llama", 90),
     ("decode", "kivi4:causal", "mqa", 90),
     ("decode", "h2o_int8:causal", "llama", 90),

@@ -82,13 +82,14 @@ KNOWN = {
         "trans",
         "where",
     ),
-    *("zeros", "zeros_like", "int8", "int32", "int64", "uint8", "uint16", "uint32"),
+    *("zeros", "zeros_like", "int8", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float8e5", "float8e4nv", "bfloat16", "float16", "float32"),
 }
 CASES = (
     ("decode", "baseline:causal", "llama", 90),
     ("decode", "int8:causal", "llama", 90),
     ("decode", "int4:causal", "llama", 90),
+    ("decode", "int4:causal", "phi3", 90),
     ("decode", "paged:causal", "llama", 90),
     ("decode", "paged_int8:causal", "llama", 90),
     ("decode", "kivi4:causal", "llama", 90),
