@@ -74,9 +74,7 @@ class KeptPrograms:
             written = Programs(shapes, tuple(map(str, data["files"])))
             if len(written.files) != self.calls:
                 raise ValueError(f"{len(written.files)} programs for {self.calls} calls")
-            found = program_files.read(
-                [written], self.folder, list(map(str, data["vectors"])), data["threads"]
-            )
+            found = program_files.read([written], self.folder, dict(data["vectors"]), data["threads"])
         except _CANNOT as error:
             log.info("%s cannot be used: %s", self.folder, error)
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -11,8 +11,8 @@ import logging
 import os
 import shutil
 import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Loaded:
 
     run: Compiled
     data: bytes
-    vectors: tuple[str, ...]
+    vectors: Mapping[str, str]
     threads: int | None
 
     def __call__(self, *args: Any) -> Sequence[Any]:
@@ -87,9 +87,9 @@ def write(
 
 
 def read(
-    written: Sequence[Programs], folder: Path, vectors: Collection[str], threads: int | None
+    written: Sequence[Programs], folder: Path, vectors: Mapping[str, str], threads: int | None
 ) -> dict[ShapeClass, list[Compiled]]:
-    """The inverse of `write`; vectors, threads: that it was compiled for.
+    """The inverse of `write`; vectors (as `instruction_sets` has them), threads: that it was compiled for.
 
     Raises RuntimeError, AssertionError or OSError where torch cannot read a file.
     """
@@ -101,17 +101,19 @@ def read(
             for name in programs.files:
                 if name not in loaded:
                     run = CompiledArtifact.load(path=str(folder / name))
-                    loaded[name] = Loaded(run, (folder / name).read_bytes(), tuple(vectors), threads)
+                    loaded[name] = Loaded(run, (folder / name).read_bytes(), vectors, threads)
     return {programs.shapes: [loaded[name] for name in programs.files] for programs in written}
 
 
-def instruction_sets(programs: Mapping[ShapeClass, Sequence[Compiled]]) -> list[str]:
-    """Those that Inductor compiled their C++ for."""
-    known = {getattr(program, "vectors", None) for calls in programs.values() for program in calls}
-    if len(known) <= 1 and None not in known:
-        return [name for names in known for name in names or ()]
+def instruction_sets(programs: Mapping[ShapeClass, Sequence[Compiled]]) -> dict[str, str]:
+    """Those that Inductor compiled their C++ for, and what it told the compiler of each."""
+    known = [
+        program.vectors for calls in programs.values() for program in calls if isinstance(program, Loaded)
+    ]
+    if len(known) == sum(map(len, programs.values())) and all(own == known[0] for own in known):
+        return dict(known[0]) if known else {}
     # It looks, by compiling, for what the compiler knows; once in a process, so that it has done so already.
-    return [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()]
+    return {str(isa): isa.build_arch_flags() for isa in cpu_vec_isa.valid_vec_isa_list()}
 
 
 def threads(programs: Mapping[ShapeClass, Sequence[Compiled]]) -> int:
@@ -121,13 +123,21 @@ def threads(programs: Mapping[ShapeClass, Sequence[Compiled]]) -> int:
 
 
 @contextmanager
-def _instruction_sets(names: Collection[str]) -> Iterator[None]:
-    """Inductor takes these without looking: nothing shall be compiled, and the machine was seen to have them."""
-    wanted = [isa for isa in cpu_vec_isa.supported_vec_isa_list if str(isa) in names]
-    if {str(isa) for isa in wanted} != set(names):  # no x86: there it does not look
+def _instruction_sets(flags: Mapping[str, str]) -> Iterator[None]:
+    """Inductor takes these without looking: nothing shall be compiled, and the machine was seen to have them.
+
+    What it tells the compiler of a set depends on what else it saw there when it looked (bfloat16, beside AMX), and the
+    names of libraries on that.
+    """
+    wanted = [isa for isa in cpu_vec_isa.supported_vec_isa_list if str(isa) in flags]
+    if {str(isa) for isa in wanted} != set(flags):  # no x86: there it does not look
         yield
         return
-    with mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", lambda: wanted):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", lambda: wanted))
+        for isa in wanted:
+            own = flags[str(isa)]
+            stack.enter_context(mock.patch.object(isa, "build_arch_flags", lambda own=own: own))
         yield
 
 

@@ -14,6 +14,7 @@ import torch._inductor.config as config
 from torch._inductor import cpu_vec_isa
 
 from kvcompile.compile import instruction_sets, program_files
+from kvcompile.compile.inductor import ShapeClass
 from kvcompile.util.cache_dir import KEEP
 
 
@@ -138,8 +139,38 @@ def test_nor_when_programs_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         yield
 
     monkeypatch.setattr(program_files, "_instruction_sets", given)
-    assert program_files.read([], tmp_path, ["wide"], 1) == {}
+    assert program_files.read([], tmp_path, {"wide": "-mwide"}, 1) == {}
     assert held == [True] and not instruction_sets.COMPILING.locked()
+
+
+class Seeing(Isa):
+    """One that tells the compiler what else it saw when it was tried, as AMX does."""
+
+    def __bool__(self) -> bool:
+        self.seen = super().__bool__()
+        return self.seen
+
+    def build_arch_flags(self) -> str:
+        return "-mwide -mseen" if self.seen else "-mwide"
+
+    seen = False
+
+
+def test_programs_are_read_with_what_the_compiler_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries have the compiler's command line in their names; a set that is not tried would leave a part out."""
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [Seeing("wide")])
+    assert _looked()
+    kept = program_files.instruction_sets({ShapeClass(True, True, True, 1): [print]})
+    assert kept == {"wide": "-mwide -mseen"}
+    _another_process()
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [Seeing("wide")])
+    read = program_files._instruction_sets
+    with read(kept):
+        (own,) = _known_sets()
+        assert own.build_arch_flags() == "-mwide -mseen"
+    with read({"of another kind": ""}):
+        assert own.build_arch_flags() == "-mwide" and not own.seen
+    assert TRIED == []
 
 
 @pytest.mark.parametrize("asked", ["ATEN_CPU_CAPABILITY", "simdlen"])

@@ -33,8 +33,9 @@ class Record(BaseModel):
     recipe:   as `Recipe.load` reads it
     outputs:  the original's output as a pytree, with its constants
     plan, program, programs, analysis: as `values.py` writes them; the analysis without its plan
-    machine:  that the code is compiled for (`targets/machine.py`); vectors: as Inductor calls its instruction sets;
-              threads: of the process that compiled it, which it goes on using wherever it is loaded
+    machine:  that the code is compiled for (`targets/machine.py`); vectors: its instruction sets, as Inductor calls
+              them, and what it tells the compiler of each; threads: of the process that compiled it, which it goes on
+              using wherever it is loaded
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,7 +55,7 @@ class Record(BaseModel):
     outputs: dict[str, Any]
     programs: list[Any]
     machine: dict[str, Any]
-    vectors: list[str] = []
+    vectors: dict[str, str] = {}
     threads: int | None = None
     report: dict[str, Any]
     analysis: dict[str, Any] | None

@@ -94,7 +94,7 @@ def save(module: CachedModel, folder: str | Path, *, weights: bool = True) -> No
         if weights:
             write_tensors(_on_cpu(own), made / WEIGHTS)
         write_tensors(_on_cpu(others), made / CONSTANTS)
-        vectors = program_files.instruction_sets(module.executor.programs) if programs else []
+        vectors = program_files.instruction_sets(module.executor.programs) if programs else {}
         record = record.model_copy(
             update={"programs": to_json(programs), "vectors": vectors, "files": files.infos(made)}
         )
