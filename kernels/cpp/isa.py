@@ -2,6 +2,7 @@
 
 | name | vectors of | flags of the compiler |
 |---|---|---|
+| amx_bf16 | 16 floats, and tiles of bfloat16 | those of avx512_bf16; see `include/tiles.h` |
 | avx512_bf16 | 16 floats, and products of bfloat16 | AVX-512 F, BW, DQ, VL, VNNI, BF16 |
 | avx512 | 16 floats | AVX-512 F, BW, DQ, VL |
 | avx2 | 8 floats | AVX2, FMA, F16C |
@@ -12,7 +13,10 @@ KVCOMPILE_CPU_ISA names another that the machine has: for tests, and to bisect.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -44,18 +48,18 @@ _AVX512_FLAGS = (
     *(f"-mavx512{name}" for name in ("f", "bw", "dq", "vl")),
     "-mprefer-vector-width=512",
 )
+_BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}
+_BF16_FLAGS = (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni", "-DKV_PAIRS")
 ISAS = (
-    Isa(
-        "avx512_bf16",
-        frozenset(_AVX512 | {"avx512_bf16", "avx512_vnni"}),
-        (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni", "-DKV_PAIRS"),
-        "vec_avx512.h",
-    ),
+    Isa("amx_bf16", frozenset(_BF16 | {"amx_tile", "amx_bf16"}), _BF16_FLAGS, "vec_avx512.h"),
+    Isa("avx512_bf16", frozenset(_BF16), _BF16_FLAGS, "vec_avx512.h"),
     Isa("avx512", frozenset(_AVX512), _AVX512_FLAGS, "vec_avx512.h"),
     Isa("avx2", frozenset(_AVX2), _AVX2_FLAGS, "vec_avx2.h"),
     Isa("portable", frozenset(), (), "vec_portable.h"),
 )
 VARIABLE = "KVCOMPILE_CPU_ISA"
+_ARCH_PRCTL = 158  # of Linux's calls on x86-64
+ASKED = (0x1023, 18)  # ARCH_REQ_XCOMP_PERM, of the data of tiles
 
 
 def isa() -> Isa:
@@ -91,9 +95,19 @@ def multiplies_rows(dtype: torch.dtype, own: Isa | None = None) -> bool:
     Args:
         own: as in `lacks_products_of`.
     """
-    pairs = (own or isa()).name == "avx512_bf16"
-    few = (dtype == torch.float32 and _wide(own)) or (dtype == torch.bfloat16 and pairs)
+    pairs = dtype == torch.bfloat16 and multiplies_pairs(own)
+    few = (dtype == torch.float32 and _wide(own)) or pairs
     return lacks_products_of(dtype, own) or few
+
+
+def multiplies_pairs(own: Isa | None = None) -> bool:
+    """Whether the processor has products of bfloat16; own: as in `lacks_products_of`."""
+    return "avx512_bf16" in (own or isa()).needs
+
+
+def multiplies_tiles(dtype: torch.dtype, own: Isa | None = None) -> bool:
+    """Whether the kernel of linear layers of many rows multiplies tiles; own: as in `lacks_products_of`."""
+    return dtype == torch.bfloat16 and "amx_bf16" in (own or isa()).needs
 
 
 def widens(dtype: torch.dtype, own: Isa | None = None) -> bool:
@@ -102,7 +116,7 @@ def widens(dtype: torch.dtype, own: Isa | None = None) -> bool:
     Args:
         own: as in `lacks_products_of`. Of one that this machine has not, nothing is known: False.
     """
-    pairs = (own or isa()).name == "avx512_bf16" and (own is None or own in available())
+    pairs = multiplies_pairs(own) and (own is None or own in available())
     return pairs and dtype == torch.bfloat16 and products.floats_are_faster()
 
 
@@ -121,7 +135,7 @@ def lacks_products_of(dtype: torch.dtype, own: Isa | None = None) -> bool:
 
 
 def _wide(own: Isa | None) -> bool:
-    return (own or isa()).name in ("avx512_bf16", "avx512", "avx2")
+    return "avx2" in (own or isa()).needs
 
 
 def _features() -> frozenset[str]:
@@ -131,4 +145,12 @@ def _features() -> frozenset[str]:
     except OSError:
         return frozenset()
     line = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    return frozenset(line.partition(":")[2].split())
+    found = frozenset(line.partition(":")[2].split())
+    return found if _may_use_tiles() else found - {"amx_tile", "amx_bf16"}
+
+
+def _may_use_tiles() -> bool:
+    """Whether this process may use AMX's tiles: Linux has to be asked, and not every container lets it be."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, *ASKED) == 0)

@@ -56,7 +56,9 @@ Assemble = Annotated[
 Target = Annotated[str, typer.Option(help="triton, for NVIDIA GPUs, or cpp, for CPUs.")]
 IsaName = Annotated[
     str | None,
-    typer.Option("--isa", help="Of a CPU: avx512_bf16, avx512, avx2 or portable; this machine's by default."),
+    typer.Option(
+        "--isa", help="Of a CPU: amx_bf16, avx512_bf16, avx512, avx2 or portable; this machine's by default."
+    ),
 ]
 Predict = Annotated[
     str | None,

@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from kvcompile.compile import ahead, gemv, linear_forms
 from kvcompile.compile.rounding import rounding
 from kvcompile.errors import CompileError
+from kvcompile.kernels.cpp.isa import isa
 from kvcompile.util.code_digest import code_digest
 from kvcompile.util.faking import faking
 
@@ -164,10 +165,15 @@ def _import_inductor() -> None:
 
 
 def _cached_for_this_code() -> AbstractContextManager[None]:
-    """Inductor's caches know a graph by its ops; of what an op of ours does, which is our code, they see nothing."""
-    tag = torch.compiler.config.cache_key_tag
+    """Inductor's caches know a graph by its ops; of what an op of ours does, which is our code, they see nothing.
+
+    Nor of which kernels it calls: those of the instruction set.
+    """
+    tag, own = torch.compiler.config.cache_key_tag, ""
+    with suppress(ValueError):  # a name that is none, which who asks for a kernel is told
+        own = isa().name
     patched: AbstractContextManager[None] = torch.compiler.config.patch(  # type: ignore[attr-defined]
-        cache_key_tag=f"{tag} kvcompile {code_digest()}".strip()
+        cache_key_tag=f"{tag} kvcompile {code_digest()} {own}".strip()
     )
     return patched
 

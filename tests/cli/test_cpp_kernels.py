@@ -132,7 +132,7 @@ def test_the_main_loop_is_that_of_the_products() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--isa", "mmx"], "--isa: expected avx512_bf16, avx512, avx2, portable, got 'mmx'"),
+        (["--isa", "mmx"], "--isa: expected amx_bf16, avx512_bf16, avx512, avx2, portable, got 'mmx'"),
         (["--target", "metal"], "--target: expected triton or cpp, got 'metal'"),
         (["--target", "triton", "--isa", "avx2"], "--isa is of a CPU: add --target cpp"),
         (["--heads", "258/2"], "129 query heads share a KV head, and kernels are for at most 128"),

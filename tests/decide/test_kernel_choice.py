@@ -23,7 +23,7 @@ from kvcompile.expression import Instruction, ScoreMod
 from kvcompile.kernels.cpp import available as cpp_available
 from kvcompile.kernels.cpp import products
 from kvcompile.kernels.cpp import supports as cpp_supports
-from kvcompile.kernels.cpp.isa import isa
+from kvcompile.kernels.cpp.isa import isa, multiplies_pairs
 from kvcompile.kernels.inputs import AttendInputs
 from kvcompile.kernels.ops import cached_attention as ops
 from kvcompile.kernels.reference import attention as reference
@@ -154,7 +154,7 @@ def test_auto_takes_triton_where_it_can(runs: None, monkeypatch: pytest.MonkeyPa
     assert dynamic.kernels == "reference" and "computed from activations" in dynamic.because
     assert chosen("auto", None).kernels == "reference"
     monkeypatch.setattr(products, "floats_are_faster", lambda: True)
-    widened = isa().name == "avx512_bf16"  # of the others, none has products of bfloat16
+    widened = multiplies_pairs()  # of the others, none has products of bfloat16
     assert chosen("auto", CPU).because.endswith("multiplied in float32, which is faster here") == widened
 
 

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, symbolic_trace
 
 from kvcompile.compile import inductor
 from kvcompile.compile.inductor import ShapeClass, Tracer, compile_region
+from kvcompile.kernels.cpp.isa import ISAS, isa
 
 module = importlib.import_module("kvcompile.util.code_digest")
 
@@ -36,7 +37,7 @@ def test_any_file_changes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_other_code_compiles_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same graph, whose op has another body."""
+    """The same graph, whose op has another body, or calls kernels of another instruction set."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     hits: list[str] = []
     found = codecache.FxGraphCache._lookup_graph
@@ -61,4 +62,7 @@ def test_other_code_compiles_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for code in ("one", "one", "another"):
         compiled(code)
     assert hits == ["miss", "hit", "miss"]
+    monkeypatch.setattr(inductor, "isa", lambda: ISAS[-1] if isa() != ISAS[-1] else ISAS[0])
+    compiled("another")
+    assert hits[3:] == ["miss"]
     assert not torch.compiler.config.cache_key_tag

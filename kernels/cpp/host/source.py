@@ -14,11 +14,13 @@ from kvcompile.errors import KernelError
 from kvcompile.kernels.cpp.attend.values import MODELS
 from kvcompile.kernels.cpp.generate import generate
 from kvcompile.kernels.cpp.host.compiler import INCLUDE, SHARED, built, flags_for
-from kvcompile.kernels.cpp.isa import Isa, isa, lacks_products_of, multiplies_rows, widens
+from kvcompile.kernels.cpp.isa import Isa, isa, lacks_products_of, multiplies_rows, multiplies_tiles, widens
 from kvcompile.kernels.cpp.spec import CppSpec
 
 ENTRY = "kvcompile_kernel"
 _LINEAR = "linear"
+# What kernels of linear layers that take any number of rows multiply (`linear_spec`).
+_MULTIPLIES = {f"{_LINEAR}_many": ("-DKV_FLOATS",), f"{_LINEAR}_tiles": ("-DKV_TILES",)}
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,8 @@ def text_of(spec: str) -> KernelText:
         return KernelText(f"{own.role}_{own.key}", generate(own))
     name, model = spec.split()
     file = _LINEAR if name == _LINEAR else f"{_LINEAR}_rows"
-    # What is taken in any number is multiplied as floats (`linear_spec`).
-    floats = ("-DKV_FLOATS",) if name == f"{_LINEAR}_many" else ()
     text = (INCLUDE / f"{file}.cpp").read_text("utf-8")
-    return KernelText(f"{name}_{model}", text, (f"-DKV_MODEL={model}", *floats))
+    return KernelText(f"{name}_{model}", text, (f"-DKV_MODEL={model}", *_MULTIPLIES.get(name, ())))
 
 
 def compiled(text: KernelText, own: Isa) -> Path:
@@ -87,14 +87,18 @@ def linear_spec(dtype: torch.dtype, many: bool = False, own: Isa | None = None) 
     """The spec of a linear layer of one token, or of many: its file and the type of its weights.
 
     Args:
-        many: more than one token. Where the processor multiplies their dtype (and floats are not faster) it is that of
-            few, which leaves to PyTorch's library what that is faster at.
+        many: more than one token. Where the processor multiplies their dtype (and floats are not faster), but has no
+            tiles of it, it is that of few, which leaves to PyTorch's library what that is faster at.
         own: the instruction set; None: this machine's.
     """
     if not many:
         return f"{_LINEAR} {MODELS[dtype]}"
-    any_number = lacks_products_of(dtype, own or isa()) or widens(dtype, own or isa())
-    return f"{_LINEAR}_{'many' if any_number else 'few'} {MODELS[dtype]}"
+    own = own or isa()
+    if lacks_products_of(dtype, own) or widens(dtype, own):
+        form = "many"
+    else:
+        form = "tiles" if multiplies_tiles(dtype, own) else "few"
+    return f"{_LINEAR}_{form} {MODELS[dtype]}"
 
 
 def linear_kernels(dtype: torch.dtype) -> tuple[Path, ...]:

@@ -185,7 +185,9 @@ At linears(const At& x, const std::vector<At>& weights, const std::vector<At>& b
 
 // How many rows a kernel is faster at than PyTorch's library. On AMD's processors that multiplies floats by AVX2 (MKL), and
 // takes as long as the kernel of many bfloat16 (oneDNN).
-int64_t most_rows(const At& x) {
+int64_t most_rows(const At& x, const std::string& spec) {
+  if (spec.rfind("linear_tiles", 0) == 0) return kv::MANY_HALVES;
+  if (spec.rfind("linear_few", 0) != 0) return INT64_MAX;
   const bool floats = x.dtype() == aoti_torch_dtype_float32();
   if (kv::AMD) return floats ? INT64_MAX : kv::MANY_HALVES;
   return floats ? kv::FEW_ROWS : kv::FEW_HALVES;
@@ -204,7 +206,7 @@ At linear(const At& x, const At& weight, const At& bias, const std::string& spec
   const int64_t* sizes = x.sizes();
   int64_t rows = 1;
   for (int64_t i = 0; i + 1 < x.dims(); ++i) rows *= sizes[i];
-  if (spec.rfind("linear_few", 0) == 0 && rows > most_rows(x)) return library_linear(x, weight, bias);
+  if (rows > most_rows(x, spec)) return library_linear(x, weight, bias);
   return linears(x, {vectors(weight, "a weight"), seen(bias)}, spec);
 }
 

@@ -1,6 +1,6 @@
 // A linear layer of more than one token: y[m][n] = sum over k of x[m][k] w[n][k], + b[n], with sums in float. KV_FLOATS: its
 // numbers are multiplied as floats, for a processor that has no products of their dtype, or whose products of float are
-// faster.
+// faster. KV_TILES: as tiles of bfloat16.
 
 #include KV_VECTORS
 #include "attend.h"
@@ -8,6 +8,9 @@
 #include "codes.h"
 #include "linear_few.h"
 #include "linear_many.h"
+#if defined(KV_TILES)
+#include "linear_tiles.h"
+#endif
 
 using namespace kv;
 
@@ -34,6 +37,10 @@ extern "C" void kvcompile_kernel(const Call* call) {
   int64_t rows = 1;
   for (int64_t i = 0; i + 1 < x.dims; ++i) rows *= x.size[i];
   if (rows == 0) return;
+#if defined(KV_TILES)
+  if constexpr (std::is_same_v<KV_MODEL, bf16>)
+    if (weight.size[1] > 0 && has_tiles()) return tiled_rows(*call, out, x, weight, bias, rows);
+#endif
   if (few(rows, weight.size[1])) return few_rows<KV_MODEL>(*call, out, x, weight, bias, rows);
   many_rows<KV_MODEL, Multiplied>(*call, out, x, weight, bias, rows);
 }

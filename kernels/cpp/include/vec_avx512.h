@@ -69,6 +69,11 @@ inline Vec dot(Pairs a, Pairs b, Vec c) {
   asm("vdpbf16ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
   return c;
 }
+// Rounded numbers, one of each vector in a word, that of a first.
+inline void store_rounded_pairs(Word* p, Vec a, Vec b) {
+  const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(a)), high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(b));
+  _mm512_storeu_si512(p, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+}
 inline void store(bf16* p, Vec x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));
 }

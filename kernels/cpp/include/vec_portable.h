@@ -67,6 +67,9 @@ inline Pairs set1_pair(const bf16* p) {
 inline Vec dot(Pairs a, Pairs b, Vec c) {
   KV_LANES(c.x[i] + to_float(a.x[2 * i]) * to_float(b.x[2 * i]) + to_float(a.x[2 * i + 1]) * to_float(b.x[2 * i + 1]));
 }
+inline void store_rounded_pairs(Word* p, Vec a, Vec b) {
+  for (int i = 0; i < W; ++i) p[i] = rounded<bf16>(a.x[i]).bits | uint32_t{rounded<bf16>(b.x[i]).bits} << 16;
+}
 inline void store(bf16* p, Vec x) {
   for (int i = 0; i < W; ++i) p[i] = rounded<bf16>(x.x[i]);
 }

@@ -62,8 +62,8 @@ def test_what_is_said_is_what_is_asked_for(name: str, asked: list[str]) -> None:
 
 def test_linear_layers_of_many_have_one_where_products_lack_or_rows_may_be_few() -> None:
     for dtype, names in (
-        (torch.bfloat16, ("avx512_bf16", "avx512", "avx2")),
-        (torch.float32, ("avx512_bf16", "avx512", "avx2")),
+        (torch.bfloat16, ("amx_bf16", "avx512_bf16", "avx512", "avx2")),
+        (torch.float32, ("amx_bf16", "avx512_bf16", "avx512", "avx2")),
     ):
         for own in ISAS:
             said = launches(SiteSpec(CacheLayout(), 1.0), (2, 1), (16, 16), dtype, own)

@@ -223,7 +223,7 @@ def test_one_token_takes_the_kernel_and_more_the_blas(
     layer = Layer(dtype)
     one, two = torch.randn(1, 1, 8).to(dtype), torch.randn(1, 2, 8).to(dtype)
     assert "cpp_linear" in traced(one, layer)
-    few = (torch.float32, torch.bfloat16) if isa.isa().name == "avx512_bf16" else (torch.float32,)
+    few = (torch.float32, torch.bfloat16) if isa.multiplies_pairs() else (torch.float32,)
     assert ("cpp_linear" in traced(two, layer)) == (dtype in few)
     assert "cpp_linear" not in traced(one, layer, kernels=False), "what is packaged has no kernel"
     module = gemv.give_gemv(symbolic_trace(layer))
@@ -240,7 +240,7 @@ def test_many_tokens_take_it_where_the_processor_lacks_their_products(
     monkeypatch.setattr(isa, "lacks_products_of", lambda dtype, own=None: slow and dtype == torch.bfloat16)
     layer = Layer(torch.bfloat16)
     x = torch.randn(2, 20, 8, dtype=torch.bfloat16)
-    assert ("cpp_linear" in traced(x, layer)) == (slow or isa.isa().name == "avx512_bf16")
+    assert ("cpp_linear" in traced(x, layer)) == (slow or isa.multiplies_pairs())
     assert "cpp_linear" not in traced(x, layer, kernels=False), "what is packaged has no kernel"
     wanted = x.double() @ layer.inner.weight.double().T + layer.inner.bias.double()
     off = (gemv.give_gemv(symbolic_trace(layer))(x).double() - wanted).abs()
@@ -255,7 +255,7 @@ def test_the_blas_has_many_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
         pytest.skip(f"{isa.isa().name}: the kernel takes any number of rows in {dtype}, or none")
     amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text("utf-8")
     most = {(torch.float32, False): 64, (torch.bfloat16, False): 16, (torch.bfloat16, True): 256}.get(
-        (dtype, amd)
+        (dtype, amd or isa.multiplies_tiles(dtype))
     )
     _, weight, bias = vectors(131, 203, dtype)
     x = torch.randn(270, 203, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -270,13 +270,17 @@ def test_the_blas_has_many_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
             assert bool(((found.double() - wanted).abs() <= rounding(x[:rows], weight, own)).all())
 
 
+def _named(name: str) -> Isa:
+    return next(own for own in isa.ISAS if own.name == name)
+
+
 def test_which_processors_lack_products(monkeypatch: pytest.MonkeyPatch) -> None:
     half = (torch.bfloat16, torch.float16)
-    avx2 = isa.ISAS[2].needs
+    avx2, pairs = _named("avx2").needs, _named("avx512_bf16").needs
     for features, lacks in (
         (avx2, half),
-        (isa.ISAS[0].needs, half[1:]),
-        (isa.ISAS[0].needs | {"avx512_fp16"}, ()),
+        (pairs, half[1:]),
+        (pairs | {"avx512_fp16"}, ()),
         (avx2 | {"amx_bf16"}, half[1:]),
         (frozenset(), ()),
     ):
@@ -296,17 +300,19 @@ def test_products_are_of_floats_where_these_are_faster(
     monkeypatch.setattr(products, "_advantage", lambda: advantage)
     monkeypatch.setattr(isa, "available", lambda: isa.ISAS)
     products.floats_are_faster.cache_clear()
-    pairs, wide = isa.ISAS[0], advantage > 1
+    pairs, wide = _named("avx512_bf16"), advantage > 1
     site = SiteSpec(CacheLayout(), 0.125)
     for dtype in DTYPES:
         own = wide and dtype == torch.bfloat16
         assert isa.widens(dtype, pairs) == own
-        assert not any(isa.widens(dtype, other) for other in isa.ISAS[1:])
+        assert not any(isa.widens(dtype, other) for other in isa.ISAS if not isa.multiplies_pairs(other))
         prompt = prefill.spec_of(site, (9, 3, 64, 64), dtype, False, pairs)
         assert prompt.options == (("wide",) if own else ())
         assert ("using T = float;" in generate(prompt)) == own
     assert source.linear_spec(torch.bfloat16, True, pairs) == f"linear_{'many' if wide else 'few'} bf16"
-    monkeypatch.setattr(isa, "available", lambda: isa.ISAS[1:])
+    tiles = source.linear_spec(torch.bfloat16, True, _named("amx_bf16"))
+    assert tiles == f"linear_{'many' if wide else 'tiles'} bf16"
+    monkeypatch.setattr(isa, "available", lambda: [own for own in isa.ISAS if not isa.multiplies_pairs(own)])
     assert not isa.widens(torch.bfloat16, pairs), "nothing is known of another machine's processor"
     monkeypatch.undo()
     products.floats_are_faster.cache_clear()

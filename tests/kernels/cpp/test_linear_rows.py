@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcompile.kernels.cpp.host import ops, source
-from kvcompile.kernels.cpp.isa import VARIABLE, available, isa
+from kvcompile.kernels.cpp.isa import VARIABLE, available, isa, multiplies_pairs
 from tests.support.budget import rounding
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,8 +35,8 @@ def layer(
 
 def most_unpacked(form: str, dtype: torch.dtype) -> int:
     """For how many rows the kernel reads weights as they lie; it packs them for more."""
-    pairs = dtype == torch.bfloat16 and form == "few" and isa().name == "avx512_bf16"
-    soon = isa().name in ("avx512_bf16", "avx512") and (dtype == torch.float32 or pairs)
+    pairs = dtype == torch.bfloat16 and form == "few" and multiplies_pairs()
+    soon = "avx512f" in isa().needs and (dtype == torch.float32 or pairs)
     return 8 if soon else 16
 
 
