@@ -85,8 +85,12 @@ def test_one_warp_group_has_a_tile_of_a_prompt() -> None:
     assert stages == {80: 2, 100: 3, 103: 3, 110: 2, 120: 2}
     assert config(replace(case, page=64), site, Device("NVIDIA B200", 100, 148)).num_stages == 2
     mod = ScoreMod((Instruction("leaf", "bool", (), 0),), ("pair",), mask=0)
-    own = config(case, SiteSpec(CacheLayout(), 0.1, score=ScoreSpec(mod=mod)), H200)
+    expression = SiteSpec(CacheLayout(), 0.1, score=ScoreSpec(mod=mod))
+    own = config(case, expression, H200)
     assert (own.block_m, own.num_warps) == (64, 8)
+    tall = replace(own, block_m=128)  # as somebody may have measured it for a site without
+    assert module.fitted(tall, case, site, H200).block_m == 128
+    assert module.fitted(tall, case, expression, H200).block_m == 64
 
 
 def test_conditions() -> None:
