@@ -51,7 +51,9 @@ _AVX512_FLAGS = (
 _BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}
 _BF16_FLAGS = (*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni", "-DKV_PAIRS")
 ISAS = (
-    Isa("amx_bf16", frozenset(_BF16 | {"amx_tile", "amx_bf16"}), _BF16_FLAGS, "vec_avx512.h"),
+    Isa(
+        "amx_bf16", frozenset(_BF16 | {"amx_tile", "amx_bf16"}), (*_BF16_FLAGS, "-DKV_TILES"), "vec_avx512.h"
+    ),
     Isa("avx512_bf16", frozenset(_BF16), _BF16_FLAGS, "vec_avx512.h"),
     Isa("avx512", frozenset(_AVX512), _AVX512_FLAGS, "vec_avx512.h"),
     Isa("avx2", frozenset(_AVX2), _AVX2_FLAGS, "vec_avx2.h"),

@@ -19,8 +19,6 @@ from kvcompile.kernels.cpp.spec import CppSpec
 
 ENTRY = "kvcompile_kernel"
 _LINEAR = "linear"
-# What kernels of linear layers that take any number of rows multiply (`linear_spec`).
-_MULTIPLIES = {f"{_LINEAR}_many": ("-DKV_FLOATS",), f"{_LINEAR}_tiles": ("-DKV_TILES",)}
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,10 @@ def text_of(spec: str) -> KernelText:
         return KernelText(f"{own.role}_{own.key}", generate(own))
     name, model = spec.split()
     file = _LINEAR if name == _LINEAR else f"{_LINEAR}_rows"
+    # What is taken in any number is multiplied as floats (`linear_spec`).
+    floats = ("-DKV_FLOATS",) if name == f"{_LINEAR}_many" else ()
     text = (INCLUDE / f"{file}.cpp").read_text("utf-8")
-    return KernelText(f"{name}_{model}", text, (f"-DKV_MODEL={model}", *_MULTIPLIES.get(name, ())))
+    return KernelText(f"{name}_{model}", text, (f"-DKV_MODEL={model}", *floats))
 
 
 def compiled(text: KernelText, own: Isa) -> Path:

@@ -8,7 +8,8 @@
 namespace kv {
 
 constexpr int MOST_DIMS = 6;
-// Rows of a linear layer's x that kernels are faster at than a library, in float and in 16 bits; the latter on AMD's, too.
+// Rows of a linear layer's x that kernels are faster at than a library, in float and in 16 bits; of those the latter on
+// AMD's, and as tiles.
 constexpr int64_t FEW_ROWS = 64, FEW_HALVES = 16, MANY_HALVES = 256;
 constexpr int MOST_LAYERS = 16;  // linear layers of one vector in a call
 

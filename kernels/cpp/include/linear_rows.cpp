@@ -1,6 +1,6 @@
 // A linear layer of more than one token: y[m][n] = sum over k of x[m][k] w[n][k], + b[n], with sums in float. KV_FLOATS: its
 // numbers are multiplied as floats, for a processor that has no products of their dtype, or whose products of float are
-// faster. KV_TILES: as tiles of bfloat16.
+// faster. KV_TILES, of the instruction set: bfloat16 is multiplied as tiles.
 
 #include KV_VECTORS
 #include "attend.h"
@@ -38,7 +38,7 @@ extern "C" void kvcompile_kernel(const Call* call) {
   for (int64_t i = 0; i + 1 < x.dims; ++i) rows *= x.size[i];
   if (rows == 0) return;
 #if defined(KV_TILES)
-  if constexpr (std::is_same_v<KV_MODEL, bf16>)
+  if constexpr (std::is_same_v<KV_MODEL, bf16> && std::is_same_v<Multiplied, bf16>)
     if (weight.size[1] > 0 && has_tiles()) return tiled_rows(*call, out, x, weight, bias, rows);
 #endif
   if (few(rows, weight.size[1])) return few_rows<KV_MODEL>(*call, out, x, weight, bias, rows);

@@ -3,7 +3,6 @@ float64, and what a row's bits depend on."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import pytest
@@ -19,7 +18,7 @@ from kvcompile.kernels.cpp.isa import Isa
 from tests.kernels.cpp.test_linear_rows import layer
 from tests.support.budget import rounding
 
-BY_HAND = Isa("tiles", frozenset(), ("-DKV_PAIRS", "-DKV_TILES_BY_HAND"), "vec_portable.h")
+BY_HAND = Isa("tiles", frozenset(), ("-DKV_PAIRS", "-DKV_TILES", "-DKV_TILES_BY_HAND"), "vec_portable.h")
 OWN = [BY_HAND, *(own for own in isa.available() if isa.multiplies_tiles(torch.bfloat16, own))]
 DTYPE = torch.bfloat16
 STRIP = 32  # rows of weights, and vectors, that are multiplied at a time
@@ -135,6 +134,15 @@ def test_pytorchs_library_uses_tiles_as_well() -> None:
         torch.testing.assert_close(part, wanted[:rows])
 
 
+@pytest.mark.parametrize("own", isa.available(), ids=lambda own: own.name)
+def test_saved_code_runs_where_another_set_is_asked_for(own: Isa, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It calls the kernel of tiles by name; KVCOMPILE_CPU_ISA names a set without them."""
+    monkeypatch.setattr(source, "isa", lambda: own)
+    ops.forget()
+    assert right(*layer(20, 35, 50, DTYPE))
+    ops.forget()
+
+
 def test_tiles_are_those_of_a_processor_that_lets_us(monkeypatch: pytest.MonkeyPatch) -> None:
     """AMX alone of Intel's has them, and a process must be given leave to use them."""
     own = isa.ISAS[0]
@@ -153,5 +161,5 @@ def test_tiles_are_those_of_a_processor_that_lets_us(monkeypatch: pytest.MonkeyP
 
 def test_the_request_is_the_same_in_both_languages() -> None:
     text = (INCLUDE / "tiles.h").read_text("utf-8")
-    assert re.search(r"REQUEST = 0x1023, TILE_DATA = 18;", text)
+    assert "REQUEST = 0x1023, TILE_DATA = 18;" in text
     assert isa.ASKED == (0x1023, 18)
