@@ -93,7 +93,7 @@ CASES = (
     ("decode", "paged:causal", "llama", 90),
     ("decode", "paged_int8:causal", "llama", 90),
     ("decode", "kivi4:causal", "llama", 90),
-    ("decode", "h2o_int8:causal", "mqa", 90),
+    ("decode", "h2o_int8:causal", "llama", 90),
     ("prefill", "baseline:causal", "llama", 90),
     ("prefill", "baseline:causal", "llama", 100),
     ("prefill", "int4:causal", "llama", 100),
