@@ -298,7 +298,7 @@ def decode_attention(
         for tile in range(plain_begin, plain_stop):
             start = tile * 16
             page = tl.load(page_table_ptr + batch * page_table_s0 + (start // 64)).to(tl.int64)
-            base = (page * 8 + head) * 64 + (start % 64)
+            base = (page * 8 + head) * 64 + (16 * ((start // 16) % 4))
             k_scale = tl.load(keys_scale_ptr + base + n).to(tl.float32)
             k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 64 + (times(n, 64, 4)[:, None] + kw0))
             k0 = int8_at0_subnormals(k_words0)
@@ -336,7 +336,7 @@ def decode_attention(
             start = tile * 16
             inside = start + n < end
             page = tl.load(page_table_ptr + batch * page_table_s0 + (start // 64)).to(tl.int64)
-            base = (page * 8 + head) * 64 + (start % 64)
+            base = (page * 8 + head) * 64 + (16 * ((start // 16) % 4))
             k_scale = tl.load(keys_scale_ptr + base + n, mask=inside, other=0.0).to(tl.float32)
             k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 64 + (times(n, 64, 4)[:, None] + kw0), mask=inside[:, None], other=0)
             k0 = int8_at0_subnormals(k_words0)

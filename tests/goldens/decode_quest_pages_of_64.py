@@ -275,7 +275,7 @@ def decode_attention(
             start = tile * 64
             slot = tl.load(pages_read_ptr + (batch * 8 + head) * 16 + start // 64) * 64 + start % 64
             page = tl.load(page_table_ptr + batch * page_table_s0 + (slot // 64)).to(tl.int64)
-            base = (page * 8 + head) * 64 + (slot % 64)
+            base = (page * 8 + head) * 64
             k_scale = tl.load(keys_scale_ptr + base + n).to(tl.float32)
             k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 64 + (times(n, 64, 6)[:, None] + kw0))
             k0 = int8_at0_subnormals(k_words0)
@@ -312,7 +312,7 @@ def decode_attention(
             inside = start + n < end
             slot = tl.load(pages_read_ptr + (batch * 8 + head) * 16 + start // 64) * 64 + start % 64
             page = tl.load(page_table_ptr + batch * page_table_s0 + (slot // 64)).to(tl.int64)
-            base = (page * 8 + head) * 64 + (slot % 64)
+            base = (page * 8 + head) * 64
             k_scale = tl.load(keys_scale_ptr + base + n, mask=inside, other=0.0).to(tl.float32)
             k_words0 = tl.load(keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 64 + (times(n, 64, 6)[:, None] + kw0), mask=inside[:, None], other=0)
             k0 = int8_at0_subnormals(k_words0)

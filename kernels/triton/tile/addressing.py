@@ -100,10 +100,16 @@ class SlotArray:
         at = self.at if self.one_page or self.scattered else f"({self.each})"
         entry = printed(page_index(self.page_size), {sy.slot: at})
         guard = ", mask=inside, other=0" if masked and self.gathers else ""
-        within = printed(offset(self.page_size).subs(sy.slot, _SLOT), {_SLOT: at})
+        # A tile begins at a multiple of its size, which the oldest Triton does not see behind a remainder: scales of two
+        # bytes would be loaded at once there, not copied ahead.
+        within = offset(self.page_size).subs(sy.slot, _SLOT)
+        if self.one_page:
+            tile = sympy.floor(_SLOT / self.block_n)
+            within = sympy.Mod(tile, self.page_size // self.block_n) * self.block_n
         return [
             f"page = tl.load(page_table_ptr + batch * page_table_s0 + {entry}{guard}).to(tl.int64)",
-            f"base = (page * {heads} + head) * {self.page_size} + {within}",
+            f"base = (page * {heads} + head) * {self.page_size}"
+            + (f" + {printed(within, {_SLOT: at})}" if within else ""),
         ]
 
     def rows(self, name: str, elements: int, channels: str, multiple: int = 1, words: bool = False) -> str:
