@@ -100,8 +100,8 @@ class SlotArray:
         at = self.at if self.one_page or self.scattered else f"({self.each})"
         entry = printed(page_index(self.page_size), {sy.slot: at})
         guard = ", mask=inside, other=0" if masked and self.gathers else ""
-        # A tile begins at a multiple of its size, which the oldest Triton does not see behind a remainder: scales of two
-        # bytes would be loaded at once there, not copied ahead.
+        # A tile begins at a multiple of its size, which the oldest Triton does not see behind a remainder: scales of
+        # two bytes would be loaded at once there, not copied ahead.
         within = offset(self.page_size).subs(sy.slot, _SLOT)
         if self.one_page:
             tile = sympy.floor(_SLOT / self.block_n)
