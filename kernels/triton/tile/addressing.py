@@ -100,10 +100,10 @@ class SlotArray:
         at = self.at if self.one_page or self.scattered else f"({self.each})"
         entry = printed(page_index(self.page_size), {sy.slot: at})
         guard = ", mask=inside, other=0" if masked and self.gathers else ""
-        # A tile begins at a multiple of its size, which the oldest Triton does not see behind a remainder: scales of
-        # two bytes would be loaded at once there, not copied ahead.
         within = offset(self.page_size).subs(sy.slot, _SLOT)
         if self.one_page:
+            # The same, as a tile begins at a multiple of its size. The oldest Triton does not see that behind a
+            # remainder: scales of two bytes would be loaded at once there, not copied ahead.
             tile = sympy.floor(_SLOT / self.block_n)
             within = sympy.Mod(tile, self.page_size // self.block_n) * self.block_n
         return [
