@@ -28,6 +28,7 @@ import torch
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.device import Device, device_of
 from kvcompile.kernels.triton.spec import Role
+from kvcompile.kernels.triton.tile.channel_blocks import narrow_step
 from kvcompile.kernels.triton.tile.stacking import stacks
 from kvcompile.layouts import Paged, Storage
 from kvcompile.util.cache_dir import cache_dir
@@ -134,18 +135,19 @@ def case_of(
     dtype: torch.dtype,
 ) -> Case:
     """The case of a site."""
-    placement = site.layout.placement
+    placement, heads = site.layout.placement, num_qo_heads // num_kv_heads
+    stack = stacks(role, site, head_dim, v_head_dim, heads, dtype)
     return Case(
         role,
         bits_of(site.layout.keys, head_dim, dtype),
         max(head_dim, v_head_dim),
-        num_qo_heads // num_kv_heads,
+        heads,
         placement.page_size if isinstance(placement, Paged) else 0,
         site.layout.in_full,
         site.layout.rotates_on_read and site.rotary is not None,
-        stacks(role, site, head_dim, v_head_dim, num_qo_heads // num_kv_heads, dtype),
+        stack,
         isinstance(placement, Paged) + site.layout.selection.selects if role == "decode" else 0,
-        _affine(role, site, head_dim, dtype),
+        _affine(role, site, head_dim, dtype, heads * stack),
         site.layout.keys.of_slots.element.kind == "codebook",
         not site.layout.in_order,
     )
@@ -235,8 +237,11 @@ def step_rows(case: Case) -> int:
     return max(1, _SMALLEST // case.stack, min(_power_above(case.rows), most))
 
 
-def _affine(role: Role, site: SiteSpec, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether codes of keys take their scales in float16 (`TileLoader.affine`), for any tile that fits a page."""
+def _affine(role: Role, site: SiteSpec, head_dim: int, dtype: torch.dtype, rows: int) -> bool:
+    """Whether codes of keys take their scales in float16 (`TileLoader.affine`), for any tile that fits a page.
+
+    rows: of a product, that the heads of a group take
+    """
     own = site.layout.keys
     if role == "prefill" and not site.layout.in_keys and own.of_slots.scale.per == "group":
         whole = own.of_slots.element.kind == "uint" and own.of_slots.element.bits in (4, 8)
@@ -245,7 +250,9 @@ def _affine(role: Role, site: SiteSpec, head_dim: int, dtype: torch.dtype) -> bo
     group = keys.group
     page = placement.page_size if isinstance(placement, Paged) else _ONE_PAGE
     dense = page >= _ONE_PAGE and page & (page - 1) == 0  # a tile is in one page
-    plain = keys.of_slots.element.kind == "uint" and keys.of_slots.element.bits in (4, 8)
+    plain = keys.of_slots.element.kind == "uint" and keys.of_slots.element.bits in (2, 4, 8)
+    if keys.of_slots.element.bits == 2:
+        plain = plain and narrow_step(role, keys, head_dim, rows)
     packs = head_dim * keys.of_slots.element.bits % 16 == 0 and head_dim % 2 == 0
     whole = keys.channelwise and group & (group - 1) == 0 and not site.layout.selection.selects
     halves = dtype != torch.float32 and keys.of_slots.scale.dtype == "float16"

@@ -17,6 +17,8 @@ from kvcompile.layouts import Storage
 
 # Bits of the planes that codes of so many bits are packed in, as kernels/reference/packing.py packs.
 PLANES: dict[int, tuple[int, ...]] = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
+# Bytes of a row of 2 bits, below which the words of one plane are too few columns for four warps.
+NARROW = 64
 SMALLEST = 16  # what a product takes at least; narrower pieces are padded with zeros
 
 
@@ -111,6 +113,19 @@ def edges(kept: Storage, dim: int, stacked: bool = False) -> list[int]:
     if kept.groups(dim) > 1 and not stacked:
         sizes.append(dim // kept.groups(dim))
     return [edge for size in sizes for edge in range(size, dim, size)]
+
+
+def narrow_step(role: str, keys: Storage, dim: int, rows: int) -> bool:
+    """Whether a step reads keys of 2 bits in words, though a row has 16, as of 128 channels.
+
+    Only steps of few heads were assembled without spills, and faster: prompts have more rows, as heads that are stacked
+    have; groups of a tile's slots and more have scales that multiply the queries, and wait for these.
+
+    rows: of a product, that the heads of a group take
+    """
+    own = keys.of_slots
+    short = own.element.bits == 2 and dim * 2 // 8 == NARROW // 2
+    return short and own.channelwise and own.group < NARROW and role == "decode" and rows <= SMALLEST
 
 
 def wider(pieces: tuple[ChannelBlock, ...], rows: int) -> tuple[ChannelBlock, ...]:

@@ -7,13 +7,18 @@ from dataclasses import replace
 
 from kvcompile.kernels.triton.spec import DotType, KernelSpec
 from kvcompile.kernels.triton.tile import dot_dtype, latent
-from kvcompile.kernels.triton.tile.channel_blocks import ChannelBlock, between, edges, in_words, wider
+from kvcompile.kernels.triton.tile.channel_blocks import (
+    NARROW,
+    ChannelBlock,
+    between,
+    edges,
+    in_words,
+    narrow_step,
+    wider,
+)
 from kvcompile.kernels.triton.tile.stacking import filled, stacks, takes_scales
 from kvcompile.kernels.triton.tile.tile_loader import TileLoader
 from kvcompile.layouts import InKeys, Paged, Storage
-
-# Bytes of a row of 2 bits, below which the words of one plane are too few columns for four warps.
-_NARROW = 64
 
 
 def reader(
@@ -94,7 +99,9 @@ def _several_groups(spec: KernelSpec, block_n: int) -> bool:
     kept, placement = spec.layout.keys.of_slots, spec.layout.placement
     dense = not isinstance(placement, Paged) or placement.page_size % block_n == 0
     whole = kept.channelwise and block_n % kept.group == 0 and block_n > kept.group
-    plain = kept.element.kind == "uint" and kept.element.bits in (4, 8) and kept.scale.dtype == "float16"
+    plain = kept.element.kind == "uint" and kept.element.bits in (2, 4, 8) and kept.scale.dtype == "float16"
+    if kept.element.bits == 2 and not _narrow_step(spec):
+        return False
     packs = spec.head_dim * kept.element.bits % 16 == 0 and spec.head_dim % 2 == 0
     chosen = "chosen" in spec.options
     return (
@@ -108,14 +115,23 @@ def _several_groups(spec: KernelSpec, block_n: int) -> bool:
     )
 
 
+def _narrow_step(spec: KernelSpec) -> bool:
+    """Whether keys of 2 bits may be read in words of short rows."""
+    stack = stacks(spec.role, spec.site, spec.head_dim, spec.v_head_dim, spec.group, spec.torch_dtype)
+    return narrow_step(spec.role, spec.layout.keys, spec.head_dim, stack * spec.group)
+
+
 def _in_words(part: TileLoader, spec: KernelSpec) -> bool:
     """Whether codes become float16 as they stand, so that two of a word fill the two halves of two registers."""
     element = part.storage.element
     if part.storage.channelwise and part.side == "keys" and not part.elementwise and not part.folded:
         return _several_groups(spec, spec.block_n)
     plain = element.kind in ("int", "uint", "fp8") and element.bits in (2, 4, 8)
-    if element.bits == 2 and part.row_bytes < _NARROW:
-        return False
+    if element.bits == 2 and part.row_bytes < NARROW:
+        # Values beside keys that are read so.
+        beside = _narrow_step(spec) and _several_groups(spec, spec.block_n)
+        if not (beside and part.row_bytes == NARROW // 2):
+            return False
     # Pieces of one group are too narrow to be halved.
     alone = part.stack > 1 or part.by_group or element.bits == 8 or part.storage.groups(part.dim) == 1
     return plain and alone and part.dot == "float16" and not part.by_element and part.row_bytes % 2 == 0

@@ -130,13 +130,14 @@ def test_case_of_a_site() -> None:
 @pytest.mark.parametrize(
     ("role", "bits", "group", "expected"),
     [
-        ("decode", 2, 32, 32),
+        ("decode", 2, 32, 64),  # dequantized in float16
         ("decode", 2, 64, 64),
         ("decode", 2, 48, 32),
         ("decode", 2, 256, 64),
         ("prefill", 2, 16, 16),
+        ("prefill", 2, 32, 32),
         ("prefill", 4, 16, 64),
-        ("decode", 4, 32, 64),  # dequantized in float16
+        ("decode", 4, 32, 64),  # as above
         ("decode", 4, 16, 64),
         ("decode", 4, 256, 64),
     ],
@@ -244,7 +245,7 @@ def test_tokens_in_full_beside_few_bits_take_the_registers_of_more_warps() -> No
     def of(role: Role, heads: tuple[int, int], dim: int) -> Config:
         return config(case_of(role, site, *heads, dim, dim, torch.bfloat16), site, H200)
 
-    few, many = (of("decode", heads, 128) for heads in ((32, 8), (16, 1)))
+    few, many = of("decode", (32, 8), 96), of("decode", (16, 1), 128)
     assert (few.num_warps, few.num_stages) == (2, 6) and (many.num_warps, many.num_stages) == (4, 3)
     prompt = of("prefill", (8, 4), 256)
     assert (prompt.block_m, prompt.block_n, prompt.num_warps) == (16, 32, 8)

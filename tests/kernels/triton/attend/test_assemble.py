@@ -59,6 +59,12 @@ NARROW = {
     for recipe in ("nf4", "mxfp4")
     for kind in ("causal", "sliding")
 }
+# In the main loop, which then is 4.4 instructions per element: without, a tile of half the slots takes 5.7, or 8.7.
+INSIDE = {
+    "decode kivi2:causal llama sm_100": 2,
+    "decode kivi2:causal llama sm_120": 2,
+    "decode kivi2:causal alibi sm_90": 5,
+}
 LAYOUTS = dict(of_recipes())
 # Of no recipe, but with tiles of their own.
 BESIDE = {"int4_pages:causal": replace(LAYOUTS["int4:causal"], placement=Paged(16))}
@@ -68,7 +74,11 @@ MANY = 64  # new tokens of a prompt
 LONG = 1024  # of one whose older tokens are decoded to rows
 # Decode without all that a pipeline must have, of a recipe, or of its shape, and why.
 UNPIPELINED = {
-    "kivi2": "a plane of 2 bits is too narrow for words, and scales per channel are read where they are folded in",
+    **{
+        f"kivi2 {shape}": "a plane is too narrow for words, or rows too many: scales per channel are read where they "
+        "are folded in"
+        for shape in ("smollm2", "mqa", "gemma", "mla", "sinks")
+    },
     "nf4": "codes of a codebook are chosen by selects on bytes",
     "mxfp4": "codes of a codebook are chosen by selects on bytes",
     "sinks_h2o_fp8": "every tile may have tokens in full, and reads which tokens its slots hold",
@@ -147,7 +157,7 @@ def check(
     accepts = budgeted and MEASURED and bool(os.environ.get("KVCOMPILE_ACCEPT"))
     for name, made in zip(cases, assemble(cases.values()) if found is None else found, strict=True):
         wrong = []
-        if made.loop_spills or made.spills > OUTSIDE.get(name, SPILLS):
+        if made.loop_spills > INSIDE.get(name, 0) or made.spills > OUTSIDE.get(name, SPILLS):
             wrong.append(f"spills: {made.spills} instructions, {made.loop_spills} of them in the main loop")
         if made.shared > DEVICES[made.arch].shared:
             wrong.append(
