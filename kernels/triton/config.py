@@ -248,8 +248,7 @@ def _affine(role: Role, site: SiteSpec, head_dim: int, dtype: torch.dtype, rows:
         return whole and dtype != torch.float32 and own.of_slots.groups(head_dim) > 1
     keys, placement = site.layout.keys, site.layout.placement
     group = keys.group
-    page = placement.page_size if isinstance(placement, Paged) else _ONE_PAGE
-    dense = page >= _ONE_PAGE and page & (page - 1) == 0  # a tile is in one page
+    in_page = not isinstance(placement, Paged) or placement.page_size % group == 0
     plain = keys.of_slots.element.kind == "uint" and keys.of_slots.element.bits in (2, 4, 8)
     if keys.of_slots.element.bits == 2:
         plain = plain and narrow_step(role, keys, head_dim, rows)
@@ -260,7 +259,7 @@ def _affine(role: Role, site: SiteSpec, head_dim: int, dtype: torch.dtype, rows:
     return (
         role != "columns"
         and whole
-        and dense
+        and in_page
         and plain
         and packs
         and halves

@@ -257,4 +257,32 @@ TRITON = (
         "<< {bit})",
         "tests/kernels/triton/test_broken.py",
     ),
+    broken(
+        "all groups of a page have the scales of its first",
+        "kernels/triton/tile/addressing.py",
+        "* {shared} + {within})[:, None]",
+        "* {shared})[:, None]",
+        "kernels/triton/tile/short_pages",
+    ),
+    broken(
+        "a page that a group does not fill is one of whole groups",
+        "kernels/triton/tile/reader.py",
+        "or placement.page_size % kept.group == 0",
+        "or placement.page_size >= kept.group",
+        "kernels/triton/tile/short_pages",
+    ),
+    broken(
+        "prompts read short rows of 2 bits in words",
+        "kernels/triton/tile/channel_blocks.py",
+        ' and role == "decode" and rows <= SMALLEST',
+        " and rows <= SMALLEST",
+        "kernels/triton/tile/short_rows",
+    ),
+    broken(
+        "values of 2 bits in short rows are words beside any keys",
+        "kernels/triton/tile/reader.py",
+        "if not (beside and part.row_bytes == NARROW // 2):",
+        "if part.row_bytes != NARROW // 2:",
+        "kernels/triton/tile/short_rows",
+    ),
 )

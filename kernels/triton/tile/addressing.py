@@ -147,6 +147,25 @@ class SlotArray:
             rows = self.base(group)
         return f"{self.prefix}{name}_ptr + {rows} // {group} * {elements} + {channels}"
 
+    def groups(self, name: str, group: int, masked: bool) -> list[str]:
+        """Lines that define `name` [groups of a tile, 1]: the rows that each `group` tokens of a tile share.
+
+        masked: groups beyond `end` have no row
+        """
+        each = f"tl.arange(0, {self.block_n // group})"
+        if not self.gathers:
+            return [f"{name} = {self.base(group)} // {group} + {each}[:, None]"]
+        # Of those in a page, all are: a group has one place in the table.
+        slots, pages, shared = f"{name}_slots", f"{name}_pages", self.page_size // group
+        guard = f", mask={slots} < end, other=0" if masked else ""
+        entry = printed(page_index(self.page_size), {sy.slot: slots})
+        within = printed(sympy.Mod(sympy.floor(_SLOT / group), shared), {_SLOT: slots})
+        return [
+            f"{slots} = start + {each} * {group}",
+            f"{pages} = tl.load(page_table_ptr + batch * page_table_s0 + {entry}{guard}).to(tl.int64)",
+            f"{name} = (({pages} * {self.num_kv_heads} + head) * {shared} + {within})[:, None]",
+        ]
+
     def _rows(self, multiple: int) -> str:
         # That it is a multiple stands in the text, where every compiler of a launch sees it.
         slots = "(slots_16 * 16)" if self.slots == "slots_16" else self.slots

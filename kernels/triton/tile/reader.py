@@ -97,7 +97,7 @@ def _by_group(spec: KernelSpec, kept: Storage, dim: int, dot: DotType, elementwi
 def _several_groups(spec: KernelSpec, block_n: int) -> bool:
     """Whether a tile of so many slots has several whole groups of keys that share scales per channel (`affine`)."""
     kept, placement = spec.layout.keys.of_slots, spec.layout.placement
-    dense = not isinstance(placement, Paged) or placement.page_size % block_n == 0
+    in_page = not isinstance(placement, Paged) or placement.page_size % kept.group == 0
     whole = kept.channelwise and block_n % kept.group == 0 and block_n > kept.group
     plain = kept.element.kind == "uint" and kept.element.bits in (2, 4, 8) and kept.scale.dtype == "float16"
     if kept.element.bits == 2 and not _narrow_step(spec):
@@ -106,7 +106,7 @@ def _several_groups(spec: KernelSpec, block_n: int) -> bool:
     chosen = "chosen" in spec.options
     return (
         whole
-        and dense
+        and in_page
         and plain
         and packs
         and spec.role != "columns"

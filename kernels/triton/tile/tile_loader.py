@@ -289,8 +289,7 @@ class TileLoader:
         guards = [f"(start + tl.arange(0, {groups})[:, None] * {self.group} < end)"] if masked else []
         lines: list[str] = []
         if index == 0 or not planes:
-            first = f"{source.base(self.group)} // {self.group}"
-            lines.append(f"{self.letter}_groups = {first} + tl.arange(0, {groups})[:, None]")
+            lines += source.groups(f"{self.letter}_groups", self.group, masked)
         for part in self.storage.scale.numbers:
             name = f"{self.letter}_{part}{index}"
             pointer = f"{source.prefix}{self.side}_{part}_ptr"

@@ -48,6 +48,7 @@ def test_who_reads_them_as_words() -> None:
     """Steps of few heads, whose tile has several groups of tokens; else neither side."""
     assert of(KIVI2) == (True, True)
     assert of(replace(KIVI2, placement=Paged(64))) == (True, True)
+    assert of(replace(KIVI2, placement=Paged(32))) == (True, True)
     assert of(replace(KIVI2, values=int8())) == (True, True)
     assert of(replace(KIVI2, values=uint(2))) == (True, True)
     assert of(KIVI2, "prefill") == (False, False)
@@ -86,7 +87,7 @@ def test_which_steps(keys: Storage, dim: int, rows: int, role: str) -> None:
     group=st.sampled_from((2, 4, 8)),
     values=st.sampled_from((uint(2, 32), uint(2), with_residual(uint(2, 64), 5), uint(4, 32), int8())),
     heads=st.sampled_from(((4, 1), (6, 3), (2, 2))),
-    placement=st.sampled_from((Paged(16), Paged(32), Contiguous())),
+    placement=st.sampled_from((Paged(8), Paged(16), Paged(24), Paged(32), Contiguous())),
     dtype=st.sampled_from((torch.float16, torch.bfloat16)),
     chunks=st.sampled_from(((23, 1), (16, 15, 1, 1), (37, 1))),
 )
