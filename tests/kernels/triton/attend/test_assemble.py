@@ -67,7 +67,10 @@ INSIDE = {
 }
 LAYOUTS = dict(of_recipes())
 # Of no recipe, but with tiles of their own.
-BESIDE = {"int4_pages:causal": replace(LAYOUTS["int4:causal"], placement=Paged(16))}
+BESIDE = {
+    "int4_pages:causal": replace(LAYOUTS["int4:causal"], placement=Paged(16)),
+    "kivi4_pages:causal": replace(LAYOUTS["kivi4:causal"], placement=Paged(32)),
+}
 # Of three groups of channels.
 THREE = {"phi3": Shape((32, 32), (96, 96))}
 MANY = 64  # new tokens of a prompt
@@ -125,6 +128,9 @@ QUICK = (
     ("decode", "int4:causal", "phi3", 90),
     ("decode", "kivi4:causal", "llama", 90),
     ("decode", "kivi4:causal", "mqa", 90),
+    ("decode", "kivi4_pages:causal", "llama", 90),
+    ("decode", "kivi4_pages:causal", "smollm2", 90),
+    ("decode", "kivi2:causal", "llama", 90),
     ("decode", "h2o_int8:causal", "llama", 90),
     ("decode", "streaming:causal", "smollm2", 90),
     ("decode", "quest_int8:causal", "llama", 90),

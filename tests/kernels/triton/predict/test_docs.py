@@ -19,9 +19,10 @@ import torch
 
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.attend import cascade
+from kvcompile.kernels.triton.config import Config, using
 from kvcompile.kernels.triton.predict import linears, step
 from kvcompile.kernels.triton.predict.assumptions import EXPECTED, HARSH, KIND, Assumed
-from kvcompile.kernels.triton.predict.cases import CaseTime, prepared, times
+from kvcompile.kernels.triton.predict.cases import CASES, CaseTime, prepared, times
 from kvcompile.kernels.triton.predict.facts import facts
 from kvcompile.kernels.triton.predict.goals import GOALS, Figure, Judged, judged
 from kvcompile.kernels.triton.predict.launch import predicted
@@ -84,6 +85,19 @@ def compared(found: Mapping[str, CaseTime]) -> str:
             own = found[name].seconds * 1e6
             rows.append(f"| {name} | {own:,.1f} | {us:,.1f} | {us / own:.2f} |")
     return "\n".join(rows)
+
+
+# Cases whose kernel has another tile since it was measured: they are predicted with what they had then.
+TILES = {"kivi4 B32 32k": Config(block_n=64, num_warps=4, num_stages=3, waves=2.0)}
+
+
+def as_measured(model: Model) -> dict[str, CaseTime]:
+    """What is predicted of `TILES`."""
+    found: dict[str, CaseTime] = {}
+    for case in (case for case in CASES if case.name in TILES):
+        with using("decode", TILES[case.name]):
+            found |= times(model, *prepared(model.machine, (case,)))
+    return found
 
 
 PREFIX = (64, 8192 + 512, 8192)  # sequences, tokens of each, of which all have so many in common
@@ -214,7 +228,7 @@ def test_goals_are_as_predicted() -> None:
     runs = [{**times(model, made, found), **step.times(model, own)} for model in models]
     check("goals", goals(judged(*(_figures(run.values()) for run in runs))))
     layers = {step.measured_as(of): step.layers_time(of, models[0], own) for of in step.LINEARS}
-    check("compared", compared({**runs[0], **layers}))
+    check("compared", compared({**runs[0], **as_measured(models[0]), **layers}))
     check("linear", linear(machine, own))
     check("step", steps(machine, own))
 

@@ -93,6 +93,8 @@ CASES = (
     ("decode", "paged:causal", "llama", 90),
     ("decode", "paged_int8:causal", "llama", 90),
     ("decode", "kivi4:causal", "llama", 90),
+    ("decode", "kivi4_pages:causal", "llama", 90),
+    ("decode", "kivi2:causal", "llama", 90),
     ("decode", "h2o_int8:causal", "llama", 90),
     ("prefill", "baseline:causal", "llama", 90),
     ("prefill", "baseline:causal", "llama", 100),
