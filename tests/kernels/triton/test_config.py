@@ -249,3 +249,17 @@ def test_tokens_in_full_beside_few_bits_take_the_registers_of_more_warps() -> No
     assert (few.num_warps, few.num_stages) == (2, 6) and (many.num_warps, many.num_stages) == (4, 3)
     prompt = of("prefill", (8, 4), 256)
     assert (prompt.block_m, prompt.block_n, prompt.num_warps) == (16, 32, 8)
+
+
+def test_wide_heads_have_two_groups_of_tokens_a_tile_where_shared_memory_allows() -> None:
+    """Of 32 heads to a KV head, a tile of 64 slots takes 108 KB, which programs of an A10 do not have."""
+    site = SiteSpec(recipe_layouts("kivi4")["causal"], 0.1)
+    a10 = Device("NVIDIA A10", 86, 72)
+
+    def of(heads: tuple[int, int], device: Device) -> tuple[int, int, int]:
+        own = config(case_of("decode", site, *heads, 256, 256, torch.bfloat16), site, device)
+        return own.block_n, own.num_warps, own.num_stages
+
+    assert of((8, 4), H200) == of((32, 1), A100) == (64, 8, 4)
+    assert of((8, 4), a10) == (64, 8, 3)
+    assert of((32, 1), a10)[0] == 32

@@ -89,7 +89,6 @@ UNPIPELINED = {
     "streaming_int8": "cosines and sines of keys that turn take the shared memory of a second buffer",
     "int4 mla": "18 groups of channels are no power of two: pieces read the scales of theirs, some of them two bytes",
     "kivi4 mla": "a tile in both forms, codes and in full, takes the registers of a second buffer",
-    "kivi4 gemma": "scales per channel are read where they are folded in",
 }
 
 
@@ -130,6 +129,7 @@ QUICK = (
     ("decode", "kivi4:causal", "mqa", 90),
     ("decode", "kivi4_pages:causal", "llama", 90),
     ("decode", "kivi4_pages:causal", "smollm2", 90),
+    ("decode", "kivi4:causal", "gemma", 90),
     ("decode", "kivi2:causal", "llama", 90),
     ("decode", "h2o_int8:causal", "llama", 90),
     ("decode", "streaming:causal", "smollm2", 90),
