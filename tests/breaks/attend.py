@@ -80,8 +80,8 @@ ATTEND = (
     broken(
         "offsets of queries have 32 bits",
         "kernels/triton/attend/queries.py",
-        "heads[:, None].to(tl.int64) * q_s1",
-        "heads[:, None] * q_s1",
+        "heads[:, None].to(tl.int64) * {prefix}_s1",
+        "heads[:, None] * {prefix}_s1",
         "tests/kernels/triton/attend/test_queries.py",
     ),
     broken(

@@ -254,10 +254,6 @@ def decode_attention(
     q1 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc1, mask=real[:, None], other=0.0)
     q2 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc2, mask=real[:, None], other=0.0)
     q3 = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + kc3, mask=real[:, None], other=0.0)
-    q0_full = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == tl.zeros_like(kc0)[None, :, :]), q0[None, :, :], 0.0), [16, 32]).to(tl.bfloat16)
-    q1_full = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == tl.zeros_like(kc1)[None, :, :]), q1[None, :, :], 0.0), [16, 32]).to(tl.bfloat16)
-    q2_full = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == tl.zeros_like(kc2)[None, :, :]), q2[None, :, :], 0.0), [16, 32]).to(tl.bfloat16)
-    q3_full = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == tl.zeros_like(kc3)[None, :, :]), q3[None, :, :], 0.0), [16, 32]).to(tl.bfloat16)
     q0 = q0.to(tl.float32)
     q1 = q1.to(tl.float32)
     q2 = q2.to(tl.float32)
@@ -390,23 +386,24 @@ def decode_attention(
         k2 = affine_at0(bits4_at4_halves(k_words0), k_scale2, k_minimum2)
         k3 = affine_at1(bits4_at12_halves(k_words0), k_scale2, k_minimum2)
         inside = every
-        k_row = (batch * 8 + head) * 128 + tl.where(k_in_full, 0 + key % 128, 0)
-        k0_full = tl.load(keys_full_ptr + k_row[:, None] * 128 + kc0, mask=k_in_full[:, None], other=0.0).to(tl.bfloat16)
-        k1_full = tl.load(keys_full_ptr + k_row[:, None] * 128 + kc1, mask=k_in_full[:, None], other=0.0).to(tl.bfloat16)
-        k2_full = tl.load(keys_full_ptr + k_row[:, None] * 128 + kc2, mask=k_in_full[:, None], other=0.0).to(tl.bfloat16)
-        k3_full = tl.load(keys_full_ptr + k_row[:, None] * 128 + kc3, mask=k_in_full[:, None], other=0.0).to(tl.bfloat16)
         s = tl.dot(q0, tl.trans(k0))
         s = tl.dot(q1, tl.trans(k1), s)
         s = tl.dot(q2, tl.trans(k2), s)
         s = tl.dot(q3, tl.trans(k3), s)
         s = tl.sum(tl.reshape(s, [4, 4, 64]), 0)
         s = s * row_scale[:, None]
-        f = tl.dot(q0_full, tl.trans(k0_full))
-        f = tl.dot(q1_full, tl.trans(k1_full), f)
-        f = tl.dot(q2_full, tl.trans(k2_full), f)
-        f = tl.dot(q3_full, tl.trans(k3_full), f)
-        f = tl.sum(tl.reshape(f, [4, 4, 64]), 0)
-        s = tl.where(k_in_full[None, :], f * 0.12751743082459868, s)
+        if tl.max(k_in_full.to(tl.int32), 0) > 0:
+            q0_full = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + (0 + tl.arange(0, 64)[None, :]), mask=real[:, None], other=0.0)
+            q0_full = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == tl.zeros_like((0 + tl.arange(0, 64)[None, :]))[None, :, :]), q0_full[None, :, :], 0.0), [16, 64]).to(tl.bfloat16)
+            q1_full = tl.load(q_ptr + batch * q_s0 + heads[:, None].to(tl.int64) * q_s1 + (64 + tl.arange(0, 64)[None, :]), mask=real[:, None], other=0.0)
+            q1_full = tl.reshape(tl.where((tl.arange(0, 4)[:, None, None] == tl.zeros_like((64 + tl.arange(0, 64)[None, :]))[None, :, :]), q1_full[None, :, :], 0.0), [16, 64]).to(tl.bfloat16)
+            k_row = (batch * 8 + head) * 128 + tl.where(k_in_full, 0 + key % 128, 0)
+            k0_full = tl.load(keys_full_ptr + k_row[:, None] * 128 + (0 + tl.arange(0, 64)[None, :]), mask=k_in_full[:, None], other=0.0).to(tl.bfloat16)
+            k1_full = tl.load(keys_full_ptr + k_row[:, None] * 128 + (64 + tl.arange(0, 64)[None, :]), mask=k_in_full[:, None], other=0.0).to(tl.bfloat16)
+            f = tl.dot(q0_full, tl.trans(k0_full))
+            f = tl.dot(q1_full, tl.trans(k1_full), f)
+            f = tl.sum(tl.reshape(f, [4, 4, 64]), 0)
+            s = tl.where(k_in_full[None, :], f * 0.12751743082459868, s)
         s = tl.where(inside[None, :], s, float("-inf"))
         every = inside
         inside = (inside & ~v_in_full)
@@ -420,11 +417,6 @@ def decode_attention(
         v2 = bits4_at4_subnormals(v_words0)
         v3 = bits4_at12_subnormals(v_words0)
         inside = every
-        v_row = (batch * 8 + head) * 128 + tl.where(v_in_full, 0 + key % 128, 0)
-        v0_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc0, mask=v_in_full[:, None], other=0.0).to(tl.bfloat16)
-        v1_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc1, mask=v_in_full[:, None], other=0.0).to(tl.bfloat16)
-        v2_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc2, mask=v_in_full[:, None], other=0.0).to(tl.bfloat16)
-        v3_full = tl.load(values_full_ptr + v_row[:, None] * 128 + vc3, mask=v_in_full[:, None], other=0.0).to(tl.bfloat16)
         v_scales = tl.reshape(tl.broadcast_to(tl.reshape(tl.permute(tl.reshape(v_scale, [64, 2, 2]), [2, 1, 0]), [4, 64])[:, None, :], [4, 4, 64]), [16, 64])
         v_exponent = log2_of(tl.maximum(tl.max(tl.reshape(v_scales, [4, 4, 64]), 0), 5.960464477539063e-08))
         v_exponent = tl.where(v_in_full[None, :], 0.0, v_exponent)
@@ -452,11 +444,17 @@ def decode_attention(
         acc1 = tl.dot(w, v1, acc1)
         acc2 = tl.dot(w, v2, acc2)
         acc3 = tl.dot(w, v3, acc3)
-        w = tl.reshape(tl.broadcast_to(e_full[None, :, :], [4, 4, 64]), [16, 64]).to(tl.bfloat16)
-        acc0 = acc0 + tl.dot(w, v0_full) * 5.960464477539063e-08
-        acc1 = acc1 + tl.dot(w, v1_full) * 5.960464477539063e-08
-        acc2 = acc2 + tl.dot(w, v2_full) * 9.5367431640625e-07
-        acc3 = acc3 + tl.dot(w, v3_full) * 9.5367431640625e-07
+        if tl.max(v_in_full.to(tl.int32), 0) > 0:
+            v_row = (batch * 8 + head) * 128 + tl.where(v_in_full, 0 + key % 128, 0)
+            v0_pairs = tl.load(values_full_ptr + v_row[:, None] * 128 + (0 + tl.arange(0, 64)[None, :]), mask=v_in_full[:, None], other=0.0).to(tl.bfloat16)
+            v0_full, v1_full = tl.split(tl.reshape(v0_pairs, [64, 32, 2]))
+            v2_pairs = tl.load(values_full_ptr + v_row[:, None] * 128 + (64 + tl.arange(0, 64)[None, :]), mask=v_in_full[:, None], other=0.0).to(tl.bfloat16)
+            v2_full, v3_full = tl.split(tl.reshape(v2_pairs, [64, 32, 2]))
+            w_full = tl.reshape(tl.broadcast_to(e_full[None, :, :], [4, 4, 64]), [16, 64]).to(tl.bfloat16)
+            acc0 = acc0 + tl.dot(w_full, v0_full) * 5.960464477539063e-08
+            acc1 = acc1 + tl.dot(w_full, v1_full) * 5.960464477539063e-08
+            acc2 = acc2 + tl.dot(w_full, v2_full) * 9.5367431640625e-07
+            acc3 = acc3 + tl.dot(w_full, v3_full) * 9.5367431640625e-07
 
     total = tl.sum(total, 1)
     minima0 = tl.sum(minima0, 1)

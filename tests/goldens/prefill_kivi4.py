@@ -381,11 +381,11 @@ def prefill_attention(
         acc1 = tl.dot(w, v1, acc1)
         acc2 = tl.dot(w, v2, acc2)
         acc3 = tl.dot(w, v3, acc3)
-        w = p_full.to(tl.bfloat16)
-        acc0 = acc0 + tl.dot(w, v0_full)
-        acc1 = acc1 + tl.dot(w, v1_full)
-        acc2 = acc2 + tl.dot(w, v2_full)
-        acc3 = acc3 + tl.dot(w, v3_full)
+        w_full = p_full.to(tl.bfloat16)
+        acc0 = acc0 + tl.dot(w_full, v0_full)
+        acc1 = acc1 + tl.dot(w_full, v1_full)
+        acc2 = acc2 + tl.dot(w_full, v2_full)
+        acc3 = acc3 + tl.dot(w_full, v3_full)
 
     # A query of padding sees nothing, and gives 0.
     total = tl.where(total == 0.0, 1.0, total)

@@ -120,7 +120,8 @@ def generate(spec: KernelSpec) -> KernelSource:
         members=work_list.members(spec),
         at_once=work_list.AT_ONCE,
         # Beside tokens in full no register is left for where a search began: these look from the first sequence on.
-        looked_at=work_list.AT_ONCE if attend.mixed else work_list.LOOKED_AT,
+        anew=attend.mixed and not attend.apart,
+        looked_at=work_list.AT_ONCE if attend.mixed and not attend.apart else work_list.LOOKED_AT,
         options=spec.options,
         queries=[*constants(attend), *scale, *queries(attend)],
         accumulators=(continued if "continued" in spec.options else accumulators)(attend),

@@ -14,7 +14,7 @@ from kvcompile.kernels.triton.retention.score import SCORED, logits_dtype
 from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.kernels.triton.tile import cache_positions, latent, scores
 from kvcompile.kernels.triton.tile.addressing import SlotArray
-from kvcompile.kernels.triton.tile.channel_blocks import in_pairs
+from kvcompile.kernels.triton.tile.channel_blocks import between, in_pairs
 from kvcompile.kernels.triton.tile.reader import reader
 from kvcompile.kernels.triton.tile.residual import InFull
 from kvcompile.kernels.triton.tile.tile_loader import TileLoader
@@ -26,6 +26,7 @@ from kvcompile.specs import RotaryForm
 # scale them down takes as many instructions, and some ten to see whether that must be.
 _SUMS = 64
 _ROWS = 16  # of a product of one warp
+_AT_ONCE = 64  # channels of keys in full that a product reads
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,20 @@ class Attend:
         if not (storage.residual or storage.sinks):
             return None
         of = self.keys if side == "keys" else self.values.of
-        return InFull(self.spec, side, of.dim, of.pieces, self.many)
+        pieces = of.pieces
+        if self.apart and side == "keys":
+            # Products of their own need no pieces of codes.
+            pieces = between(of.dim, range(_AT_ONCE, of.dim, _AT_ONCE))
+        return InFull(self.spec, side, of.dim, pieces, self.many, self.apart)
+
+    @property
+    def apart(self) -> bool:
+        """Whether what is read in full is read in branches of its own, where any key of a tile is.
+
+        Keys that turn share cosines with those of codes, and keys that are values as well are read once. Of prompts,
+        some were assembled with spills that they did not have.
+        """
+        return self.mixed and not self.many and self.rotary is None and not self.spec.layout.in_keys
 
     @property
     def mixed(self) -> bool:

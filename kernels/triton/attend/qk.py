@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from kvcompile.kernels.triton.attend import minima
 from kvcompile.kernels.triton.attend.context import Attend
+from kvcompile.kernels.triton.attend.queries import in_full
 from kvcompile.kernels.triton.spec import DotType
 from kvcompile.kernels.triton.tile import dot_dtype, scores, stacking
 from kvcompile.kernels.triton.tile.residual import InFull
@@ -57,29 +58,30 @@ def products(attend: Attend, masked: bool) -> list[str]:
         lines.append(f"s = s * {f'({factor}{late})' if late else factor}")
     rows = attend.full("keys") if masked else None
     if rows:
-        lines += _products(attend, "f", "_full", "_full", dot_dtype.of_model(spec))
+        own = _products(len(rows.pieces), "f", "_full", "_full", dot_dtype.of_model(spec))
         if attend.stack > 1:
-            lines.append(f"f = {stacking.summed('f', attend.stack, spec.block_m, spec.block_n)}")
-        lines.append(f"s = tl.where({rows.flag_of_scores}, f * {scores.factor(spec)!r}, s)")
+            own.append(f"f = {stacking.summed('f', attend.stack, spec.block_m, spec.block_n)}")
+        own.append(f"s = tl.where({rows.flag_of_scores}, f * {scores.factor(spec)!r}, s)")
+        lines += rows.where_any([*in_full(attend, rows), *rows.load(), *own]) if attend.apart else own
     return [*lines, *_toward_sinks(attend, rows)] if masked and attend.two_queries else lines
 
 
 def _toward_sinks(attend: Attend, rows: InFull | None) -> list[str]:
     """Lines that replace the scores of sinks by those of queries that turned at their place toward sinks."""
-    lines = _products(attend, "f", "_sinks", "", attend.keys.dot)
+    lines = _products(len(attend.keys.pieces), "f", "_sinks", "", attend.keys.dot)
     if rows:
-        lines += _products(attend, "g", "_sinks", "_full", attend.keys.dot)
+        lines += _products(len(rows.pieces), "g", "_sinks", "_full", attend.keys.dot)
         lines.append(f"f = tl.where({rows.flag}, g, f)")
     sinks = attend.spec.layout.retention.sinks
     lines.append(f"s = tl.where((key < {sinks})[None, :], f * {scores.factor(attend.spec)!r}, s)")
     return lines
 
 
-def _products(attend: Attend, name: str, of_queries: str, of_keys: str, kind: DotType) -> list[str]:
+def _products(pieces: int, name: str, of_queries: str, of_keys: str, kind: DotType) -> list[str]:
     """Lines that define `name` as products of whole numbers, of queries and keys with these endings."""
     return [
         f"{name} = {_dot(f'q{i}{of_queries}', f'k{i}{of_keys}', name if i else None, kind)}"
-        for i in range(len(attend.keys.pieces))
+        for i in range(pieces)
     ]
 
 

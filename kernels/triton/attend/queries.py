@@ -18,6 +18,8 @@ import torch
 from kvcompile.kernels.triton.attend import minima
 from kvcompile.kernels.triton.attend.context import Attend
 from kvcompile.kernels.triton.tile import cache_positions, dot_dtype, scores, stacking
+from kvcompile.kernels.triton.tile.channel_blocks import ChannelBlock
+from kvcompile.kernels.triton.tile.residual import InFull
 from kvcompile.kernels.triton.tile.tile_loader import LEAST, TileLoader
 
 # What a reduction does to two of its elements.
@@ -46,9 +48,12 @@ def queries(attend: Attend) -> list[str]:
     kind = f"tl.{dot_dtype.of_model(spec)}"
     if attend.two_queries:
         lines += [f"q{index}_sinks = q{index}_sinks.to({kind})" for index in every]
-    if attend.full("keys"):
+    if attend.full("keys") and not attend.apart:
         # In a product with keys in full, a head is a row once.
-        lines += [f"q{index}_full = {_rows(attend, index, 1)}.to({kind})" for index in every]
+        lines += [
+            f"q{index}_full = {_rows(attend, f'q{index}', f'kc{index}', piece.block, 1)}.to({kind})"
+            for index, piece in enumerate(keys.pieces)
+        ]
     if attend.normalized:
         lines += [f"q{index} = q{index}.to(tl.float32)" for index in every]
         largest = over_channels(attend, "tl.max", {index: f"tl.abs(q{index})" for index in every})
@@ -59,7 +64,9 @@ def queries(attend: Attend) -> list[str]:
         lines += [f"q{index} = q{index} / norm[:, None]" for index in every]
         lines.append(f"row_scale = norm * {scores.factor(spec) * 2**unit!r}")
     if attend.stack > 1:
-        lines += [f"q{index} = {_rows(attend, index, attend.groups('keys')[0])}" for index in every]
+        count = attend.groups("keys")[0]
+        for index, piece in enumerate(keys.pieces):
+            lines.append(f"q{index} = {_rows(attend, f'q{index}', f'kc{index}', piece.block, count)}")
     for index, group in enumerate(keys.scales()):
         if group.minimum is not None and not attend.narrow(keys):
             wide = "" if attend.normalized else ".to(tl.float32)"
@@ -98,25 +105,43 @@ def over_channels(attend: Attend, reduced: str, blocks: Mapping[int, str]) -> st
     return reduce(joined, (f"{reduced}({block}, 1)" for block in found.values()))
 
 
-def _rows(attend: Attend, index: int, count: int) -> str:
-    """An expression: piece `index` as rows of the products, of which each set has one of `count` groups of channels."""
+def in_full(attend: Attend, rows: InFull) -> list[str]:
+    """Lines that load queries once more, as pieces `q0_full`, ... for products with keys in full, a head a row once.
+
+    Kept since the other queries were loaded, they would take registers of tiles that have no such keys.
+    """
+    kind, lines = f"tl.{dot_dtype.of_model(attend.spec)}", []
+    for index, piece in enumerate(rows.pieces):
+        name, channels = f"q{index}_full", rows.channels(index)
+        at, guard = _address(attend, "q", channels, piece)
+        lines.append(f"{name} = tl.load({at}, mask={guard}, other=0.0)")
+        lines.append(f"{name} = {_rows(attend, name, channels, piece.block, 1)}.to({kind})")
+    return lines
+
+
+def _rows(attend: Attend, name: str, channels: str, width: int, count: int) -> str:
+    """An expression: piece `name` as rows of the products, of which each set has one of `count` groups of channels."""
     if attend.stack == 1:
-        return f"q{index}"
-    width = attend.keys.pieces[index].block
-    own = stacking.own(f"kc{index}", count, attend.groups("keys")[1], attend.stack)
-    return f"tl.reshape(tl.where({own}, q{index}[None, :, :], 0.0), [{attend.rows}, {width}])"
+        return name
+    own = stacking.own(channels, count, attend.groups("keys")[1], attend.stack)
+    return f"tl.reshape(tl.where({own}, {name}[None, :, :], 0.0), [{attend.rows}, {width}])"
 
 
 def _loaded(attend: Attend, index: int) -> list[str]:
     """Lines that load piece `index`."""
-    piece = attend.keys.pieces[index]
+    lines = []
+    for prefix, name in (("q", f"q{index}"), ("q_sinks", f"q{index}_sinks")):
+        if prefix == "q" or attend.two_queries:
+            at, guard = _address(attend, prefix, f"kc{index}", attend.keys.pieces[index])
+            lines.append(f"{name} = tl.load({at}, mask={guard}, other=0.0)")
+    return lines
+
+
+def _address(attend: Attend, prefix: str, channels: str, piece: ChannelBlock) -> tuple[str, str]:
+    """Expressions: where a piece of the queries stands, and which of it are there."""
     # In 64 bits: the queries of a long prompt are more than 2^31 elements.
     of = "row_batch[:, None]" if attend.cascade else "batch"
-    at = f"{of} * q_s0 + heads[:, None].to(tl.int64) * q_s1"
-    at += " + token[:, None].to(tl.int64) * q_s2" if attend.many else ""
-    guard = "real[:, None]" + ("" if piece.whole else f" & (kc{index} < {piece.stop})")
-    lines = [f"q{index} = tl.load(q_ptr + {at} + kc{index}, mask={guard}, other=0.0)"]
-    if attend.two_queries:
-        own = at.replace("q_s", "q_sinks_s")
-        lines.append(f"q{index}_sinks = tl.load(q_sinks_ptr + {own} + kc{index}, mask={guard}, other=0.0)")
-    return lines
+    at = f"{prefix}_ptr + {of} * {prefix}_s0 + heads[:, None].to(tl.int64) * {prefix}_s1"
+    at += f" + token[:, None].to(tl.int64) * {prefix}_s2" if attend.many else ""
+    guard = "real[:, None]" + ("" if piece.whole else f" & ({channels} < {piece.stop})")
+    return f"{at} + {channels}", guard

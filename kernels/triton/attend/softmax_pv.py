@@ -200,14 +200,15 @@ def weigh(attend: Attend, masked: bool) -> list[str]:
         lines += [f"acc{i} = tl.dot(w, {values.name(i)}, acc{i}{exact})" for i in group.pieces]
     if rows:
         kind = dot_dtype.of_model(attend.spec)
-        lines.append(f"w = {_rows(attend, f'{whole}_full')}.to(tl.{kind})")
+        added = [f"w_full = {_rows(attend, f'{whole}_full')}.to(tl.{kind})"]
         # What is scaled at the end must not scale these.
         unit = f" / {values.of.side}_scale" if values.of.late_scale else ""
         for i in values.indices:
-            product = f"tl.dot(w, {values.name(i)}_full{dot_dtype.precision(kind)})"
+            product = f"tl.dot(w_full, {values.name(i)}_full{dot_dtype.precision(kind)})"
             power = values.of.power(i)
             owed = f" * {2.0**-power}" if power else ""
-            lines.append(f"acc{i} = acc{i} + {product}{owed}{unit}")
+            added.append(f"acc{i} = acc{i} + {product}{owed}{unit}")
+        lines += rows.where_any([*rows.load(), *added]) if attend.apart else added
     return lines
 
 

@@ -20,7 +20,8 @@ from kvcompile.kernels.triton.tile.channel_blocks import ChannelBlock
 class InFull:
     """One side's rows in full.
 
-    many: whether queries have different lengths, and new tokens are not in the ring yet
+    many:  whether queries have different lengths, and new tokens are not in the ring yet
+    apart: whether they are read in branches of their own (`Attend.apart`)
     """
 
     spec: KernelSpec
@@ -28,6 +29,7 @@ class InFull:
     dim: int
     pieces: tuple[ChannelBlock, ...]
     many: bool
+    apart: bool = False
 
     @property
     def letter(self) -> str:
@@ -82,6 +84,16 @@ class InFull:
             parts.append(f"(key >= {sinks})")
         return f"({' & '.join(parts)})"
 
+    def where_any(self, lines: list[str]) -> list[str]:
+        """`lines`, done where any key of the tile is read in full.
+
+        A branch, so that what both forms need does not stand in registers at once: few tiles have both.
+        """
+        return [
+            f"if tl.max({self.rows_flag}.to(tl.int32), 0) > 0:",
+            *(f"    {line}" for line in lines),
+        ]
+
     def load(self) -> list[str]:
         """Lines that define `k0_full`, ... [BLOCK_N, W] in the dot type of the model, 0 where a key is not in full."""
         kept = self.spec.layout.keys if self.side == "keys" else self.spec.layout.values
@@ -96,13 +108,57 @@ class InFull:
             old, new = f"({self.rows_flag} & (key < first))", f"({self.rows_flag} & (key >= first))"
         kind = f"tl.{dot_dtype.of_model(self.spec)}"
         for index, piece in enumerate(self.pieces):
-            c = f"{letter}c{index}"
-            real = "" if piece.whole else f" & ({c} < {piece.stop})"
-            name = f"{letter}{index}_full"
+            if self._paired(index - 1):
+                continue  # with the channels before
+            pair = self._paired(index)
+            name = f"{letter}{index}_{'pairs' if pair else 'full'}"
+            width, real = self._width(index), ""
+            c = f"({piece.start} + tl.arange(0, {2 * width})[None, :])" if pair else self.channels(index)
+            if width != piece.width:
+                real = f" & ({c} < {piece.stop + pair})"
             at = f"{self.side}_full_ptr + {letter}_row[:, None] * {self.dim} + {c}"
             lines.append(f"{name} = tl.load({at}, mask={old}[:, None]{real}, other=0.0).to({kind})")
             if new:
                 own = f"{letter}_ptr + batch * {letter}_s0 + tl.cast(head, tl.int64) * {letter}_s1"
                 at = f"{own} + (key - first)[:, None].to(tl.int64) * {letter}_s2 + {c}"
                 lines.append(f"{name} += tl.load({at}, mask={new}[:, None]{real}, other=0.0).to({kind})")
+            lines += self._halves(index) if pair else []
+        return lines
+
+    def channels(self, index: int) -> str:
+        """An expression: the channels of a piece, [1, W]."""
+        piece = self.pieces[index]
+        whole = self.apart and self.side == "keys"
+        return (
+            f"({piece.start} + tl.arange(0, {piece.block})[None, :])" if whole else f"{self.letter}c{index}"
+        )
+
+    def _paired(self, index: int) -> bool:
+        """Whether pieces `index` and the next are the even and the odd channels of one range: both are one load.
+
+        Apart, loads would be of single numbers, and their addresses take as many registers as a tile.
+        """
+        if not self.apart or not 0 <= index < len(self.pieces) - 1:
+            return False
+        even, odd = self.pieces[index : index + 2]
+        alike = even.step == odd.step == 2 and even.width == odd.width and even.block == odd.block
+        return alike and odd.start == even.start + 1
+
+    def _width(self, index: int) -> int:
+        """Columns that are loaded of a piece: of a pair without its padding, if they are a power of two."""
+        piece = self.pieces[index]
+        return piece.width if self._paired(index) and piece.width & (piece.width - 1) == 0 else piece.block
+
+    def _halves(self, index: int) -> list[str]:
+        """Lines that take a pair apart.
+
+        Columns of padding have the numbers of others: nobody reads what comes of them.
+        """
+        rows, width, block = self.spec.block_n, self._width(index), self.pieces[index].block
+        letter = self.letter
+        both = [f"{letter}{index}_full", f"{letter}{index + 1}_full"]
+        lines = [f"{both[0]}, {both[1]} = tl.split(tl.reshape({letter}{index}_pairs, [{rows}, {width}, 2]))"]
+        for name in both if width < block else []:
+            repeated = f"tl.broadcast_to({name}[:, None, :], [{rows}, {block // width}, {width}])"
+            lines.append(f"{name} = tl.reshape({repeated}, [{rows}, {block}])")
         return lines
