@@ -28,7 +28,7 @@ import torch
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.device import Device, device_of
 from kvcompile.kernels.triton.spec import Role
-from kvcompile.kernels.triton.tile.channel_blocks import narrow_step
+from kvcompile.kernels.triton.tile.channel_blocks import step_in_words
 from kvcompile.kernels.triton.tile.stacking import stacks
 from kvcompile.layouts import Paged, Storage
 from kvcompile.util.cache_dir import cache_dir
@@ -251,7 +251,7 @@ def _affine(role: Role, site: SiteSpec, head_dim: int, dtype: torch.dtype, rows:
     in_page = not isinstance(placement, Paged) or placement.page_size % group == 0
     plain = keys.of_slots.element.kind == "uint" and keys.of_slots.element.bits in (2, 4, 8)
     if keys.of_slots.element.bits == 2:
-        plain = plain and narrow_step(role, keys, head_dim, rows)
+        plain = plain and step_in_words(role, keys, head_dim, rows)
     packs = head_dim * keys.of_slots.element.bits % 16 == 0 and head_dim % 2 == 0
     whole = keys.channelwise and group & (group - 1) == 0 and not site.layout.selection.selects
     halves = dtype != torch.float32 and keys.of_slots.scale.dtype == "float16"

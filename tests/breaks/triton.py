@@ -176,8 +176,8 @@ TRITON = (
     broken(
         "the scales of two halves of the channels are exchanged",
         "kernels/triton/tile/tile_loader.py",
-        "{name}0, {name}2 = tl.split(",
-        "{name}2, {name}0 = tl.split(",
+        "{halves[0]}, {halves[1]} = tl.split(",
+        "{halves[1]}, {halves[0]} = tl.split(",
         "tests/kernels/triton/host/test_attention.py",
     ),
     broken(
@@ -281,8 +281,36 @@ TRITON = (
     broken(
         "values of 2 bits in short rows are words beside any keys",
         "kernels/triton/tile/reader.py",
-        "if not (beside and part.row_bytes == NARROW // 2):",
-        "if part.row_bytes != NARROW // 2:",
+        "if not (beside and part.row_bytes >= SMALLEST):",
+        "if part.row_bytes < SMALLEST:",
+        "kernels/triton/tile/short_rows",
+    ),
+    broken(
+        "the scales of four planes of values are in no order",
+        "kernels/triton/tile/tile_loader.py",
+        "*_split_in_two(low, low, rows, columns, (names[0], names[1])),",
+        "*_split_in_two(low, low, rows, columns, (names[1], names[0])),",
+        "kernels/triton/tile/short_rows",
+    ),
+    broken(
+        "a single key of a tile that stands in full is not read",
+        "kernels/triton/tile/residual.py",
+        ".to(tl.int32), 0) > 0:",
+        ".to(tl.int32), 0) > 1:",
+        "kernels/triton/tile/short_rows",
+    ),
+    broken(
+        "even and odd channels of values in full are exchanged",
+        "kernels/triton/tile/residual.py",
+        "{both[0]}, {both[1]} = tl.split(",
+        "{both[1]}, {both[0]} = tl.split(",
+        "kernels/triton/tile/short_rows",
+    ),
+    broken(
+        "queries of keys in full are those of the first channels",
+        "kernels/triton/attend/queries.py",
+        '_address(attend, "q", channels, piece)',
+        '_address(attend, "q", rows.channels(0), piece)',
         "kernels/triton/tile/short_rows",
     ),
 )

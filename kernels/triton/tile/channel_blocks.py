@@ -17,7 +17,7 @@ from kvcompile.layouts import Storage
 
 # Bits of the planes that codes of so many bits are packed in, as kernels/reference/packing.py packs.
 PLANES: dict[int, tuple[int, ...]] = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
-# Bytes of a row of 2 bits, below which the words of one plane are too few columns for four warps.
+# Bytes of a row of 2 bits, below which the words of one plane are too few columns for four warps; tokens of a group.
 NARROW = 64
 SMALLEST = 16  # what a product takes at least; narrower pieces are padded with zeros
 
@@ -115,17 +115,17 @@ def edges(kept: Storage, dim: int, stacked: bool = False) -> list[int]:
     return [edge for size in sizes for edge in range(size, dim, size)]
 
 
-def narrow_step(role: str, keys: Storage, dim: int, rows: int) -> bool:
-    """Whether a step reads keys of 2 bits in words, though a row has 16, as of 128 channels.
+def step_in_words(role: str, keys: Storage, dim: int, rows: int) -> bool:
+    """Whether a step reads keys of 2 bits in words, however few a row has: 8 are of 64 channels.
 
     Only steps of few heads were assembled without spills, and faster: prompts have more rows, as heads that are stacked
-    have; groups of a tile's slots and more have scales that multiply the queries, and wait for these.
+    have; groups of many tokens have scales that multiply the queries, and wait for these.
 
     rows: of a product, that the heads of a group take
     """
     own = keys.of_slots
-    short = own.element.bits == 2 and dim * 2 // 8 == NARROW // 2
-    return short and own.channelwise and own.group < NARROW and role == "decode" and rows <= SMALLEST
+    narrow = own.element.bits == 2 and dim * 2 // 8 >= SMALLEST
+    return narrow and own.channelwise and own.group < NARROW and role == "decode" and rows <= SMALLEST
 
 
 def wider(pieces: tuple[ChannelBlock, ...], rows: int) -> tuple[ChannelBlock, ...]:

@@ -9,16 +9,19 @@ from kvcompile.kernels.triton.spec import DotType, KernelSpec
 from kvcompile.kernels.triton.tile import dot_dtype, latent
 from kvcompile.kernels.triton.tile.channel_blocks import (
     NARROW,
+    SMALLEST,
     ChannelBlock,
     between,
     edges,
     in_words,
-    narrow_step,
+    step_in_words,
     wider,
 )
 from kvcompile.kernels.triton.tile.stacking import filled, stacks, takes_scales
 from kvcompile.kernels.triton.tile.tile_loader import TileLoader
 from kvcompile.layouts import InKeys, Paged, Storage
+
+_FEW_SLOTS = 32
 
 
 def reader(
@@ -39,7 +42,8 @@ def reader(
     kept = stored.of_slots
     dot = dot_dtype.of_model(spec) if elementwise or kept.channelwise else dot_dtype.of_codes(kept, spec)
     own = side == "keys" and not elementwise
-    if kept.channelwise and own and (kept.group % spec.block_n == 0 or _several_groups(spec, spec.block_n)):
+    whole = _whole_groups(spec, spec.block_n)
+    if kept.channelwise and own and (kept.group % spec.block_n == 0 or whole):
         dot = dot_dtype.of_codes(kept, spec)
     stack = stacks(spec.role, spec.site, spec.head_dim, spec.v_head_dim, spec.group, spec.torch_dtype)
     by_group = _by_group(spec, kept, dim, dot, elementwise)
@@ -61,6 +65,7 @@ def reader(
         stack=stack,
         by_group=by_group,
         joint=spec.role == "decode",
+        whole=whole,
         lowest=side == "keys" and spec.role == "decode" and not spec.layout.in_keys,
     )
     made = replace(made, once=latent.made_once(made, spec, bool(pieces)))
@@ -71,9 +76,11 @@ def reader(
         ]
     words = () if pieces or not _in_words(made, spec) else in_words(dim, marks)
     if not pieces:
+        # Of few slots in one group, a tile is the work of a single warp.
+        alone = words and whole and spec.layout.keys.group == spec.block_n <= _FEW_SLOTS
         pieces = words or between(dim, marks)
         if shared or ((words or stack > 1) and side == "values" and spec.role == "decode"):
-            pieces = wider(pieces, spec.block_m * stack)
+            pieces = pieces if alone else wider(pieces, spec.block_m * stack)
     return replace(made, pieces=pieces, words=bool(words))
 
 
@@ -91,19 +98,24 @@ def _by_group(spec: KernelSpec, kept: Storage, dim: int, dot: DotType, elementwi
         spec.role, spec.site, spec.head_dim, spec.v_head_dim, spec.group, spec.torch_dtype
     ):
         return False
-    return takes_scales(kept, dim, spec.torch_dtype)
+    return takes_scales(kept, dim, spec.torch_dtype, step)
 
 
-def _several_groups(spec: KernelSpec, block_n: int) -> bool:
-    """Whether a tile of so many slots has several whole groups of keys that share scales per channel (`affine`)."""
+def _whole_groups(spec: KernelSpec, block_n: int) -> bool:
+    """Whether codes of keys that share scales per channel take these in a tile of so many slots (`affine`).
+
+    It has whole groups, several or, of a step, one: then it is the work of a single warp, and what would scale queries
+    would wait for them.
+    """
     kept, placement = spec.layout.keys.of_slots, spec.layout.placement
     in_page = not isinstance(placement, Paged) or placement.page_size % kept.group == 0
-    whole = kept.channelwise and block_n % kept.group == 0 and block_n > kept.group
+    whole = kept.channelwise and block_n % kept.group == 0
+    whole = whole and (block_n > kept.group or spec.role == "decode")
     plain = kept.element.kind == "uint" and kept.element.bits in (2, 4, 8) and kept.scale.dtype == "float16"
-    if kept.element.bits == 2 and not _narrow_step(spec):
+    if kept.element.bits == 2 and not _step_in_words(spec):
         return False
     packs = spec.head_dim * kept.element.bits % 16 == 0 and spec.head_dim % 2 == 0
-    chosen = "chosen" in spec.options
+    chosen = spec.layout.selection.selects
     return (
         whole
         and in_page
@@ -115,22 +127,22 @@ def _several_groups(spec: KernelSpec, block_n: int) -> bool:
     )
 
 
-def _narrow_step(spec: KernelSpec) -> bool:
+def _step_in_words(spec: KernelSpec) -> bool:
     """Whether keys of 2 bits may be read in words of short rows."""
     stack = stacks(spec.role, spec.site, spec.head_dim, spec.v_head_dim, spec.group, spec.torch_dtype)
-    return narrow_step(spec.role, spec.layout.keys, spec.head_dim, stack * spec.group)
+    return step_in_words(spec.role, spec.layout.keys, spec.head_dim, stack * spec.group)
 
 
 def _in_words(part: TileLoader, spec: KernelSpec) -> bool:
     """Whether codes become float16 as they stand, so that two of a word fill the two halves of two registers."""
     element = part.storage.element
     if part.storage.channelwise and part.side == "keys" and not part.elementwise and not part.folded:
-        return _several_groups(spec, spec.block_n)
+        return _whole_groups(spec, spec.block_n)
     plain = element.kind in ("int", "uint", "fp8") and element.bits in (2, 4, 8)
     if element.bits == 2 and part.row_bytes < NARROW:
         # Values beside keys that are read so.
-        beside = _narrow_step(spec) and _several_groups(spec, spec.block_n)
-        if not (beside and part.row_bytes == NARROW // 2):
+        beside = _step_in_words(spec) and _whole_groups(spec, spec.block_n)
+        if not (beside and part.row_bytes >= SMALLEST):
             return False
     # Pieces of one group are too narrow to be halved.
     alone = part.stack > 1 or part.by_group or element.bits == 8 or part.storage.groups(part.dim) == 1

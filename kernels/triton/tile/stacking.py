@@ -59,7 +59,7 @@ def filled(role: str, site: SiteSpec, head_dim: int, v_head_dim: int, heads: int
         return False
     sides = ((site.layout.keys, head_dim), (site.layout.values, v_head_dim))
     return all(
-        takes_scales(storage.of_slots, dim, dtype)
+        takes_scales(storage.of_slots, dim, dtype, role == "decode")
         for storage, dim in sides
         if isinstance(storage, Storage) and groups(storage, dim) > 1
     )
@@ -81,12 +81,16 @@ def _sets(storage: Storage | InKeys, dim: int) -> int:
     return group_numbers.columns(storage.of_slots, dim)
 
 
-def takes_scales(kept: Storage, dim: int, dtype: torch.dtype) -> bool:
-    """Whether codes can become code * scale + minimum in float16, with numbers for each group of channels."""
+def takes_scales(kept: Storage, dim: int, dtype: torch.dtype, step: bool) -> bool:
+    """Whether codes can become code * scale + minimum in float16, with numbers for each group of channels.
+
+    step: of a step, those of 2 bits as well
+    """
     element, count = kept.element, kept.groups(dim)
     if kept.scale.per != "group" or count == 1 or dtype == torch.float32:
         return False
-    plain = element.kind == "uint" and element.bits in (4, 8) and kept.scale.dtype == "float16"
+    bits = (2, 4, 8) if step else (4, 8)
+    plain = element.kind == "uint" and element.bits in bits and kept.scale.dtype == "float16"
     return plain and dim & (dim - 1) == 0 and dim * element.bits // 8 >= 2 * SMALLEST and dim // count >= 4
 
 

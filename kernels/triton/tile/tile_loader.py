@@ -63,6 +63,7 @@ class TileLoader:
     joint:    whether numbers of two halves of the channels are one load: of a prompt, whose queries take registers,
               both would spill
     lowest:   whether what the queries' sums are owed for signed codes that count from the lowest may enter scores
+    whole:    whether a tile has whole groups of keys that share scales per channel, and codes take these (`affine`)
     once:     whether numbers are made of codes once, and come through shared memory to both products that read them:
               values that are in the keys. Else Triton makes them in the layout of each product, of scores by every warp
               that has the same slots, and of 576 channels they would spill
@@ -83,6 +84,7 @@ class TileLoader:
     by_group: bool = False
     joint: bool = False
     lowest: bool = False
+    whole: bool = False
     once: bool = False
 
     @property
@@ -118,13 +120,13 @@ class TileLoader:
     def folded(self) -> bool:
         """Whether a scale per channel multiplies the other factor of the product, once per tile."""
         own = self.storage.channelwise and self.side == "keys" and not self.elementwise
-        return own and self.group % self.block_n == 0
+        return own and self.group % self.block_n == 0 and not self.whole
 
     @property
     def affine(self) -> bool:
         """Whether codes become code * scale + minimum in float16, two at once.
 
-        Of a tile of several groups of tokens that share scales per channel: folded into the queries, these would take
+        Of a tile of whole groups of tokens that share scales per channel: folded into the queries, these would take
         queries of their own for each group. Of many queries also where groups of channels have scales: these would take
         products of their own, as the rows of a product are full (`by_group`).
         """
@@ -304,7 +306,7 @@ class TileLoader:
             guard = f", mask={' & '.join([*guards, *own])}, other=0" if guards or own else ""
             block = f"tl.load({pointer} + {self.letter}_groups * {width} + {channels}{guard})"
             if planes and index == 0:
-                lines += self._halved(part, block, groups, piece.block)
+                lines += self._parted(part, block, groups, piece.block)
             elif not planes:
                 lines.append(f"{name} = {block}")
             lines += [
@@ -313,13 +315,18 @@ class TileLoader:
             ]
         return lines
 
-    def _halved(self, part: str, block: str, rows: int, columns: int) -> list[str]:
-        """Lines that take apart numbers [rows, 2 * columns]: those of piece 0, then those of piece 2."""
+    def _parted(self, part: str, block: str, rows: int, columns: int, planes: int = 2) -> list[str]:
+        """Lines that take apart numbers [rows, planes * columns]: those of piece 0, of piece 2, and so on."""
         name = f"{self.letter}_{part}"
-        return [
-            f"{name} = tl.reshape({block}, [{rows}, 2, {columns}])",
-            f"{name}0, {name}2 = tl.split(tl.permute({name}, [0, 2, 1]))",
-        ]
+        names = [f"{name}{2 * plane}" for plane in range(planes)]
+        if planes == 4:
+            low, high = f"{name}_low", f"{name}_high"
+            return [
+                *_split_in_two(name, block, rows, 2 * columns, (low, high)),
+                *_split_in_two(low, low, rows, columns, (names[0], names[1])),
+                *_split_in_two(high, high, rows, columns, (names[2], names[3])),
+            ]
+        return _split_in_two(name, block, rows, columns, (names[0], names[1]))
 
     @property
     def _two_planes(self) -> bool:
@@ -340,8 +347,8 @@ class TileLoader:
     def _group_scales(self, source: SlotArray, index: int, masked: bool) -> list[str]:
         """Lines that define the numbers of a piece's groups of channels in float16, for each of its channels.
 
-        Of a step, the first piece loads those of all groups: of half of them, a thread would have two bytes, which are
-        not copied ahead.
+        Of a step, the first piece loads those of all groups: of a half or a quarter of them, a thread would have two
+        bytes, which are not copied ahead.
         """
         piece, count = self.pieces[index], self.storage.groups(self.dim)
         if piece.start % 2:
@@ -352,11 +359,12 @@ class TileLoader:
         lines = []
         for part in self.storage.scale.numbers:
             name = f"{self.letter}_{part}{index}"
-            halved = self.joint and count == 2 * covered
-            if halved and index == 0:
+            planes = count // covered
+            parted = self.joint and planes in (2, 4) and count == planes * covered
+            if parted and index == 0:
                 every = source.rows(f"{self.side}_{part}", count, f"tl.arange(0, {count})[None, :]")
-                lines += self._halved(part, f"tl.load({every}{guard})", self.block_n, covered)
-            elif not halved:
+                lines += self._parted(part, f"tl.load({every}{guard})", self.block_n, covered, planes)
+            elif not parted:
                 places = f"{piece.start // size} + tl.arange(0, {covered})[None, :]"
                 lines.append(f"{name} = tl.load({source.rows(f'{self.side}_{part}', count, places)}{guard})")
             # Columns of padding have the numbers of others: their codes are zeros, and nobody reads what comes of them.
@@ -407,3 +415,11 @@ class TileLoader:
     def integers(self) -> bool:
         kind = self.storage.element.kind
         return self.fp8 == "bits" if kind == "fp8" else kind != "float"
+
+
+def _split_in_two(name: str, block: str, rows: int, columns: int, halves: tuple[str, str]) -> list[str]:
+    """Lines that take apart numbers [rows, 2 * columns] in two halves."""
+    return [
+        f"{name} = tl.reshape({block}, [{rows}, 2, {columns}])",
+        f"{halves[0]}, {halves[1]} = tl.split(tl.permute({name}, [0, 2, 1]))",
+    ]

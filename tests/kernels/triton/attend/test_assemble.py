@@ -59,12 +59,6 @@ NARROW = {
     for recipe in ("nf4", "mxfp4")
     for kind in ("causal", "sliding")
 }
-# In the main loop, which then is 4.4 instructions per element: without, a tile of half the slots takes 5.7, or 8.7.
-INSIDE = {
-    "decode kivi2:causal llama sm_100": 2,
-    "decode kivi2:causal llama sm_120": 2,
-    "decode kivi2:causal alibi sm_90": 5,
-}
 LAYOUTS = dict(of_recipes())
 # Of no recipe, but with tiles of their own.
 BESIDE = {
@@ -77,17 +71,13 @@ MANY = 64  # new tokens of a prompt
 LONG = 1024  # of one whose older tokens are decoded to rows
 # Decode without all that a pipeline must have, of a recipe, or of its shape, and why.
 UNPIPELINED = {
-    **{
-        f"kivi2 {shape}": "a plane is too narrow for words, or rows too many: scales per channel are read where they "
-        "are folded in"
-        for shape in ("smollm2", "mqa", "gemma", "mla", "sinks")
-    },
     "nf4": "codes of a codebook are chosen by selects on bytes",
     "mxfp4": "codes of a codebook are chosen by selects on bytes",
     "sinks_h2o_fp8": "every tile may have tokens in full, and reads which tokens its slots hold",
     "streaming": "cosines and sines of keys that turn take the shared memory of a second buffer",
     "streaming_int8": "cosines and sines of keys that turn take the shared memory of a second buffer",
     "int4 mla": "18 groups of channels are no power of two: pieces read the scales of theirs, some of them two bytes",
+    "kivi2 mla": "a tile in both forms, codes and in full, takes the registers of a second buffer",
     "kivi4 mla": "a tile in both forms, codes and in full, takes the registers of a second buffer",
 }
 
@@ -131,6 +121,9 @@ QUICK = (
     ("decode", "kivi4_pages:causal", "smollm2", 90),
     ("decode", "kivi4:causal", "gemma", 90),
     ("decode", "kivi2:causal", "llama", 90),
+    ("decode", "kivi2:causal", "smollm2", 90),
+    ("decode", "kivi2:causal", "mqa", 90),
+    ("decode", "kivi2:causal", "gemma", 90),
     ("decode", "h2o_int8:causal", "llama", 90),
     ("decode", "streaming:causal", "smollm2", 90),
     ("decode", "quest_int8:causal", "llama", 90),
@@ -163,7 +156,7 @@ def check(
     accepts = budgeted and MEASURED and bool(os.environ.get("KVCOMPILE_ACCEPT"))
     for name, made in zip(cases, assemble(cases.values()) if found is None else found, strict=True):
         wrong = []
-        if made.loop_spills > INSIDE.get(name, 0) or made.spills > OUTSIDE.get(name, SPILLS):
+        if made.loop_spills or made.spills > OUTSIDE.get(name, SPILLS):
             wrong.append(f"spills: {made.spills} instructions, {made.loop_spills} of them in the main loop")
         if made.shared > DEVICES[made.arch].shared:
             wrong.append(
@@ -277,13 +270,10 @@ def test_every_kernel_of_every_recipe(name: str, shape: str) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("recipe", "arches"),
-    [("nf4", (80, 86, 100, 120)), ("mxfp4", (80, 86, 100, 120)), ("kivi2", (80, 86, 120))],
+    [("nf4", (80, 86, 100, 120)), ("mxfp4", (80, 86, 100, 120)), ("kivi2", (80, 86, 100, 120))],
 )
 def test_steps_of_16_heads_to_a_kv_head(recipe: str, arches: tuple[int, ...]) -> None:
-    """Elsewhere than on sm_90: rows that stand once for each group of channels take the registers of tiles of 32 slots.
-
-    Of `kivi2` on sm_100 the main loop spills, whatever tiles it has.
-    """
+    """Elsewhere than on sm_90: of codebooks, rows that stand once for each group take the registers of 32 slots."""
     for made in assemble(request("decode", f"{recipe}:causal", "mqa", arch) for arch in arches):
         assert made.loop_spills == 0 and made.spills <= SPILLS and not made.overtaken, (recipe, made.arch)
         assert made.shared <= DEVICES[made.arch].shared

@@ -1,5 +1,5 @@
-"""Codes of 2 bits in rows of 16 words, as of 128 channels: which steps read them as words, and that attention over them
-is the reference's."""
+"""Codes of 2 bits in rows of few words, 8 as of 64 channels: which steps read them as words, and that attention over
+them is the reference's."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from kvcompile.kernels.triton.spec import KernelSpec, Role
-from kvcompile.kernels.triton.tile.channel_blocks import narrow_step
+from kvcompile.kernels.triton.tile.channel_blocks import step_in_words
 from kvcompile.kernels.triton.tile.reader import reader
 from kvcompile.layouts import (
     CacheLayout,
@@ -45,18 +45,20 @@ def of(
 
 
 def test_who_reads_them_as_words() -> None:
-    """Steps of few heads, whose tile has several groups of tokens; else neither side."""
+    """Steps of few rows, whose tile has whole groups of tokens; else neither side."""
     assert of(KIVI2) == (True, True)
     assert of(replace(KIVI2, placement=Paged(64))) == (True, True)
     assert of(replace(KIVI2, placement=Paged(32))) == (True, True)
     assert of(replace(KIVI2, values=int8())) == (True, True)
     assert of(replace(KIVI2, values=uint(2))) == (True, True)
     assert of(KIVI2, "prefill") == (False, False)
-    assert of(KIVI2, shape="mqa") == (False, False)
-    assert of(KIVI2, shape="smollm2") == (False, False)
+    assert of(KIVI2, shape="mqa") == (True, True)  # 16 heads, a row once: codes of values take their scales
+    assert of(KIVI2, shape="smollm2") == (True, True)
+    assert of(KIVI2, shape="gemma") == (True, True)
     assert of(KIVI2, dtype="float32") == (False, False)
     assert of(replace(KIVI2, placement=Paged(16))) == (False, False)
-    assert of(KIVI2, block_n=32) == (False, False)  # one group: its scales multiply the queries
+    assert of(KIVI2, block_n=16) == (False, False)  # half a group: its scales multiply the queries
+    assert of(KIVI2, num_qo_heads=64, num_kv_heads=2) == (False, False)  # 32 rows
     assert of(replace(KIVI2, selection=TopPages(64, 4), placement=Paged(64)))[1] is False
     assert of(CacheLayout(uint(2, 32), uint(2, 32))) == (False, False)
     # Values beside keys of another width stay bytes.
@@ -68,8 +70,7 @@ def test_who_reads_them_as_words() -> None:
     ("keys", "dim", "rows", "role"),
     [
         (per_channel(2, 32, 128), 128, 17, "decode"),
-        (per_channel(2, 32, 128), 64, 4, "decode"),
-        (per_channel(2, 32, 128), 256, 4, "decode"),
+        (per_channel(2, 32, 128), 32, 4, "decode"),
         (per_channel(2, 64, 128), 128, 4, "decode"),
         (per_channel(4, 32, 128), 128, 4, "decode"),
         (per_channel(2, 32, 128), 128, 4, "prefill"),
@@ -78,30 +79,40 @@ def test_who_reads_them_as_words() -> None:
     ids=str,
 )
 def test_which_steps(keys: Storage, dim: int, rows: int, role: str) -> None:
-    assert narrow_step("decode", per_channel(2, 32, 128), 128, 16)
-    assert not narrow_step(role, keys, dim, rows)
+    assert step_in_words("decode", per_channel(2, 32, 128), 64, 16)
+    assert not step_in_words(role, keys, dim, rows)
 
 
-@settings(max_examples=5)
+@settings(max_examples=6, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
-    group=st.sampled_from((2, 4, 8)),
+    group=st.sampled_from((2, 4, 8, 16)),
+    dim=st.sampled_from((64, 96, 128, 256)),
     values=st.sampled_from((uint(2, 32), uint(2), with_residual(uint(2, 64), 5), uint(4, 32), int8())),
-    heads=st.sampled_from(((4, 1), (6, 3), (2, 2))),
-    placement=st.sampled_from((Paged(8), Paged(16), Paged(24), Paged(32), Contiguous())),
+    heads=st.sampled_from(((4, 1), (6, 3), (2, 2), (16, 1))),
+    pages=st.integers(0, 3),
     dtype=st.sampled_from((torch.float16, torch.bfloat16)),
     chunks=st.sampled_from(((23, 1), (16, 15, 1, 1), (37, 1))),
 )
+@example(16, 64, uint(2, 32), (4, 1), 1, torch.bfloat16, (37, 1))
+@example(4, 128, with_residual(uint(2, 64), 5), (4, 1), 0, torch.bfloat16, (23, 1))
+@example(16, 128, uint(2, 32), (16, 1), 0, torch.float16, (16, 15, 1, 1))
 def test_attention_over_them(
     group: int,
+    dim: int,
     values: Storage,
     heads: tuple[int, int],
-    placement: Placement,
+    pages: int,
     dtype: torch.dtype,
     chunks: tuple[int, ...],
 ) -> None:
-    """Tiles of 16 slots, of several groups, as the interpreter has them."""
+    """Tiles of 16 slots, of one group or several, as the interpreter has them.
+
+    pages: how many times the tokens of a group, or 8, a page has; 0: there are none
+    """
+    placement: Placement = Paged(pages * max(group, 8)) if pages else Contiguous()
     layout = CacheLayout(per_channel(2, group, 2 * group), values, placement)
-    case = Case(layout, heads, (128, 128), dtype, chunks=chunks, pads=(0, 3))
-    made = KernelSpec("decode", case.site, *heads, 128, 128, str(dtype).removeprefix("torch."), 4, 16)
-    assert words(made)[0] is True
+    case = Case(layout, heads, (dim, dim), dtype, chunks=chunks, pads=(0, 3))
+    made = KernelSpec("decode", case.site, *heads, dim, dim, str(dtype).removeprefix("torch."), 4, 16)
+    few = reader(made, "keys").stack * heads[0] // heads[1] <= 16
+    assert words(made)[0] is few or dim == 256  # those of long rows also where scales multiply the queries
     check(case)

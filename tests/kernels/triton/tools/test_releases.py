@@ -95,6 +95,8 @@ CASES = (
     ("decode", "kivi4:causal", "llama", 90),
     ("decode", "kivi4_pages:causal", "llama", 90),
     ("decode", "kivi2:causal", "llama", 90),
+    ("decode", "kivi2:causal", "smollm2", 90),
+    ("decode", "kivi2:causal", "mqa", 90),
     ("decode", "h2o_int8:causal", "llama", 90),
     ("prefill", "baseline:causal", "llama", 90),
     ("prefill", "baseline:causal", "llama", 100),
