@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 _SMALLEST = 16  # what a product takes at least
-_FEW_SLOTS = 32  # of a tile whose products would take too many descriptors
+_FEW_SLOTS = 32  # of a tile whose products would take too many descriptors, or that a single warp has
 _ONE_PAGE = 64  # a page that is smaller makes tiles too small: then slots are gathered
 _USED: ContextVar[Mapping[str, Config]] = ContextVar("configurations that are measured", default={})  # noqa: B039
 
@@ -188,6 +188,10 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
         few = step_rows(case) * case.stack <= _SMALLEST
         if case.role == "decode" and few and block_n <= 32 and case.dim <= 128 and case.bits <= 2:
             config = replace(config, num_warps=min(config.num_warps, 2))
+    if case.role == "decode" and case.affine and block_n == _FEW_SLOTS < keys.group:
+        # A single warp's tile has one group of so few tokens; of a longer one, scales would multiply the queries.
+        block_n, warps = 2 * block_n, 2 * config.num_warps
+        config = replace(config, num_warps=warps, waves=config.waves / 2)
     if _ONE_PAGE <= case.page < block_n and case.page & (case.page - 1) == 0:
         block_n = case.page  # one address for all slots of a tile
     if case.role == "prefill" and device.arch == 90 and _many_pieces(case, site):

@@ -21,7 +21,7 @@ from kvcompile.kernels.triton.tile.stacking import filled, stacks, takes_scales
 from kvcompile.kernels.triton.tile.tile_loader import TileLoader
 from kvcompile.layouts import InKeys, Paged, Storage
 
-_FEW_SLOTS = 32
+_FEW_SLOTS = 32  # of a tile that a single warp has
 
 
 def reader(

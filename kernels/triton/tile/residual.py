@@ -1,7 +1,8 @@
 """Tokens that stand in full beside their slots: the newest ones and the first (`layouts/storage/storage.py`).
 
 A tile in which any token is read in full has both forms, and a mask says which of them a query takes: scores are taken
-from one or the other, probabilities weigh one or the other. Old tokens in full stand in `keys_full` [B, Hkv, rows, D]
+from one or the other, probabilities weigh one or the other. Steps read what is in full in branches, where any token of
+a tile is (`InFull.where_any`). Old tokens in full stand in `keys_full` [B, Hkv, rows, D]
 (first the sinks, then a ring), those of the pass itself in `k` [B, Hkv, tokens, D], in the basis of the storage.
 """
 

@@ -251,6 +251,18 @@ def test_tokens_in_full_beside_few_bits_take_the_registers_of_more_warps() -> No
     assert (prompt.block_m, prompt.block_n, prompt.num_warps) == (16, 32, 8)
 
 
+def test_a_group_of_more_tokens_than_a_single_warp_has_slots_is_the_work_of_two() -> None:
+    """Of 64 channels and 4 bits; else its scales would multiply the queries, which wait for ten loads."""
+
+    def of(group: int) -> tuple[int, int, float]:
+        site = SiteSpec(CacheLayout(per_channel(4, group, 128), uint(4, 32)), 0.1)
+        made = config(case_of("decode", site, 32, 8, 64, 64, torch.bfloat16), site, H200)
+        return made.block_n, made.num_warps, made.waves
+
+    assert of(32) == of(16) == (32, 1, 8.0)
+    assert of(64) == of(128) == (64, 2, 4.0)
+
+
 def test_wide_heads_have_two_groups_of_tokens_a_tile_where_shared_memory_allows() -> None:
     """Of 32 heads to a KV head, a tile of 64 slots takes 108 KB, which programs of an A10 do not have."""
     site = SiteSpec(recipe_layouts("kivi4")["causal"], 0.1)
