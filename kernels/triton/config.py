@@ -28,7 +28,7 @@ import torch
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.device import Device, device_of
 from kvcompile.kernels.triton.spec import Role
-from kvcompile.kernels.triton.tile.channel_blocks import step_in_words
+from kvcompile.kernels.triton.tile.channel_blocks import ONE_WARP, step_in_words
 from kvcompile.kernels.triton.tile.stacking import stacks
 from kvcompile.layouts import Paged, Storage
 from kvcompile.util.cache_dir import cache_dir
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 _SMALLEST = 16  # what a product takes at least
-_FEW_SLOTS = 32  # of a tile whose products would take too many descriptors, or that a single warp has
+_FEW_SLOTS = 32  # of a tile whose products would take too many descriptors
 _ONE_PAGE = 64  # a page that is smaller makes tiles too small: then slots are gathered
 _USED: ContextVar[Mapping[str, Config]] = ContextVar("configurations that are measured", default={})  # noqa: B039
 
@@ -188,7 +188,7 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
         few = step_rows(case) * case.stack <= _SMALLEST
         if case.role == "decode" and few and block_n <= 32 and case.dim <= 128 and case.bits <= 2:
             config = replace(config, num_warps=min(config.num_warps, 2))
-    if case.role == "decode" and case.affine and block_n == _FEW_SLOTS < keys.group:
+    if case.role == "decode" and case.affine and block_n == ONE_WARP < keys.group:
         # A single warp's tile has one group of so few tokens; of a longer one, scales would multiply the queries.
         block_n, warps = 2 * block_n, 2 * config.num_warps
         config = replace(config, num_warps=warps, waves=config.waves / 2)

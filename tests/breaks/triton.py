@@ -288,8 +288,8 @@ TRITON = (
     broken(
         "a single warp's tile has half a group of 64 tokens",
         "kernels/triton/config.py",
-        "block_n == _FEW_SLOTS < keys.group:",
-        "block_n == _FEW_SLOTS < keys.group and case.bits == 2:",
+        "block_n == ONE_WARP < keys.group:",
+        "block_n == ONE_WARP < keys.group and case.bits == 2:",
         "tests/kernels/triton/test_config.py",
     ),
     broken(

@@ -98,6 +98,8 @@ def generate(spec: KernelSpec) -> KernelSource:
                 "masked": tile(attend, source, True),
             }
         )
+    # Beside tokens in full in the same tile no register is left for where a search began: it begins anew.
+    anew = attend.mixed and not attend.apart
     name = f"{spec.role}_attention"
     scale = [line for part in attend.readers for line in fixed_scale(attend, part)]
     text = rendered(
@@ -119,9 +121,8 @@ def generate(spec: KernelSpec) -> KernelSource:
         rows=work_list.heads(spec),
         members=work_list.members(spec),
         at_once=work_list.AT_ONCE,
-        # Beside tokens in full no register is left for where a search began: these look from the first sequence on.
-        anew=attend.mixed and not attend.apart,
-        looked_at=work_list.AT_ONCE if attend.mixed and not attend.apart else work_list.LOOKED_AT,
+        anew=anew,
+        looked_at=work_list.AT_ONCE if anew else work_list.LOOKED_AT,
         options=spec.options,
         queries=[*constants(attend), *scale, *queries(attend)],
         accumulators=(continued if "continued" in spec.options else accumulators)(attend),

@@ -128,12 +128,11 @@ def _rows(attend: Attend, name: str, channels: str, width: int, count: int) -> s
 
 
 def _loaded(attend: Attend, index: int) -> list[str]:
-    """Lines that load piece `index`."""
+    """Lines that load piece `index`, and once more where queries turn at other places toward sinks."""
     lines = []
-    for prefix, name in (("q", f"q{index}"), ("q_sinks", f"q{index}_sinks")):
-        if prefix == "q" or attend.two_queries:
-            at, guard = _address(attend, prefix, f"kc{index}", attend.keys.pieces[index])
-            lines.append(f"{name} = tl.load({at}, mask={guard}, other=0.0)")
+    for suffix in ("", "_sinks") if attend.two_queries else ("",):
+        at, guard = _address(attend, f"q{suffix}", f"kc{index}", attend.keys.pieces[index])
+        lines.append(f"q{index}{suffix} = tl.load({at}, mask={guard}, other=0.0)")
     return lines
 
 

@@ -19,6 +19,7 @@ from kvcompile.layouts import Storage
 PLANES: dict[int, tuple[int, ...]] = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
 # Bytes of a row of 2 bits, below which the words of one plane are too few columns for four warps; tokens of a group.
 NARROW = 64
+ONE_WARP = 32  # slots of a tile that a single warp has
 SMALLEST = 16  # what a product takes at least; narrower pieces are padded with zeros
 
 

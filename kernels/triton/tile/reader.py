@@ -9,6 +9,7 @@ from kvcompile.kernels.triton.spec import DotType, KernelSpec
 from kvcompile.kernels.triton.tile import dot_dtype, latent
 from kvcompile.kernels.triton.tile.channel_blocks import (
     NARROW,
+    ONE_WARP,
     SMALLEST,
     ChannelBlock,
     between,
@@ -20,8 +21,6 @@ from kvcompile.kernels.triton.tile.channel_blocks import (
 from kvcompile.kernels.triton.tile.stacking import filled, stacks, takes_scales
 from kvcompile.kernels.triton.tile.tile_loader import TileLoader
 from kvcompile.layouts import InKeys, Paged, Storage
-
-_FEW_SLOTS = 32  # of a tile that a single warp has
 
 
 def reader(
@@ -77,7 +76,7 @@ def reader(
     words = () if pieces or not _in_words(made, spec) else in_words(dim, marks)
     if not pieces:
         # Of few slots in one group, a tile is the work of a single warp.
-        alone = words and whole and spec.layout.keys.group == spec.block_n <= _FEW_SLOTS
+        alone = words and whole and spec.layout.keys.group == spec.block_n <= ONE_WARP
         pieces = words or between(dim, marks)
         if shared or ((words or stack > 1) and side == "values" and spec.role == "decode"):
             pieces = pieces if alone else wider(pieces, spec.block_m * stack)
