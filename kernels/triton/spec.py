@@ -11,20 +11,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.device import Fp8Form
-from kvcompile.layouts import CacheLayout
+from kvcompile.layouts import CacheLayout, InKeys, Scale, Storage
 from kvcompile.layouts import symbols as sy
 
 Role = str  # a key of ROLES
 # What products are computed in. The interpreter has no bfloat16 products: there it is float32.
 DotType = Literal["float16", "bfloat16", "float32"]
 _PREFIX = 16  # characters of `key`
+# The option that says that slots come as rows of numbers (`attend/decoded_rows.py`), whatever the layout keeps in them.
+ROWS = "rows"
+
+
+def as_rows(layout: CacheLayout) -> CacheLayout:
+    """A layout whose slots hold the same tokens in the model's dtype, in the basis of its storage."""
+    sides = (layout.keys, layout.values)
+    keys, values = (
+        side if isinstance(side, InKeys) else replace(side, code="model", scale=Scale()) for side in sides
+    )
+    assert isinstance(keys, Storage)
+    return replace(layout, keys=keys, values=values)
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,11 @@ class KernelSpec:
     @property
     def layout(self) -> CacheLayout:
         return self.site.layout
+
+    @property
+    def as_read(self) -> CacheLayout:
+        """The layout of what slots hold when they are read; `layout` says which of their tokens are."""
+        return as_rows(self.layout) if ROWS in self.options else self.layout
 
     @property
     def group(self) -> int:

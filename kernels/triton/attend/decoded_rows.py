@@ -2,13 +2,16 @@
 
     row[slot] = code[slot] * scale[slot] + minimum[slot]      slots 0 .. first - 1, in the model's dtype
 
+With option all, slots of the prompt's tokens as well. Of tokens that stand in full, rows are anything: their settled
+form may not be written yet, and nobody reads it.
+
 These are the numbers of the reference, bit for bit, in the basis that the storage keeps: what was turned stays so.
 Every code is made a number once, whatever number of queries reads it.
 
-Options: interpreted. spec.block_n: slots of a tile.
+Options: all, interpreted. spec.block_n: slots of a tile.
 Launch: grid(spec, rows, batch). The parts of the cache, dense; positions int64 [B, S], of which the first says how many
 tokens are held; decoded_k [B, Hkv, rows, D] and decoded_v [B, Hkv, rows, Dv], written; `decoded`: rows that there are,
-0: nothing is written.
+0: nothing is written; with option all `tokens`: those of the prompt.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from kvcompile.kernels.triton.tile.reader import reader
 from kvcompile.kernels.triton.tile.tile_loader import TileLoader
 from kvcompile.layouts import InKeys, Paged
 
-OPTIONS = {"interpreted"}
+ALL = "all"
+OPTIONS = {ALL, "interpreted"}
 WARPS = 4
 _ELEMENTS = 8192  # of a tile of keys, or of values
 
@@ -40,14 +44,17 @@ def generate(spec: KernelSpec) -> KernelSource:
     layout = spec.layout
     if unknown := set(spec.options) - OPTIONS:
         raise ValueError(f"{spec.role} knows no options {sorted(unknown)}")
-    if isinstance(layout.placement, Paged) or isinstance(layout.values, InKeys) or layout.in_full:
-        raise ValueError(f"{spec.role} is for slots that hold all of a token, in its order, not for {layout}")
+    if isinstance(layout.placement, Paged) or isinstance(layout.values, InKeys) or not layout.in_order:
+        raise ValueError(
+            f"{spec.role} is for slots that hold keys and values, in their order, not for {layout}"
+        )
     source = SlotArray("", "slots", spec.num_kv_heads, spec.block_n)
     sides = [(part, f"decoded_{part.letter}") for part in (_reader(spec, "keys"), _reader(spec, "values"))]
     params: list[Param] = list(source.params)
     for part, _ in sides:
         params += part.params(source)
     params += [TensorParam("positions", torch.int64, 2), ScalarParam("decoded")]
+    params += [ScalarParam("tokens")] if ALL in spec.options else []
     params += [TensorParam(out, spec.torch_dtype) for _, out in sides]
     text = rendered(
         "decoded_rows.py.jinja",

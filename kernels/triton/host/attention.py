@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvcompile.expression import ScoreMod
 from kvcompile.kernels.inputs import AttendInputs
-from kvcompile.kernels.triton.host import decoded_once
+from kvcompile.kernels.triton.host import decoded_once, over_rows
 from kvcompile.kernels.triton.host.call import (
     Call,
     New,
@@ -77,7 +77,10 @@ def attend_many(call: Call, x: AttendInputs) -> Tensor:
     if layout.selection.selects:
         SELECT[layout.selection.kind](call, x.span)
     standing = retention.standing(call)
-    out, *found = prefill(call, new, retention.many, *standing)
+    if first:
+        out, *found = over_rows.attend(call, new, x.span)
+    else:
+        out, *found = prefill(call, new, retention.many, *standing)
     if x.spec.share in ("none", "last"):
         if not first:
             settle(call, retention.keep(call, new, standing, found))

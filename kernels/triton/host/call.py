@@ -25,6 +25,7 @@ from kvcompile.kernels.triton.host import ops_attend, ops_write
 from kvcompile.kernels.triton.host.site_kernels import Kernels
 from kvcompile.kernels.triton.params import taken_as
 from kvcompile.kernels.triton.retention import score
+from kvcompile.kernels.triton.spec import ROWS
 from kvcompile.kernels.triton.tile import cache_positions
 from kvcompile.layouts import Paged, TopPages
 
@@ -315,8 +316,9 @@ def prefill(
     older: with option continued, what option older gave (`decoded_once.py`)
     """
     made, site = call.kernels, call.site
-    own = made.config("prefill")
-    spec = made.spec("prefill", (*options, *(["new"] if new.parts else []), *call.dialect, *call.whole))
+    own = made.config("prefill", options)
+    whole = () if ROWS in options else call.whole  # rows have no scales
+    spec = made.spec("prefill", (*options, *(["new"] if new.parts else []), *call.dialect, *whole))
     in_full = made.in_full
     q_sinks = None
     if call.rope_read and cache_positions.two_queries(spec, many=True):

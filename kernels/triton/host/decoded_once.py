@@ -89,28 +89,29 @@ def attend(call: Call, span: Any) -> Tensor:
     wanted = [*call.kernels.transforms(one=False), "k_out", "v_out", "decoded"]
     new = as_kept(call, wanted, append(call, wanted))
     behind = _plain(call, call.site, [])
-    (out,) = prefill(
-        behind, new._replace(parts=[new.k, new.v]), ("continued",), older=_older(call, new, rows(call, span))
-    )
+    older = _older(call, new, rows(call, torch.sym_max(0, span - call.q.shape[2])))
+    (out,) = prefill(behind, new._replace(parts=[new.k, new.v]), ("continued",), older=older)
     return turned_back(call, out)
 
 
-def rows(call: Call, span: Any) -> Any:
-    """Of the slots before the new tokens, how many are decoded to rows; an integer, or a symbol of one.
+def rows(call: Call, held: Any, least_tiles: int | None = None) -> Any:
+    """How many slots are decoded to rows: the `held` ones that may hold what is read, or none.
 
-    No more than `span` less the new tokens hold tokens before these. Nothing here is a condition, which would be
-    taken for all sizes: a factor is 1 where its condition holds, and else 0.
+    An integer, or a symbol of one. Nothing here is a condition, which would be taken for all sizes: a factor is 1 where
+    its condition holds, and else 0.
+
+    least_tiles: of queries, for which rows are made; None: LEAST_TILES
     """
     made, site = call.kernels, call.site
     if _in_slots.get() or site.mask.window is not None or isinstance(site.layout.placement, Paged):
         return 0
     batch, _, tokens, _ = call.q.shape
-    before = torch.sym_max(0, span - tokens)
-    least = max(1, LEAST_TILES * made.config("prefill").block_m // made.group)
+    tiles = LEAST_TILES if least_tiles is None else least_tiles
+    least = max(1, tiles * made.config("prefill").block_m // made.group)
     tiled = torch.sym_min(1, tokens // least)
     row = made.num_kv_heads * (made.head_dim + made.v_head_dim) * call.q.element_size()
-    fits = torch.sym_min(1, MOST // torch.sym_max(1, batch * before * row))
-    return before * tiled * fits
+    fits = torch.sym_min(1, MOST // torch.sym_max(1, batch * held * row))
+    return held * tiled * fits
 
 
 def _older(call: Call, new: New, decoded: Any) -> Sequence[Tensor]:
@@ -118,23 +119,26 @@ def _older(call: Call, new: New, decoded: Any) -> Sequence[Tensor]:
     # Sink logits count once, with the new tokens.
     site = replace(call.site, score=replace(call.site.score, sinks=False))
     before = replace(_as(call, site), sinks=None)
-    if _known(decoded) and not decoded:
+    if is_known(decoded) and not decoded:
         return prefill(before, new, ("older", "lse"))
     made = call.kernels
     spec = replace(made.spec("decoded_rows"), block_n=decoded_rows.block_n(made.head_dim, made.v_head_dim))
     found = ops_rows.decoded_rows(call.buffers, call.positions, call.q, decoded, spec.to_json())
     numbers = replace(_plain(call, site, list(found)), sinks=None)
-    if _known(decoded):
+    if is_known(decoded):
         return prefill(numbers, new, ("older", "lse"))
     codes, plain = before.kernels, numbers.kernels
     of_slots = codes.spec("prefill", ("older", "lse", "undecoded", *before.whole))
     of_rows = plain.spec("prefill", ("older", "lse", "decoded"))
     own, other = codes.config("prefill"), plain.config("prefill")
-    outs: list[Tensor] = ops_attend.older(
+    outs: list[Tensor] = ops_attend.either(
         new.q,
+        None,
+        None,
         before.buffers,
         numbers.buffers,
         call.positions,
+        None,
         call.bias,
         call.leaves,
         decoded,
@@ -145,7 +149,7 @@ def _older(call: Call, new: New, decoded: Any) -> Sequence[Tensor]:
     return outs
 
 
-def _known(decoded: Any) -> bool:
+def is_known(decoded: Any) -> bool:
     """Whether no graph leaves it open."""
     return isinstance(decoded, int)
 

@@ -5,7 +5,7 @@
 | triton_decode | decode | partial results of each split, and logits where a retention goes by scores |
 | triton_combine | combine | the output, and the log-sum-exp where it is asked for |
 | triton_prefill | prefill | the output, and the log-sum-exp where it is asked for |
-| triton_older | prefill, twice | the output over the tokens before a prompt's, and its log-sum-exp |
+| triton_either | prefill, twice | what one of both gives: over slots, or over rows that were made of them |
 | triton_columns | columns | each key's share of the probabilities |
 
 They are `torch.library.triton_op`s: Inductor and AOTInductor see the launches, and plan the memory of what is between
@@ -190,12 +190,7 @@ def prefill(
     kernel = kernel_of(spec)
     own = kernel.spec
     batch, _, tokens, _ = q.shape
-    dtype = torch.float32 if "older" in own.options else own.torch_dtype
-    outs = {"out": q.new_empty((batch, own.num_qo_heads, tokens, weighed(own)), dtype=dtype)}
-    if query_start_loc is not None:
-        outs["out"] = q.new_empty((tokens, own.num_qo_heads, weighed(own)), dtype=own.torch_dtype)
-    if "lse" in own.options:
-        outs["lse"] = q.new_empty((batch, own.num_qo_heads, tokens), dtype=torch.float32)
+    outs = _results(own, q)
     given = {"q": q, "q_sinks": q_sinks, "k": k, "v": v, "positions": positions, "sinks": sinks, "bias": bias}
     given |= {"page_table": page_table, "slots_token": token, "slots_place": place, **outs}
     given |= {"older": older, "older_lse": older_lse}
@@ -219,12 +214,15 @@ def prefill(
     return list(outs.values())
 
 
-@torch.library.triton_op("kvcompile::triton_older", mutates_args={})
-def older(
+@torch.library.triton_op("kvcompile::triton_either", mutates_args={})
+def either(
     q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     buffers: list[Tensor],
     rows: list[Tensor],
     positions: Tensor,
+    sinks: Tensor | None,
     bias: Tensor | None,
     leaves: list[Tensor],
     decoded: int,
@@ -232,30 +230,41 @@ def older(
     of_slots: str,
     of_rows: str,
 ) -> list[Tensor]:
-    """As `prefill` with option older, over slots or over rows of numbers, as `decoded` says: the other launch ends at
-    once.
+    """As `prefill` over slots or over rows of numbers, as `decoded` says: the other launch ends at once.
 
     Args:
-        rows: what `triton_decoded_rows` gave of the buffers; decoded: how many, 0: slots are read.
+        rows: as `buffers`, of what `triton_decoded_rows` gave of these; decoded: how many, 0: slots are read.
         launched: warps and stages of the launch over slots, then those of that over rows.
-        of_slots, of_rows: the specs of both; the others as for `prefill`.
+        of_slots, of_rows: the specs of both, of the same results; the others as for `prefill`.
     """
     own = kernel_of(of_slots).spec
-    batch, _, tokens, _ = q.shape
-    outs = {"out": q.new_empty((batch, own.num_qo_heads, tokens, weighed(own)), dtype=torch.float32)}
-    outs["lse"] = q.new_empty((batch, own.num_qo_heads, tokens), dtype=torch.float32)
+    tokens = q.shape[2]
+    outs = _results(own, q)
     for spec, parts, (warps, stages) in (
         (of_slots, buffers, launched[:2]),
         (of_rows, rows, launched[2:]),
     ):
         kernel = kernel_of(spec)
-        given = {"q": q, "positions": positions, "bias": bias, **outs}
+        given = {"q": q, "k": k, "v": v, "positions": positions, "sinks": sinks, "bias": bias, **outs}
         given |= {**parts_of(kernel, parts), **_leaves(kernel, leaves)}
         sizes = _sizes(kernel, parts, bias, []) | _leaf_sizes(kernel, leaves)
         sizes |= {"tokens": tokens, "decoded": decoded}
         tiles = (tokens * own.group + kernel.spec.block_m - 1) // kernel.spec.block_m
-        _launch(kernel, (tiles, own.num_kv_heads, batch), given, sizes, warps, stages)
+        _launch(kernel, (tiles, own.num_kv_heads, q.shape[0]), given, sizes, warps, stages)
     return list(outs.values())
+
+
+def _results(own: KernelSpec, q: Tensor) -> dict[str, Tensor]:
+    """What a kernel of role prefill writes for queries [B, Hq, S, D]."""
+    batch, _, tokens, _ = q.shape
+    dtype = torch.float32 if "older" in own.options else own.torch_dtype
+    shape: tuple[int, ...] = (batch, own.num_qo_heads, tokens, weighed(own))
+    if packed.OPTION in own.options:
+        shape = (tokens, own.num_qo_heads, weighed(own))
+    outs = {"out": q.new_empty(shape, dtype=dtype)}
+    if "lse" in own.options:
+        outs["lse"] = q.new_empty((batch, own.num_qo_heads, tokens), dtype=torch.float32)
+    return outs
 
 
 @torch.library.triton_op("kvcompile::triton_columns", mutates_args={})
@@ -322,8 +331,8 @@ def parts_of(kernel: Kernel, buffers: list[Tensor], prefix: str = "") -> dict[st
     spec, found = kernel.spec, []
     dtype = spec.torch_dtype
     for side, storage, dim in (
-        ("keys", spec.layout.keys, spec.head_dim),
-        ("values", spec.layout.values, spec.v_head_dim),
+        ("keys", spec.as_read.keys, spec.head_dim),
+        ("values", spec.as_read.values, spec.v_head_dim),
     ):
         parts = [part for part in storage.parts(dim, dtype) if not (prefix and part.fixed)]
         found += [f"{prefix}{side}_{part.name}" for part in parts]
@@ -355,14 +364,14 @@ def _numbered(kernel: Kernel, leaves: list[Tensor]) -> list[tuple[int, Tensor]]:
 
 def slots_of(spec: KernelSpec, buffers: Sequence[Tensor]) -> int:
     """Slots of a sequence in dense buffers."""
-    slots = buffers[0].shape[2]
-    every = spec.layout.keys.parts(spec.head_dim, spec.torch_dtype)[0].every
+    slots, layout = buffers[0].shape[2], spec.as_read
+    every = layout.keys.parts(spec.head_dim, spec.torch_dtype)[0].every
     if every > 1:
         # A row of a group holds several slots, the last of them not all: the least count rounds to all others.
         slots = slots * every
-        if not spec.layout.in_keys:
-            own = spec.layout.values.parts(spec.v_head_dim, spec.torch_dtype)[0].every
-            slots = torch.sym_min(slots, buffers[spec.layout.num_key_parts].shape[2] * own)
+        if not layout.in_keys:
+            own = layout.values.parts(spec.v_head_dim, spec.torch_dtype)[0].every
+            slots = torch.sym_min(slots, buffers[layout.num_key_parts].shape[2] * own)
     return slots
 
 

@@ -21,11 +21,11 @@ from kvcompile.kernels.triton.host.source import kernel_of
 def decoded_rows(
     buffers: list[Tensor], positions: Tensor, like: Tensor, decoded: int, spec: str
 ) -> list[Tensor]:
-    """What is read of the slots of tokens before a prompt's; see `attend/decoded_rows.py`.
+    """What is read of the slots of tokens before a prompt's, or of all; see `attend/decoded_rows.py`.
 
     Args:
         buffers: the site's, K's parts, then V's, dense.
-        positions: int64 [B, S], of which the first says how many tokens are held.
+        positions: int64 [B, S], of which the first says how many tokens are held before the prompt's S.
         like: any tensor in the model's dtype, [B, ..].
         decoded: rows; 0: none is written.
 
@@ -40,8 +40,12 @@ def decoded_rows(
         like.new_empty((batch, heads, count, dim), dtype=own.torch_dtype)
         for dim in (own.head_dim, own.v_head_dim)
     ]
-    given: dict[str, Any] = {**parts_of(kernel, buffers), "positions": positions}
+    read = {param.name for param in kernel.source.params}  # not what stands in full beside the slots
+    given: dict[str, Any] = {name: x for name, x in parts_of(kernel, buffers).items() if name in read}
+    given["positions"] = positions
     given |= zip(("decoded_k", "decoded_v"), outs, strict=True)
     sizes = {"slots": slots_of(own, buffers), "decoded": decoded}
+    if role.ALL in own.options:
+        sizes["tokens"] = positions.shape[1]
     launch(kernel, role.grid(own, count, batch), given, sizes, num_warps=role.WARPS)
     return outs

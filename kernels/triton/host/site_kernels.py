@@ -14,11 +14,11 @@ from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.append import append as append_role
 from kvcompile.kernels.triton.append import slots
 from kvcompile.kernels.triton.attend import cascade, needs_stages
-from kvcompile.kernels.triton.config import Config, case_of, config
+from kvcompile.kernels.triton.config import Case, Config, case_of, config
 from kvcompile.kernels.triton.device import Fp8Form, device_of, fp8_of, interpreted
 from kvcompile.kernels.triton.retention import evict
 from kvcompile.kernels.triton.roles import ROLES
-from kvcompile.kernels.triton.spec import KernelSpec, Role
+from kvcompile.kernels.triton.spec import ROWS, KernelSpec, Role, as_rows
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,22 @@ class Kernels:
     device: torch.device
     one_bias: bool = False
 
-    def config(self, role: Role) -> Config:
+    def config(self, role: Role, options: Sequence[str] = ()) -> Config:
+        site = replace(self.site, layout=as_rows(self.site.layout)) if ROWS in options else self.site
+        return config(self._case(role, site), site, device_of(self.device))
+
+    def case(self, role: Role) -> Case:
+        """What the configuration of a role is looked up by, where slots are read as they stand."""
+        return self._case(role, self.site)
+
+    def _case(self, role: Role, site: SiteSpec) -> Case:
         dims = (self.num_qo_heads, self.num_kv_heads, self.head_dim, self.v_head_dim)
-        case = case_of(role, self.site, *dims, self.dtype)
-        return config(case, self.site, device_of(self.device))
+        return case_of(role, site, *dims, self.dtype)
 
     def spec(self, role: Role, options: Sequence[str] = ()) -> KernelSpec:
         """The spec of a role; options that the device decides are added."""
         tiled = ROLES[role].tiled
-        own = self.config(role) if tiled else Config()
+        own = self.config(role, options) if tiled else Config()
         found = [*options, *(["interpreted"] if interpreted() else [])]
         if tiled and self.one_bias:
             found.append("one_bias")

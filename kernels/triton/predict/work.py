@@ -24,6 +24,7 @@ from itertools import accumulate
 
 from kvcompile.kernels.triton.append.slots import evicts
 from kvcompile.kernels.triton.attend import cascade
+from kvcompile.kernels.triton.attend.decoded_rows import ALL
 from kvcompile.kernels.triton.linear.linear import loop, numbers
 from kvcompile.kernels.triton.predict import memory
 from kvcompile.kernels.triton.predict.recorded import Made, Shape
@@ -163,7 +164,7 @@ def _prefill(made: Made, shape: Shape) -> Work:
         programs += own * heads
     if not any(programs):
         return Work((0.0,) * len(programs), 0.0, 0.0, _BEFORE, 0)
-    slot = memory.slot_bytes(replace(shape, site=spec.site))
+    slot = memory.slot_bytes(replace(shape, site=replace(spec.site, layout=spec.as_read)))
     near = spec.block_n * slot
     share = sum(programs) * spec.block_n / (every * heads)
     total = share * memory.cache_bytes(shape) * slot / memory.slot_bytes(shape)
@@ -176,10 +177,11 @@ def _prefill(made: Made, shape: Shape) -> Work:
 def _decoded_rows(made: Made, shape: Shape) -> Work:
     """A program has a tile of slots, both sides, if tokens stand there."""
     tiles, heads, _ = made.grid
+    new = 0 if ALL in made.spec.options else shape.tokens
     size = made.spec.block_n
     programs: list[float] = []
     for length in shape.lengths:
-        whole = -(-(length - shape.tokens) // size)
+        whole = -(-(length - new) // size)
         programs += ([1.0] * whole + [0.0] * (tiles - whole)) * heads
     row = float(sum(shape.dims) * shape.dtype.itemsize)
     each = size * (memory.slot_bytes(shape) + row)

@@ -35,7 +35,7 @@ def reader(
 
     pieces: instead of those that suit the storage best; cuts: channels before which one of these must end
     """
-    stored = spec.layout.keys if side == "keys" else spec.layout.values
+    stored = spec.as_read.keys if side == "keys" else spec.as_read.values
     dim = spec.head_dim if side == "keys" else spec.v_head_dim
     assert not isinstance(stored, InKeys), "such values are read from the keys"
     kept = stored.of_slots
@@ -63,7 +63,7 @@ def reader(
         assembly,
         stack=stack,
         by_group=by_group,
-        joint=spec.role == "decode",
+        joint=spec.role != "columns",
         whole=whole,
         lowest=side == "keys" and spec.role == "decode" and not spec.layout.in_keys,
     )
@@ -106,7 +106,7 @@ def _whole_groups(spec: KernelSpec, block_n: int) -> bool:
     It has whole groups, several or, of a step, one: then it is the work of a single warp, and what would scale queries
     would wait for them.
     """
-    kept, placement = spec.layout.keys.of_slots, spec.layout.placement
+    kept, placement = spec.as_read.keys.of_slots, spec.layout.placement
     in_page = not isinstance(placement, Paged) or placement.page_size % kept.group == 0
     whole = kept.channelwise and block_n % kept.group == 0
     whole = whole and (block_n > kept.group or spec.role == "decode")

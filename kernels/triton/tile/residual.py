@@ -104,9 +104,13 @@ class InFull:
         heads, rows, letter = self.spec.num_kv_heads, sinks + residual, self.letter
         # Keys that are not there have any position.
         lines = [f"{letter}_row = (batch * {heads} + head) * {rows} + tl.where({self.rows_flag}, {row}, 0)"]
-        old, new = self.rows_flag, ""
+        base = f"{self.side}_full_ptr + {letter}_row[:, None] * {self.dim}"
         if self.many:
-            old, new = f"({self.rows_flag} & (key < first))", f"({self.rows_flag} & (key >= first))"
+            # New ones come beside; one load of either takes half the registers of two.
+            own = f"{letter}_ptr + batch * {letter}_s0 + tl.cast(head, tl.int64) * {letter}_s1"
+            own = f"{own} + (key - first)[:, None].to(tl.int64) * {letter}_s2"
+            lines.append(f"{letter}_at = tl.where((key < first)[:, None], {base}, {own})")
+            base = f"{letter}_at"
         kind = f"tl.{dot_dtype.of_model(self.spec)}"
         for index, piece in enumerate(self.pieces):
             if self._paired(index - 1):
@@ -117,12 +121,8 @@ class InFull:
             c = f"({piece.start} + tl.arange(0, {2 * width})[None, :])" if pair else self.channels(index)
             if width != piece.width:
                 real = f" & ({c} < {piece.stop + pair})"
-            at = f"{self.side}_full_ptr + {letter}_row[:, None] * {self.dim} + {c}"
-            lines.append(f"{name} = tl.load({at}, mask={old}[:, None]{real}, other=0.0).to({kind})")
-            if new:
-                own = f"{letter}_ptr + batch * {letter}_s0 + tl.cast(head, tl.int64) * {letter}_s1"
-                at = f"{own} + (key - first)[:, None].to(tl.int64) * {letter}_s2 + {c}"
-                lines.append(f"{name} += tl.load({at}, mask={new}[:, None]{real}, other=0.0).to({kind})")
+            guard = f"mask={self.rows_flag}[:, None]{real}, other=0.0"
+            lines.append(f"{name} = tl.load({base} + {c}, {guard}).to({kind})")
             lines += self._halves(index) if pair else []
         return lines
 

@@ -122,7 +122,7 @@ def test_where_a_graph_leaves_it_open_one_of_two_launches_ends_at_once(
     most: int, rows: list[Decoded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The two have one result to write: NaN, until either has."""
-    monkeypatch.setattr(decoded_once, "_known", lambda _: False)
+    monkeypatch.setattr(decoded_once, "is_known", lambda _: False)
     monkeypatch.setattr(decoded_once, "MOST", most)
     check(CASES["sinks, which count once"])
     assert [count for count, *_ in rows] == ([0, 22, 40] if most else [0, 0, 0])

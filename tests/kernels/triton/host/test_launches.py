@@ -40,7 +40,11 @@ def roles(recipe: str, tokens: int, attention: str = "causal") -> list[str]:
         ("baseline", ["append", "decode"], ["append", "prefill"]),
         ("paged", ["append", "decode"], ["append", "prefill"]),
         ("int8", ["append", "decode"], ["append", "decoded_rows", "prefill", "prefill"]),
-        ("kivi4", ["append", "group", "decode", "combine"], ["append", "group", "prefill", "append"]),
+        (
+            "kivi4",
+            ["append", "group", "decode", "combine"],
+            ["append", "group", "decoded_rows", "prefill", "append"],
+        ),
         ("streaming", ["append", "decode"], ["append", "prefill", "append"]),
         (
             "h2o",
