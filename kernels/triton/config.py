@@ -30,7 +30,7 @@ from kvcompile.kernels.triton.device import Device, device_of
 from kvcompile.kernels.triton.spec import Role
 from kvcompile.kernels.triton.tile.channel_blocks import ONE_WARP, step_in_words
 from kvcompile.kernels.triton.tile.stacking import stacks
-from kvcompile.layouts import Paged, Storage
+from kvcompile.layouts import CacheLayout, Paged, Storage
 from kvcompile.util.cache_dir import cache_dir
 
 __all__ = [
@@ -66,11 +66,12 @@ class Case:
     mixed: whether some tokens are in full beside the slots
     turned: whether keys turn when they are read (RoPE)
     stack: how often a query head is a row of its products (`tile/stacking.py`)
-    lookups: of a step: what is read one behind the other before it is known where a tile is: pages, and chosen ones
+    lookups: what is read one behind the other before it is known where a tile is: pages, and of a step chosen ones
     affine: whether codes of keys take their scales in float16 (`TileLoader.affine`); of scales per channel, a tile may
         have several groups then
     codebook: whether codes of keys are chosen from a list of numbers
     reused: whether new tokens take the slots of others: a prompt's are read beside the slots, by a loop of their own
+    decoded: whether slots hold numbers in the model's dtype, and some tokens are in full beside (`host/over_rows.py`)
     """
 
     role: Role
@@ -85,6 +86,7 @@ class Case:
     affine: bool = False
     codebook: bool = False
     reused: bool = False
+    decoded: bool = False
 
     def buffers(self, stages: int) -> int:
         """Tiles that stand in shared memory: each lookup takes as many stages as what it finds."""
@@ -146,10 +148,11 @@ def case_of(
         site.layout.in_full,
         site.layout.rotates_on_read and site.rotary is not None,
         stack,
-        isinstance(placement, Paged) + site.layout.selection.selects if role == "decode" else 0,
+        _lookups(role, site),
         _affine(role, site, head_dim, dtype, heads * stack),
         site.layout.keys.of_slots.element.kind == "codebook",
         not site.layout.in_order,
+        _decoded(site.layout),
     )
 
 
@@ -215,6 +218,19 @@ def fitted(config: Config, case: Case, site: SiteSpec, device: Device) -> Config
         else:
             config = replace(config, num_stages=1)
     return config
+
+
+def _lookups(role: Role, site: SiteSpec) -> int:
+    """Prompts read all pages, of a step those that were chosen are read."""
+    paged, chosen = isinstance(site.layout.placement, Paged), site.layout.selection.selects
+    return {"decode": paged + chosen, "prefill": int(paged)}.get(role, 0)
+
+
+def _decoded(layout: CacheLayout) -> bool:
+    sides = (layout.keys, layout.values)
+    return layout.in_full and all(
+        isinstance(side, Storage) and side.element.kind == "float" for side in sides
+    )
 
 
 def _many_pieces(case: Case, site: SiteSpec) -> bool:

@@ -136,6 +136,7 @@ def generate(spec: KernelSpec) -> KernelSource:
         rescale=[f"acc{i} = acc{i} * tl.exp2(top - highest)[:, None]" for i in attend.values.indices],
         out_dim=attend.values.channels,
         mixed=attend.mixed,
+        edges_wait=attend.edges_wait,
         stages=spec.stages,
         tiles=-(-spec.layout.slots(None) // spec.block_n) if "logits" in spec.options else 0,
     )

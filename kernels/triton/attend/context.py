@@ -74,7 +74,7 @@ class Attend:
             return reader(spec, "keys", pieces, elementwise=True)
         if not spec.layout.in_keys:
             return reader(spec, "keys")
-        kept = spec.layout.keys.of_slots
+        kept = spec.as_read.keys.of_slots
         # What a scale per channel is folded into would be the queries, not the probabilities; and of each group of
         # channels, a product and weights of its own would take all registers.
         grouped = kept.scale.per == "group" and kept.groups(spec.head_dim) > 1
@@ -107,12 +107,33 @@ class Attend:
         Keys that turn share cosines with those of codes, and keys that are values as well are read once. Of prompts,
         some were assembled with spills that they did not have.
         """
-        return self.mixed and not self.many and self.rotary is None and not self.spec.layout.in_keys
+        return self.late and not self.many
+
+    @property
+    def late(self) -> bool:
+        """Whether what is read in full is loaded where its products are, not beside the other form of its tile.
+
+        Keys that turn do so together, keys that are values as well have two products, and `columns` reads keys once.
+        """
+        return (
+            self.mixed
+            and self.spec.role != "columns"
+            and self.rotary is None
+            and not self.spec.layout.in_keys
+        )
 
     @property
     def mixed(self) -> bool:
         """Whether some keys or values are read in full from elsewhere."""
         return self.spec.layout.in_full
+
+    @property
+    def edges_wait(self) -> bool:
+        """Whether tiles of prompts that have tokens in full are loaded when they are read, not ahead.
+
+        In both forms, they would take more shared memory than the main loop; and few tiles have any.
+        """
+        return self.many and self.mixed
 
     @property
     def names(self) -> dict[str, str]:

@@ -119,7 +119,7 @@ def loaded(attend: Attend, source: SlotArray, side: str, masked: bool) -> list[s
         lines += part.channel_scales(source)
     lines += dequantize.loaded(part, source, masked)
     if rows:
-        lines += ["inside = every", *([] if attend.apart else rows.load())]
+        lines += ["inside = every", *([] if attend.late else rows.load())]
     if side == "keys" and attend.rotary:
         lines += _turned(attend, attend.rotary, ["", "_full"] if rows else [""])
     return lines

@@ -62,7 +62,9 @@ def products(attend: Attend, masked: bool) -> list[str]:
         if attend.stack > 1:
             own.append(f"f = {stacking.summed('f', attend.stack, spec.block_m, spec.block_n)}")
         own.append(f"s = tl.where({rows.flag_of_scores}, f * {scores.factor(spec)!r}, s)")
-        lines += rows.where_any([*in_full(attend, rows), *rows.load(), *own]) if attend.apart else own
+        if attend.late:
+            own = [*rows.load(), *own]
+        lines += rows.where_any([*in_full(attend, rows), *own]) if attend.apart else own
     return [*lines, *_toward_sinks(attend, rows)] if masked and attend.two_queries else lines
 
 

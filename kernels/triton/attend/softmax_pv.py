@@ -208,7 +208,9 @@ def weigh(attend: Attend, masked: bool) -> list[str]:
             power = values.of.power(i)
             owed = f" * {2.0**-power}" if power else ""
             added.append(f"acc{i} = acc{i} + {product}{owed}{unit}")
-        lines += rows.where_any([*rows.load(), *added]) if attend.apart else added
+        if attend.late:
+            added = [*rows.load(), *added]
+        lines += rows.where_any(added) if attend.apart else added
     return lines
 
 

@@ -200,8 +200,8 @@ BROKEN: dict[str, tuple[Break, Case]] = {
     "codes of a prompt take the scale of another group": (
         Break(
             ("prefill",),
-            "scale_ptr + base * 4 + n[:, None] * 4 + 0 + tl",
-            "scale_ptr + base * 4 + n[:, None] * 4 + 1 - tl",
+            "scale_ptr + base * 4 + n[:, None] * 4 + tl",
+            "scale_ptr + base * 4 + n[:, None] * 4 + 3 - tl",
         ),
         GROUPS,
     ),

@@ -24,18 +24,20 @@ from kvcompile.kernels.triton.config import (
 )
 from kvcompile.kernels.triton.device import INTERPRETER, Device, device_of
 from kvcompile.kernels.triton.roles import ROLES
-from kvcompile.kernels.triton.spec import KernelSpec, Role
+from kvcompile.kernels.triton.spec import KernelSpec, Role, as_rows
 from kvcompile.kernels.triton.tile.reader import reader
 from kvcompile.layouts import (
     CacheLayout,
     InKeys,
     Paged,
+    TopPages,
     fp8,
     int8,
     model_dtype,
     per_channel,
     uint,
     with_hadamard,
+    with_residual,
 )
 from kvcompile.specs import ScoreSpec
 from tests.support.kernel_specs import recipe_layouts
@@ -77,13 +79,19 @@ def test_one_warp_group_has_a_tile_of_a_prompt() -> None:
     case = case_of("prefill", site, 32, 8, 128, 128, torch.bfloat16)
     own = config(case, site, H200)
     assert (own.block_m, own.block_n, own.num_warps, own.num_stages) == (64, 64, 4, 3)
-    assert config(case, site, A100).block_m == 64
-    # A third buffer is for what has the shared memory of two such programs.
-    stages = {
-        arch: config(case, site, Device("a GPU", arch, 100)).num_stages for arch in (80, 100, 103, 110, 120)
+    # Without warp groups, a warp has whole rows of queries.
+    tiles = {
+        arch: config(case, site, Device("a GPU", arch, 100)) for arch in (80, 86, 89, 100, 103, 110, 120)
     }
-    assert stages == {80: 2, 100: 3, 103: 3, 110: 2, 120: 2}
-    assert config(replace(case, page=64), site, Device("NVIDIA B200", 100, 148)).num_stages == 2
+    cut = {arch: (made.block_m, made.block_n, made.num_warps) for arch, made in tiles.items()}
+    assert cut[100] == cut[103] == cut[110] == (64, 64, 4)
+    assert cut[80] == (128, 64, 8) and cut[86] == cut[89] == cut[120] == (128, 32, 8)
+    # A third buffer is for what has the shared memory of two such programs.
+    assert {arch: made.num_stages for arch, made in tiles.items()} == {**dict.fromkeys(tiles, 3), 110: 2}
+    # Which page is looked up takes as many stages as what is found there.
+    paged = replace(case, page=64, lookups=1)
+    for arch in (80, 86, 89, 90, 100, 103, 120):
+        assert config(paged, site, Device("a GPU", arch, 100)).num_stages == 5
     mod = ScoreMod((Instruction("leaf", "bool", (), 0),), ("pair",), mask=0)
     expression = SiteSpec(CacheLayout(), 0.1, score=ScoreSpec(mod=mod))
     own = config(case, expression, H200)
@@ -122,7 +130,20 @@ def test_bits_of_storages() -> None:
 def test_case_of_a_site() -> None:
     site = SiteSpec(CacheLayout(int8(), model_dtype(), Paged(64)), 0.1)
     assert case_of("decode", site, 32, 8, 128, 64, torch.float16) == Case("decode", 8, 128, 4, 64, lookups=1)
-    assert case_of("prefill", site, 32, 8, 128, 64, torch.float16) == Case("prefill", 8, 128, 4, 64)
+    assert case_of("prefill", site, 32, 8, 128, 64, torch.float16) == Case(
+        "prefill", 8, 128, 4, 64, lookups=1
+    )
+    chosen = replace(site, layout=replace(site.layout, selection=TopPages(64, 8)))
+    found = {
+        role: case_of(role, chosen, 32, 8, 128, 64, torch.float16).lookups for role in ("decode", "prefill")
+    }
+    assert found == {"decode": 2, "prefill": 1}  # prompts read all pages
+    kivi = CacheLayout(per_channel(4, 32, 128), with_residual(uint(4, 32), 128))
+    of = [
+        case_of("prefill", SiteSpec(own, 0.1), 32, 8, 128, 128, torch.float16)
+        for own in (kivi, as_rows(kivi))
+    ]
+    assert [(own.bits, own.mixed, own.decoded) for own in of] == [(4, True, False), (16, True, True)]
     groups = SiteSpec(CacheLayout(uint(4, 32), uint(4, 64)), 0.1)
     assert case_of("decode", groups, 32, 8, 128, 128, torch.float16).stack == 4
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -294,7 +295,7 @@ def test_any_tiles(monkeypatch: pytest.MonkeyPatch, name: str, tile: tuple[int, 
     """What a table of configurations may say changes nothing: rows and slots of tiles, and splits."""
     case = (IN_ORDER | RINGS | LARGE)[name]
 
-    def config(kernels: Kernels, role: str) -> Config:
+    def config(kernels: Kernels, role: str, options: Sequence[str] = ()) -> Config:
         return Config(16 if role == "decode" else tile[0], tile[1], waves=6.0)
 
     monkeypatch.setattr(Kernels, "config", config)

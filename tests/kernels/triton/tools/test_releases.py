@@ -98,9 +98,14 @@ CASES = (
     ("decode", "kivi2:causal", "smollm2", 90),
     ("decode", "kivi2:causal", "mqa", 90),
     ("decode", "h2o_int8:causal", "llama", 90),
+    ("prefill", "baseline:causal", "llama", 80),
     ("prefill", "baseline:causal", "llama", 90),
     ("prefill", "baseline:causal", "llama", 100),
     ("prefill", "int4:causal", "llama", 100),
+    ("prefill", "paged:causal", "llama", 90),
+    ("prefill", "paged_int8:causal", "llama", 90),
+    ("prefill", "kivi4:causal", "llama", 90),
+    ("prefill", "kivi4_rows:causal", "llama", 90),
 )
 # Prompts whose products have so many tiles that descriptors were lost (`tools/descriptors.py`).
 PIECES = {
@@ -110,6 +115,8 @@ PIECES = {
 }
 # Instructions of a main loop over those of the budgets: of rows that each have an address, the oldest prints more.
 MORE = {"3.6.0": 1.3, "3.7.0": 1.3, "3.7.1": 1.3, "3.8.0": 1.1}
+# Instructions outside of the main loop that spill, where they are more than with the newest: of tiles in both forms.
+OUTSIDE = {("3.6.0", "prefill kivi4:causal llama sm_90"): 72}
 
 # The loop of triton PR 8139: a copy is read in a branch, which is scheduled behind the copy of the next turn.
 RACE = """
@@ -231,13 +238,13 @@ def test_a_release_that_torch_brings(release: str, monkeypatch: pytest.MonkeyPat
             wrong.append(f"{name}: products read other tiles than theirs: {made.lost}")
         if made.overtaken:
             wrong.append(f"{name}: buffers are filled before they are read: {made.overtaken}")
-        if made.loop_spills or made.spills > SPILLS:
+        if made.loop_spills or made.spills > OUTSIDE.get((release, name), SPILLS):
             wrong.append(f"{name}: {made.spills} spills, {made.loop_spills} in the main loop")
         if made.per_element is not None and made.per_element > budgets[name] * MORE[release]:
             wrong.append(
                 f"{name}: {made.per_element} instructions per element, the budget is {budgets[name]}"
             )
-        if made.role == "decode" and (one := pipeline_of(made)) is not None:
+        if (one := pipeline_of(made)) is not None:
             ideal = {"buffers": 2, "wait": 1, "sync_loads": 0, "barriers": one["barriers"], "byte_loads": 0}
             wrong += [f"{name}: {problem}" for problem in worse(one, ideal)]
     for name, made in zip(PIECES, assemble(map(_prompt, PIECES.values())), strict=True):
