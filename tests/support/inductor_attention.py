@@ -41,12 +41,16 @@ LAYOUTS = {
     "int8 of 16 bits": CacheLayout(int8(), int8()),
     "int4 in pages": CacheLayout(uint(4, 32), uint(4, 32), Paged(64), Full()),
     "KIVI": CacheLayout(per_channel(2, 32, 32), with_residual(uint(2, 32), 32), Contiguous(), Full()),
+    "KIVI of 16 bits": CacheLayout(per_channel(2, 32, 32), with_residual(uint(2, 32), 32)),
     "streaming": CacheLayout(int8(), int8(), Ring(), SinkWindow(4, 508)),
     "H2O": CacheLayout(model_dtype(), model_dtype(), Slots(), Scored(4, 252, 256)),
 }
 
 
-DTYPES = {"int8 of 16 bits": torch.bfloat16}  # of models; of others float32
+DTYPES = {
+    "int8 of 16 bits": torch.bfloat16,
+    "KIVI of 16 bits": torch.bfloat16,
+}  # of models; of others float32
 
 
 def region(layout: CacheLayout, buffers: int) -> GraphModule:

@@ -40,8 +40,8 @@ from kvcompile.kernels.triton.host.site_kernels import kernels_of
 from kvcompile.layouts import CacheLayout, Full, InKeys, Paged
 
 # Tiles of queries of a KV head. Of fewer, to write rows and read them takes longer than to decode once for each, where
-# programs fill a GPU: predicted of int4 from two on, of int8 from five to eighteen on (its codes cost more than
-# predicted).
+# programs fill a GPU: predicted of an H200, of int4 and int8 up to eighteen, of KIVI's 4 bits up to eight. Codes have
+# cost more than predicted.
 LEAST_TILES = 8
 # Bytes of the rows of a call, which are freed behind its attention: so many are 8 sequences of 32k tokens with 8 heads
 # of 128 channels, in 16 bits. A batch that fits by its codes shall not fail for numbers of them.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvcompile.errors import KernelError
 from kvcompile.kernels.triton.config import Config, using
+from kvcompile.kernels.triton.host.decoded_once import read_in_slots
 from kvcompile.kernels.triton.predict.assumptions import HOPELESS
 from kvcompile.kernels.triton.predict.facts import Progress, facts
 from kvcompile.kernels.triton.predict.launch import predicted
@@ -47,7 +48,7 @@ def ranked(
     """What is predicted of candidates for a role, over all shapes; kernels that no cache has facts of are assembled."""
     made: dict[Config, tuple[tuple[Made, ...], ...]] = {}
     for candidate in candidates:
-        with using(role, candidate):
+        with using(role, candidate), read_in_slots():  # as they are measured (`tools/tune.py`)
             made[candidate] = tuple(recorded(shape, model.machine) for shape in shapes)
     wanted = (one.request for calls in made.values() for launches in calls for one in launches)
     found = facts(wanted, progress)

@@ -34,6 +34,7 @@ from kvcompile.kernels.triton.config import (
 )
 from kvcompile.kernels.triton.device import Device, device_of
 from kvcompile.kernels.triton.host.attention import cached_attention
+from kvcompile.kernels.triton.host.decoded_once import read_in_slots
 from kvcompile.kernels.triton.predict.model import Model
 from kvcompile.kernels.triton.predict.prior import Ranked, ranked
 from kvcompile.kernels.triton.predict.recorded import Shape
@@ -58,7 +59,7 @@ _SHAPES: dict[Role, dict[str, tuple[Any, ...]]] = {
         "block_m": (32, 64, 128),
         "block_n": (32, 64, 128),
         "num_warps": (4, 8),
-        "num_stages": (2, 3),
+        "num_stages": (2, 3, 5),
     },
 }
 ROLES = tuple(_SHAPES)
@@ -254,10 +255,13 @@ def _times(role: Role, pair: tuple[Config, Config], one: Sample, rounds: int) ->
 
 
 def call_of(role: Role, candidate: Config, one: Sample, cache: int) -> Callable[[], object]:
-    """Attention over one of a sample's caches, cut up so."""
+    """Attention over one of a sample's caches, cut up so.
+
+    Slots are read as they stand: rows that were made of them are another case, in tiles of its own.
+    """
 
     def run() -> object:
-        with using(role, candidate):
+        with using(role, candidate), read_in_slots():
             return cached_attention(one.inputs(cache))
 
     return run

@@ -80,6 +80,11 @@ LAUNCHES = {
     "int8 of 16 bits": (["append", "decoded_rows", *["prefill_attention"] * 3], STEP),
     "int4 in pages": (["append", "prefill_attention"], STEP),
     "KIVI": (["append", "group", "prefill_attention", "append"], ["append", "group", *STEP[1:], "combine"]),
+    # The same of all slots (`host/over_rows.py`).
+    "KIVI of 16 bits": (
+        ["append", "group", "decoded_rows", *["prefill_attention"] * 2, "append"],
+        ["append", "group", *STEP[1:], "combine"],
+    ),
     "streaming": (["append", "prefill_attention", "append"], STEP),
     "H2O": (["append", "prefill_attention", "columns", "columns", "append"], STEP),
 }
@@ -94,7 +99,13 @@ def of_one(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["H2O", "int8 of 16 bits", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW)]
+    "name",
+    [
+        "H2O",
+        "int8 of 16 bits",
+        "KIVI of 16 bits",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW),
+    ],
 )
 def test_kernels_of_a_layout_are_launched_and_nothing_else_is_done_to_a_cache(name: str) -> None:
     """RoPE, rounding and append are one launch; what stands around is a linear layer, and no cache is copied."""

@@ -16,10 +16,11 @@ from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.config import Config, config, found, table_of, using
 from kvcompile.kernels.triton.device import Device, device_of
 from kvcompile.kernels.triton.host.attention import cached_attention
+from kvcompile.kernels.triton.host.launch import recording
 from kvcompile.kernels.triton.tools import tune as module
 from kvcompile.kernels.triton.tools.synthetic_cache import sample
-from kvcompile.kernels.triton.tools.tune import Point, Subject, Tuned, candidates, tune, write
-from kvcompile.layouts import CacheLayout, Paged, int8, per_channel
+from kvcompile.kernels.triton.tools.tune import Point, Subject, Tuned, call_of, candidates, tune, write
+from kvcompile.layouts import CacheLayout, Paged, Storage, int8, per_channel
 
 CPU = torch.device("cpu")
 H200 = Device("NVIDIA H200", 90, 132)
@@ -110,6 +111,22 @@ def test_a_configuration_in_use_reaches_the_launch(monkeypatch: pytest.MonkeyPat
     assert [entry[0] for entry in launched[::2]] == [32, 16]
     assert launched[0][1] == 2 and launched[2][1] == 2  # three tiles of the table's, for two heads
     torch.testing.assert_close(wide, usual)
+
+
+@pytest.mark.parametrize("keys", [int8(), per_channel(4, 16, 16)], ids=str)
+def test_of_prompts_slots_are_read_as_they_stand(keys: Storage) -> None:
+    """And not rows that were made of them, which are another case: what is measured, and what is predicted of it."""
+    site = SiteSpec(CacheLayout(keys, int8()), 0.25, share="middle", kernels="triton")
+    one = sample(site, (4, 2), (16, 16), (64,), torch.bfloat16, CPU, tokens=64)
+    own = Config(block_m=16, block_n=16)
+    with recording() as tuned:
+        call_of("prefill", own, one, 0)()
+    with recording() as usual, using("prefill", own):
+        cached_attention(one.inputs(0))
+    # Beside tokens in full, new ones are encoded, though not kept.
+    before = ["append"] if keys.residual else []
+    assert [found.kernel.spec.role for found in tuned] == [*before, "prefill"]
+    assert [found.kernel.spec.role for found in usual] == [*before, "decoded_rows", "prefill"]
 
 
 def test_the_clock_measures_both_in_turns() -> None:
