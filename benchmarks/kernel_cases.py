@@ -126,6 +126,7 @@ CASES = (
     Case("bf16 B1 prompt of 8k", 1, 8192, new=8192, append=True),
     Case("int8 B1 prompt of 8k", 1, 8192, cache=INT8, new=8192, append=True),
     Case("int4 B1 prompt of 8k", 1, 8192, cache=INT4, new=8192, append=True),
+    Case("kivi4 B1 prompt of 8k", 1, 8192, cache=KIVI4, new=8192, append=True),
     Case("bf16 B1 2k after 30k pages of 64", 1, 32768, cache=pages(64), new=2048, append=True),
     Case("int8 B1 2k after 30k pages of 64", 1, 32768, cache=INT8 | pages(64), new=2048, append=True),
 )
