@@ -206,7 +206,10 @@ class Attend:
 
     @property
     def new(self) -> SlotArray:
-        return SlotArray("new_", "tokens", self.spec.num_kv_heads, self.spec.block_n, packed=self.packed)
+        # Arrays of their codes are a multiple of 16 long (`host/call.py`): so rows of scales are seen to be aligned,
+        # and are copied ahead. Where these are plain numbers, there are none.
+        slots = "tokens" if "continued" in self.spec.options else "new_16"
+        return SlotArray("new_", slots, self.spec.num_kv_heads, self.spec.block_n, packed=self.packed)
 
     @property
     def sources(self) -> tuple[SlotArray, ...]:

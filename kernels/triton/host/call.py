@@ -244,9 +244,14 @@ def appended(call: Call) -> New:
 
 
 def staged(call: Call) -> New:
-    """The new tokens, and an array of them in the storage of the cache, whose calibrated scales it has."""
+    """The new tokens, and an array of them in the storage of the cache, whose calibrated scales it has.
+
+    It has room for a multiple of 16 tokens.
+    """
     made, layout = call.kernels, call.site.layout
     batch, heads, tokens, _ = call.k.shape
+    # Of one row for all sequences, where a sequence begins is no multiple of anything.
+    slots = tokens if call.starts is not None else (tokens + 15) // 16 * 16
     buffers, new = [], []
     keys = layout.num_key_parts
     for storage, dim, own in (
@@ -258,7 +263,7 @@ def staged(call: Call) -> New:
                 buffers.append(kept)
                 continue
             dtype = taken_as(part.dtype, made.fp8)
-            fresh = call.k.new_empty((batch, heads, tokens, *part.shape), dtype=dtype)
+            fresh = call.k.new_empty((batch, heads, slots, *part.shape), dtype=dtype)
             buffers.append(fresh)
             new.append(fresh)
     wanted = ["staged", *made.transforms(one=False), *(made.outs() if made.in_full else [])]

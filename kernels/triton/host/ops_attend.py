@@ -176,7 +176,8 @@ def prefill(
 
     Args:
         q, q_sinks: [B, Hq, S, D]; k, v: [B, Hkv, S, D] in the basis of the storage, where some stand in full.
-        new: the parts of the new tokens, as `buffers` has those of the slots, dense over S.
+        new: the parts of the new tokens, as `buffers` has those of the slots, dense, of S tokens, and not packed and
+            without option continued of so many more that they are a multiple of 16.
         positions: int64 [B, S]; the others as for `decode` and `combine`.
         query_start_loc, max_query_len: with option packed: int64 [B + 1], and a number. q, positions and new parts have
             one row then, [1, .., S, ..], and so has `out`; tokens of no sequence have anything in it.
@@ -201,6 +202,7 @@ def prefill(
         **_leaves(kernel, leaves),
     }
     sizes = _sizes(kernel, buffers, bias, rope) | _leaf_sizes(kernel, leaves) | {"tokens": tokens}
+    sizes |= _new_sizes(new)
     if query_start_loc is not None:
         batch = query_start_loc.shape[0] - 1
         there = {name: tensor for name, tensor in given.items() if tensor is not None}
@@ -306,7 +308,7 @@ def columns(
         given |= {**_tables(rope), **parts_of(kernel, buffers), **parts_of(kernel, new, "new_")}
         given |= _leaves(kernel, leaves)
         sizes = _sizes(kernel, buffers, bias, rope) | _leaf_sizes(kernel, leaves)
-        sizes |= {"tokens": tokens, "counted": counted}
+        sizes |= {"tokens": tokens, "counted": counted} | _new_sizes(new)
         _launch(kernel, columns_role.grid(kernel.spec, keys, batch), given, sizes, num_warps, num_stages)
     return sums
 
@@ -373,6 +375,11 @@ def slots_of(spec: KernelSpec, buffers: Sequence[Tensor]) -> int:
             own = layout.values.parts(spec.v_head_dim, spec.torch_dtype)[0].every
             slots = torch.sym_min(slots, buffers[layout.num_key_parts].shape[2] * own)
     return slots
+
+
+def _new_sizes(new: list[Tensor]) -> dict[str, int]:
+    """How long arrays of new tokens' codes are."""
+    return {"new_16": new[0].shape[2] // 16} if new else {}
 
 
 def _sizes(kernel: Kernel, buffers: list[Tensor], bias: Tensor | None, rope: list[Tensor]) -> dict[str, int]:

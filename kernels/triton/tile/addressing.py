@@ -31,7 +31,7 @@ class SlotArray:
     """An array of slots that a kernel reads.
 
     prefix: of the names of its tensors ("" for the cache, "new_" for new tokens)
-    slots:  how many there are, a number, or the argument that says so; "slots_16" says how many times 16
+    slots:  how many there are, a number, or the argument that says so; "slots_16" and "new_16" say how many times 16
     page_size: 0: dense
     packed: whether the tokens of all sequences stand in one row (`kernels/triton/packed.py`)
     by_bits: whether addresses of long rows are sums over the bits of their numbers (`times` of the helpers)
@@ -168,7 +168,7 @@ class SlotArray:
 
     def _rows(self, multiple: int) -> str:
         # That it is a multiple stands in the text, where every compiler of a launch sees it.
-        slots = "(slots_16 * 16)" if self.slots == "slots_16" else self.slots
+        slots = f"({self.slots} * 16)" if self.slots.endswith("_16") else self.slots
         if multiple == 1:
             return slots
         if slots.isdigit():
