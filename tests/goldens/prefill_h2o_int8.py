@@ -60,20 +60,21 @@ def log2_of(x):
     return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["new_16", "tokens"])
 def prefill_attention(
     q_ptr, q_s0, q_s1, q_s2,
     keys_data_ptr,
     keys_scale_ptr,
     values_data_ptr,
     values_scale_ptr,
-    tokens,
+    new_16,
     new_keys_data_ptr,
     new_keys_scale_ptr,
     new_values_data_ptr,
     new_values_scale_ptr,
     positions_ptr, positions_s0,
     out_ptr,
+    tokens,
     lse_ptr,
 ):
     head = tl.program_id(1)
@@ -203,7 +204,7 @@ def prefill_attention(
     plain_stop = tl.maximum(tl.minimum(stop, plain_to), plain_begin)
     for tile in range(plain_begin, plain_stop):
         start = (tile + shift) * 64
-        base = (batch * 8 + head) * tokens + start
+        base = (batch * 8 + head) * (new_16 * 16) + start
         k_scale = tl.load(new_keys_scale_ptr + base + n).to(tl.float32)
         k_words0 = tl.load(new_keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 64 + n[:, None] * 64 + kw0)
         k0 = int8_at0_halves(k_words0)
@@ -239,7 +240,7 @@ def prefill_attention(
         start = (tile + shift) * 64
         inside = (start + n < end) & (start + n >= -first)
         key = first + start + n
-        base = (batch * 8 + head) * tokens + start
+        base = (batch * 8 + head) * (new_16 * 16) + start
         k_scale = tl.load(new_keys_scale_ptr + base + n, mask=inside, other=0.0).to(tl.float32)
         k_words0 = tl.load(new_keys_data_ptr.to(tl.pointer_type(tl.uint16)) + base * 64 + n[:, None] * 64 + kw0, mask=inside[:, None], other=0)
         k0 = int8_at0_halves(k_words0)
