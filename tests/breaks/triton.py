@@ -90,6 +90,13 @@ TRITON = (
         "tests/kernels/triton/host/test_decoded_once.py",
     ),
     broken(
+        "codes of new tokens stand closer than their kernel looks for them",
+        "kernels/triton/host/call.py",
+        "(tokens + 15) // 16 * 16",
+        "tokens",
+        "tests/kernels/triton/attend/test_attend.py",
+    ),
+    broken(
         "rows of a prompt's own tokens are not made",
         "kernels/triton/templates/decoded_rows.py.jinja",
         "tl.int32) + tokens, decoded)",
