@@ -72,6 +72,7 @@ class Case:
     codebook: whether codes of keys are chosen from a list of numbers
     reused: whether new tokens take the slots of others: a prompt's are read beside the slots, by a loop of their own
     decoded: whether slots hold numbers in the model's dtype, and some tokens are in full beside (`host/over_rows.py`)
+    wide:  whether the model is in float32, as are products then
     """
 
     role: Role
@@ -87,6 +88,7 @@ class Case:
     codebook: bool = False
     reused: bool = False
     decoded: bool = False
+    wide: bool = False
 
     def buffers(self, stages: int) -> int:
         """Tiles that stand in shared memory: each lookup takes as many stages as what it finds."""
@@ -153,6 +155,7 @@ def case_of(
         site.layout.keys.of_slots.element.kind == "codebook",
         not site.layout.in_order,
         _decoded(site.layout),
+        dtype == torch.float32,
     )
 
 

@@ -60,8 +60,7 @@ class TileLoader:
     words:    whether rows are read as words of two bytes (`channel_blocks.in_words`)
     stack:    how often a query head is a row of its products (`stacking.py`): groups of channels need no pieces then
     by_group: whether codes take the scales of their groups of channels (`affine`), if rows are read in words
-    joint:    whether numbers of two halves of the channels are one load: of a prompt, whose queries take registers,
-              both would spill
+    joint:    whether numbers of two halves of the channels are one load: where a loop copies tiles ahead
     lowest:   whether what the queries' sums are owed for signed codes that count from the lowest may enter scores
     whole:    whether a tile has whole groups of keys that share scales per channel, and codes take these (`affine`)
     once:     whether numbers are made of codes once, and come through shared memory to both products that read them:

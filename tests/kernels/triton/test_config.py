@@ -92,6 +92,12 @@ def test_one_warp_group_has_a_tile_of_a_prompt() -> None:
     paged = replace(case, page=64, lookups=1)
     for arch in (80, 86, 89, 90, 100, 103, 120):
         assert config(paged, site, Device("a GPU", arch, 100)).num_stages == 5
+    # In float32, codes of 8 bits become numbers of four bytes: 64 slots would not fit 99 KB.
+    for page, lookups in ((0, 0), (64, 1)):
+        own = config(
+            replace(case, bits=8, page=page, lookups=lookups, wide=True), site, Device("a GPU", 86, 72)
+        )
+        assert (own.block_m, own.block_n, own.num_stages) == (32, 32, 2)
     mod = ScoreMod((Instruction("leaf", "bool", (), 0),), ("pair",), mask=0)
     expression = SiteSpec(CacheLayout(), 0.1, score=ScoreSpec(mod=mod))
     own = config(case, expression, H200)
@@ -144,6 +150,7 @@ def test_case_of_a_site() -> None:
         for own in (kivi, as_rows(kivi))
     ]
     assert [(own.bits, own.mixed, own.decoded) for own in of] == [(4, True, False), (16, True, True)]
+    assert case_of("prefill", site, 32, 8, 128, 64, torch.float32).wide
     groups = SiteSpec(CacheLayout(uint(4, 32), uint(4, 64)), 0.1)
     assert case_of("decode", groups, 32, 8, 128, 128, torch.float16).stack == 4
 

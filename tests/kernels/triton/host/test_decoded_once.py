@@ -3,7 +3,6 @@ together they are one softmax."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -33,6 +32,7 @@ from kvcompile.layouts import (
 )
 from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 from tests.support.kernel_specs import H200, SHAPES
+from tests.support.new_memory import nonsense_in_new_memory  # noqa: F401  (a fixture)
 from tests.support.triton_attention import Case, check
 from tests.support.triton_write import kernels_folder  # noqa: F401  (a fixture)
 
@@ -69,17 +69,6 @@ CASES = {
     "turned values alone": replace(PLAIN, layout=CacheLayout(int8(), with_hadamard(mxfp4())), dims=(32, 32)),
     "RoPE, of float16": replace(PLAIN, rotary=RotaryForm("half", 0, 16), dtype=torch.float16),
 }
-
-
-@pytest.fixture(autouse=True)
-def nonsense_in_new_memory() -> Iterator[None]:
-    """What nobody has written is NaN: the result over no older tokens, above all."""
-    before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = before
 
 
 @pytest.mark.parametrize("name", CASES)

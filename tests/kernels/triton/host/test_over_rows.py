@@ -3,7 +3,6 @@ once, and what each query reads is what it would read of the slots."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -34,6 +33,7 @@ from kvcompile.layouts import (
 )
 from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 from tests.support.kernel_specs import H200, SHAPES, recipe_layouts
+from tests.support.new_memory import nonsense_in_new_memory  # noqa: F401  (a fixture)
 from tests.support.triton_attention import Case, cases, check
 from tests.support.triton_write import kernels_folder  # noqa: F401  (a fixture)
 
@@ -68,17 +68,6 @@ CASES = {
     "sink logits": replace(PLAIN, score=ScoreSpec(sinks=True)),
     "RoPE": replace(PLAIN, rotary=RotaryForm("half", 0, 16)),
 }
-
-
-@pytest.fixture(autouse=True)
-def nonsense_in_new_memory() -> Iterator[None]:
-    """What nobody has written is NaN: the rows of tokens that stand in full, above all."""
-    before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = before
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[Decoded]:
