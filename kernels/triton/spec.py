@@ -18,7 +18,7 @@ import torch
 
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.device import Fp8Form
-from kvcompile.layouts import CacheLayout, InKeys, Scale, Storage
+from kvcompile.layouts import CacheLayout, Contiguous, InKeys, Scale, Storage
 from kvcompile.layouts import symbols as sy
 
 Role = str  # a key of ROLES
@@ -30,13 +30,13 @@ ROWS = "rows"
 
 
 def as_rows(layout: CacheLayout) -> CacheLayout:
-    """A layout whose slots hold the same tokens in the model's dtype, in the basis of its storage."""
+    """A layout whose slots hold the same tokens in the model's dtype, in the basis of its storage, not in pages."""
     sides = (layout.keys, layout.values)
     keys, values = (
         side if isinstance(side, InKeys) else replace(side, code="model", scale=Scale()) for side in sides
     )
     assert isinstance(keys, Storage)
-    return replace(layout, keys=keys, values=values)
+    return replace(layout, keys=keys, values=values, placement=Contiguous())
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,9 @@ PACKED = (
     ),
     broken(
         "a kernel of a row writes the results of all sequences to the first",
-        "kernels/triton/templates/attend.py.jinja",
-        "row = ((query_start + token)",
-        "row = ((0 + token)",
+        "kernels/triton/attend/context.py",
+        'f"(query_start + token) * {heads} + heads"',
+        'f"(0 + token) * {heads} + heads"',
         TRITON,
     ),
     broken(

@@ -124,6 +124,7 @@ def generate(spec: KernelSpec) -> KernelSource:
         anew=anew,
         looked_at=work_list.AT_ONCE if anew else work_list.LOOKED_AT,
         options=spec.options,
+        query_row=attend.row,
         queries=[*constants(attend), *scale, *queries(attend)],
         accumulators=(continued if "continued" in spec.options else accumulators)(attend),
         loops=loops,

@@ -53,6 +53,14 @@ class Attend:
         return packed.OPTION in self.spec.options
 
     @property
+    def row(self) -> str:
+        """An expression: the row of each query of many, in what is written for each: [B, Hq, S] or, packed, [S, Hq]."""
+        heads = self.spec.num_qo_heads
+        if self.packed:
+            return f"(query_start + token) * {heads} + heads"
+        return f"(batch * {heads} + heads) * tokens + token"
+
+    @property
     def in_order(self) -> bool:
         return self.spec.layout.in_order
 
@@ -187,7 +195,7 @@ class Attend:
 
     @property
     def cache(self) -> SlotArray:
-        placement, layout = self.spec.layout.placement, self.spec.layout
+        placement, layout = self.spec.as_read.placement, self.spec.layout
         size = placement.page_size if isinstance(placement, Paged) else 0
         slots = "slots" if self.in_order else str(layout.slots(None))
         if slots == "slots" and "slots16" in self.spec.options:

@@ -3,22 +3,23 @@
     row[slot] = code[slot] * scale[slot] + minimum[slot]      slots 0 .. first - 1, in the model's dtype
 
 With option all, slots of the prompt's tokens as well. Of tokens that stand in full, rows are anything: their settled
-form may not be written yet, and nobody reads it.
+form may not be written yet, and nobody reads it. What stands in pages has rows in the order of its tokens.
 
 These are the numbers of the reference, bit for bit, in the basis that the storage keeps: what was turned stays so.
 Every code is made a number once, whatever number of queries reads it.
 
-Options: all, interpreted. spec.block_n: slots of a tile.
-Launch: grid(spec, rows, batch). The parts of the cache, dense; positions int64 [B, S], of which the first says how many
-tokens are held; decoded_k [B, Hkv, rows, D] and decoded_v [B, Hkv, rows, Dv], written; `decoded`: rows that there are,
-0: nothing is written; with option all `tokens`: those of the prompt.
+Options: all, packed (`packed.py`), interpreted. spec.block_n: slots of a tile.
+Launch: grid(spec, rows, batch). The parts of the cache, dense; page_table int32 [B, pages], where they are in pages;
+positions int64 [B, S], of which the first says how many tokens are held; decoded_k [B, Hkv, rows, D] and decoded_v
+[B, Hkv, rows, Dv], written; `decoded`: rows that there are, 0: nothing is written; with option all `tokens`: those of
+the prompt.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kvcompile.kernels.triton import helpers
+from kvcompile.kernels.triton import helpers, packed
 from kvcompile.kernels.triton.params import KernelSource, Param, ScalarParam, TensorParam
 from kvcompile.kernels.triton.render import rendered
 from kvcompile.kernels.triton.spec import KernelSpec
@@ -30,7 +31,7 @@ from kvcompile.kernels.triton.tile.tile_loader import TileLoader
 from kvcompile.layouts import InKeys, Paged
 
 ALL = "all"
-OPTIONS = {ALL, "interpreted"}
+OPTIONS = {ALL, packed.OPTION, "interpreted"}
 WARPS = 4
 _ELEMENTS = 8192  # of a tile of keys, or of values
 
@@ -44,22 +45,28 @@ def generate(spec: KernelSpec) -> KernelSource:
     layout = spec.layout
     if unknown := set(spec.options) - OPTIONS:
         raise ValueError(f"{spec.role} knows no options {sorted(unknown)}")
-    if isinstance(layout.placement, Paged) or isinstance(layout.values, InKeys) or not layout.in_order:
+    if isinstance(layout.values, InKeys) or not layout.in_order:
         raise ValueError(
             f"{spec.role} is for slots that hold keys and values, in their order, not for {layout}"
         )
-    source = SlotArray("", "slots", spec.num_kv_heads, spec.block_n)
+    placement, one_row = layout.placement, packed.OPTION in spec.options
+    page = placement.page_size if isinstance(placement, Paged) else 0
+    source = SlotArray("", "slots", spec.num_kv_heads, spec.block_n, page)
     sides = [(part, f"decoded_{part.letter}") for part in (_reader(spec, "keys"), _reader(spec, "values"))]
     params: list[Param] = list(source.params)
     for part, _ in sides:
         params += part.params(source)
     params += [TensorParam("positions", torch.int64, 2), ScalarParam("decoded")]
-    params += [ScalarParam("tokens")] if ALL in spec.options else []
+    if one_row:
+        params.append(packed.STARTS)
+    elif ALL in spec.options:
+        params.append(ScalarParam("tokens"))
     params += [TensorParam(out, spec.torch_dtype) for _, out in sides]
     text = rendered(
         "decoded_rows.py.jinja",
         params=params,
         spec=spec,
+        packed=packed.prologue(params, "tokens <= 0") if one_row else [],
         lines=[
             *source.located([part.group for part, _ in sides], True),
             *(line for part, out in sides for line in _written(spec, part, source, out)),

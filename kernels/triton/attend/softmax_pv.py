@@ -61,12 +61,12 @@ def accumulators(attend: Attend) -> list[str]:
 
 def continued(attend: Attend) -> list[str]:
     """In place of `accumulators`, of floats: sums begin with a result over other tokens, and its log-sum-exp."""
-    values, spec = attend.values, attend.spec
+    values = attend.values
     letter = values.of.letter
     lines = [
         "# Of a text that begins here nothing was written.",
         "there = real & (position > token)",
-        f"row = (batch * {spec.num_qo_heads} + heads) * tokens + token",
+        f"row = {attend.row}",
         "top = tl.load(older_lse_ptr + row, mask=there, other=-1.0e30)",
         "total = tl.where(there, 1.0, 0.0)",
     ]

@@ -17,8 +17,8 @@ for all tiles of queries, and the first launch reads these. They are
            0                                         else: slots are read as they stand
 
 a number, or an expression of symbols where a graph leaves sizes open: then both forms of the first launch are made, and
-the one that the number is not for ends at once. Slots in pages are read as they stand: how many tokens are held there
-is no shape, but a number on the device. So are those of windows, of which few tiles of queries see a key.
+the one that the number is not for ends at once. Of a packed call there are as many rows as its longest sequence has
+slots, for each. Slots of windows are read as they stand: few tiles of queries see a key.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvcompile.kernels.triton.attend import decoded_rows
 from kvcompile.kernels.triton.host import ops_attend, ops_rows
 from kvcompile.kernels.triton.host.call import Call, New, append, as_kept, prefill, turned_back
 from kvcompile.kernels.triton.host.site_kernels import kernels_of
-from kvcompile.layouts import CacheLayout, Full, InKeys, Paged
+from kvcompile.layouts import CacheLayout, Full, InKeys
 
 # Tiles of queries of a KV head. Of fewer, to write rows and read them takes longer than to decode once for each, where
 # programs fill a GPU: predicted of an H200, of int4 and int8 up to eighteen, of KIVI's 4 bits up to eight. Codes have
@@ -62,10 +62,10 @@ def read_in_slots() -> Iterator[None]:
 def is_for(call: Call) -> bool:
     """Whether a call's new tokens are attended to as numbers that were decoded once.
 
-    Not in the packed dialect, nor in float32, whose products take longer than to make numbers of codes.
+    Not in float32, whose products take longer than to make numbers of codes.
     """
     site = call.site
-    written = site.share in ("none", "first") and not call.one and call.starts is None
+    written = site.share in ("none", "first") and not call.one
     return written and call.q.dtype != torch.float32 and _splits(site.layout)
 
 
@@ -89,7 +89,9 @@ def attend(call: Call, span: Any) -> Tensor:
     wanted = [*call.kernels.transforms(one=False), "k_out", "v_out", "decoded"]
     new = as_kept(call, wanted, append(call, wanted))
     behind = _plain(call, call.site, [])
-    older = _older(call, new, rows(call, torch.sym_max(0, span - call.q.shape[2])))
+    # Of a packed call some sequence may have one new token.
+    least = call.q.shape[2] if call.starts is None else 1
+    older = _older(call, new, rows(call, torch.sym_max(0, span - least)))
     (out,) = prefill(behind, new._replace(parts=[new.k, new.v]), ("continued",), older=older)
     return turned_back(call, out)
 
@@ -103,9 +105,11 @@ def rows(call: Call, held: Any, least_tiles: int | None = None) -> Any:
     least_tiles: of queries, for which rows are made; None: LEAST_TILES
     """
     made, site = call.kernels, call.site
-    if _in_slots.get() or site.mask.window is not None or isinstance(site.layout.placement, Paged):
+    if _in_slots.get() or site.mask.window is not None:
         return 0
     batch, _, tokens, _ = call.q.shape
+    if call.starts is not None:
+        batch, tokens = call.starts.shape[0] - 1, call.longest
     tiles = LEAST_TILES if least_tiles is None else least_tiles
     least = max(1, tiles * made.config("prefill").block_m // made.group)
     tiled = torch.sym_min(1, tokens // least)
@@ -121,15 +125,12 @@ def _older(call: Call, new: New, decoded: Any) -> Sequence[Tensor]:
     before = replace(_as(call, site), sinks=None)
     if is_known(decoded) and not decoded:
         return prefill(before, new, ("older", "lse"))
-    made = call.kernels
-    spec = replace(made.spec("decoded_rows"), block_n=decoded_rows.block_n(made.head_dim, made.v_head_dim))
-    found = ops_rows.decoded_rows(call.buffers, call.positions, call.q, decoded, spec.to_json())
-    numbers = replace(_plain(call, site, list(found)), sinks=None)
+    numbers = replace(_plain(call, site, as_rows(call, decoded)), sinks=None)
     if is_known(decoded):
         return prefill(numbers, new, ("older", "lse"))
     codes, plain = before.kernels, numbers.kernels
-    of_slots = codes.spec("prefill", ("older", "lse", "undecoded", *before.whole))
-    of_rows = plain.spec("prefill", ("older", "lse", "decoded"))
+    of_slots = codes.spec("prefill", ("older", "lse", "undecoded", *call.dialect, *before.whole))
+    of_rows = plain.spec("prefill", ("older", "lse", "decoded", *call.dialect))
     own, other = codes.config("prefill"), plain.config("prefill")
     outs: list[Tensor] = ops_attend.either(
         new.q,
@@ -145,8 +146,22 @@ def _older(call: Call, new: New, decoded: Any) -> Sequence[Tensor]:
         [own.num_warps, own.num_stages, other.num_warps, other.num_stages],
         of_slots.to_json(),
         of_rows.to_json(),
+        call.page_table,
+        call.starts,
+        call.longest,
     )
     return outs
+
+
+def as_rows(call: Call, count: Any, options: Sequence[str] = ()) -> list[Tensor]:
+    """Rows of keys and of values, [B, Hkv, count, ..], of slots that hold codes. options: of role decoded_rows"""
+    made = call.kernels
+    spec = made.spec("decoded_rows", (*options, *call.dialect))
+    spec = replace(spec, block_n=decoded_rows.block_n(made.head_dim, made.v_head_dim))
+    found: list[Tensor] = ops_rows.decoded_rows(
+        call.buffers, call.positions, count, spec.to_json(), call.page_table, call.starts
+    )
+    return found
 
 
 def is_known(decoded: Any) -> bool:

@@ -181,17 +181,15 @@ def prefill(
         positions: int64 [B, S]; the others as for `decode` and `combine`.
         query_start_loc, max_query_len: with option packed: int64 [B + 1], and a number. q, positions and new parts have
             one row then, [1, .., S, ..], and so has `out`; tokens of no sequence have anything in it.
-        older, older_lse: with option continued: what option older gave of the same queries.
+        older, older_lse: with option continued: what option older gave of the same queries, as it gave it.
 
     Returns:
         out [B, Hq, S, Dv] (of turned values still turned; packed: the heads of a token side by side), and with option
         lse, float32 [B, Hq, S] in base 2. With option older, out is float32, and both are anything of a sequence that
-        has no tokens before the new ones.
+        has no tokens before the new ones; packed, they are [S, Hq, Dv] and [S, Hq].
     """
     kernel = kernel_of(spec)
-    own = kernel.spec
-    batch, _, tokens, _ = q.shape
-    outs = _results(own, q)
+    outs = _results(kernel.spec, q)
     given = {"q": q, "q_sinks": q_sinks, "k": k, "v": v, "positions": positions, "sinks": sinks, "bias": bias}
     given |= {"page_table": page_table, "slots_token": token, "slots_place": place, **outs}
     given |= {"older": older, "older_lse": older_lse}
@@ -201,19 +199,9 @@ def prefill(
         **parts_of(kernel, new, "new_"),
         **_leaves(kernel, leaves),
     }
-    sizes = _sizes(kernel, buffers, bias, rope) | _leaf_sizes(kernel, leaves) | {"tokens": tokens}
-    sizes |= _new_sizes(new)
-    if query_start_loc is not None:
-        batch = query_start_loc.shape[0] - 1
-        there = {name: tensor for name, tensor in given.items() if tensor is not None}
-        row = packed.launched(there, batch) | {"query_start_loc": query_start_loc}
-        sizes |= {"row_tokens": tokens}
-        tiles = (max_query_len * own.group + own.block_m - 1) // own.block_m
-        _launch(kernel, (tiles, own.num_kv_heads, batch), row, sizes, num_warps, num_stages)
-        return [outs["out"].transpose(0, 1)[None]]
-    tiles = (tokens * own.group + own.block_m - 1) // own.block_m
-    _launch(kernel, (tiles, own.num_kv_heads, batch), given, sizes, num_warps, num_stages)
-    return list(outs.values())
+    sizes = _sizes(kernel, buffers, bias, rope) | _leaf_sizes(kernel, leaves) | _new_sizes(new)
+    _launch_many(kernel, q, query_start_loc, max_query_len, given, sizes, (num_warps, num_stages))
+    return _as_returned(kernel.spec, outs)
 
 
 @torch.library.triton_op("kvcompile::triton_either", mutates_args={})
@@ -231,6 +219,9 @@ def either(
     launched: list[int],
     of_slots: str,
     of_rows: str,
+    page_table: Tensor | None = None,
+    query_start_loc: Tensor | None = None,
+    max_query_len: int = 0,
 ) -> list[Tensor]:
     """As `prefill` over slots or over rows of numbers, as `decoded` says: the other launch ends at once.
 
@@ -240,7 +231,6 @@ def either(
         of_slots, of_rows: the specs of both, of the same results; the others as for `prefill`.
     """
     own = kernel_of(of_slots).spec
-    tokens = q.shape[2]
     outs = _results(own, q)
     for spec, parts, (warps, stages) in (
         (of_slots, buffers, launched[:2]),
@@ -248,25 +238,52 @@ def either(
     ):
         kernel = kernel_of(spec)
         given = {"q": q, "k": k, "v": v, "positions": positions, "sinks": sinks, "bias": bias, **outs}
-        given |= {**parts_of(kernel, parts), **_leaves(kernel, leaves)}
-        sizes = _sizes(kernel, parts, bias, []) | _leaf_sizes(kernel, leaves)
-        sizes |= {"tokens": tokens, "decoded": decoded}
-        tiles = (tokens * own.group + kernel.spec.block_m - 1) // kernel.spec.block_m
-        _launch(kernel, (tiles, own.num_kv_heads, q.shape[0]), given, sizes, warps, stages)
-    return list(outs.values())
+        given |= {"page_table": page_table, **parts_of(kernel, parts), **_leaves(kernel, leaves)}
+        sizes = _sizes(kernel, parts, bias, []) | _leaf_sizes(kernel, leaves) | {"decoded": decoded}
+        _launch_many(kernel, q, query_start_loc, max_query_len, given, sizes, (warps, stages))
+    return _as_returned(own, outs)
+
+
+def _launch_many(
+    kernel: Kernel,
+    q: Tensor,
+    query_start_loc: Tensor | None,
+    max_query_len: int,
+    given: Mapping[str, Tensor | None],
+    sizes: Mapping[str, int],
+    launched: tuple[int, int],
+) -> None:
+    """A launch of role prefill. launched: warps and stages; the others as `prefill` has them"""
+    own = kernel.spec
+    batch, _, tokens, _ = q.shape
+    longest = tokens
+    if query_start_loc is not None:
+        batch, longest = query_start_loc.shape[0] - 1, max_query_len
+        there = {name: tensor for name, tensor in given.items() if tensor is not None}
+        given = packed.launched(there, batch) | {"query_start_loc": query_start_loc}
+    tiles = (longest * own.group + own.block_m - 1) // own.block_m
+    sizes = {**sizes, "tokens": tokens, "row_tokens": tokens}
+    _launch(kernel, (tiles, own.num_kv_heads, batch), given, sizes, *launched)
 
 
 def _results(own: KernelSpec, q: Tensor) -> dict[str, Tensor]:
     """What a kernel of role prefill writes for queries [B, Hq, S, D]."""
     batch, _, tokens, _ = q.shape
     dtype = torch.float32 if "older" in own.options else own.torch_dtype
-    shape: tuple[int, ...] = (batch, own.num_qo_heads, tokens, weighed(own))
+    rows: tuple[int, ...] = (batch, own.num_qo_heads, tokens)
     if packed.OPTION in own.options:
-        shape = (tokens, own.num_qo_heads, weighed(own))
-    outs = {"out": q.new_empty(shape, dtype=dtype)}
+        rows = (tokens, own.num_qo_heads)
+    outs = {"out": q.new_empty((*rows, weighed(own)), dtype=dtype)}
     if "lse" in own.options:
-        outs["lse"] = q.new_empty((batch, own.num_qo_heads, tokens), dtype=torch.float32)
+        outs["lse"] = q.new_empty(rows, dtype=torch.float32)
     return outs
+
+
+def _as_returned(own: KernelSpec, outs: Mapping[str, Tensor]) -> list[Tensor]:
+    """What `prefill` gives of the results."""
+    if packed.OPTION in own.options and "older" not in own.options:
+        return [outs["out"].transpose(0, 1)[None]]
+    return list(outs.values())
 
 
 @torch.library.triton_op("kvcompile::triton_columns", mutates_args={})

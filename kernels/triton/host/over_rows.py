@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcompile.kernels.triton.attend.decoded_rows import ALL, block_n
-from kvcompile.kernels.triton.host import decoded_once, ops_attend, ops_rows
+from kvcompile.kernels.triton.attend.decoded_rows import ALL
+from kvcompile.kernels.triton.host import decoded_once, ops_attend
 from kvcompile.kernels.triton.host.call import Call, New, prefill
 from kvcompile.kernels.triton.spec import ROWS
 from kvcompile.layouts import Full, Storage
@@ -39,8 +39,7 @@ def attend(call: Call, new: New, span: Any) -> list[Tensor]:
     if decoded_once.is_known(count) and not count:
         return prefill(call, new)
     made = call.kernels
-    spec = replace(made.spec("decoded_rows", (ALL,)), block_n=block_n(made.head_dim, made.v_head_dim))
-    keys, values = ops_rows.decoded_rows(call.buffers, call.positions, call.q, count, spec.to_json())
+    keys, values = decoded_once.as_rows(call, count, (ALL,))
     buffers = [
         part for side in zip((keys, values), _in_full(call), strict=True) for part in (side[0], *side[1])
     ]
@@ -60,8 +59,11 @@ def attend(call: Call, new: New, span: Any) -> list[Tensor]:
         call.leaves,
         count,
         [slots.num_warps, slots.num_stages, numbers.num_warps, numbers.num_stages],
-        made.spec("prefill", ("undecoded", *call.whole)).to_json(),
-        made.spec("prefill", ("decoded", ROWS)).to_json(),
+        made.spec("prefill", ("undecoded", *call.dialect, *call.whole)).to_json(),
+        made.spec("prefill", ("decoded", *call.dialect, ROWS)).to_json(),
+        call.page_table,
+        call.starts,
+        call.longest,
     )
     return outs
 
@@ -88,13 +90,12 @@ def _least_tiles(call: Call) -> int | None:
 def _is_for(call: Call) -> bool:
     """Whether slots hold codes of all tokens, and are those of a sequence in their order.
 
-    Not in the packed dialect, nor in float32, as for `decoded_once`; keys that turn when they are read have tiles of
-    their own.
+    Not in float32, as for `decoded_once`; keys that turn when they are read have tiles of their own.
     """
     layout = call.site.layout
     if layout.in_keys or not isinstance(layout.retention, Full) or layout.selection.selects:
         return False
-    if layout.rotates_on_read or call.starts is not None or call.q.dtype == torch.float32:
+    if layout.rotates_on_read or call.q.dtype == torch.float32:
         return False
     return any(
         isinstance(side, Storage) and side.element.kind != "float" for side in (layout.keys, layout.values)

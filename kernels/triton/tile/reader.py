@@ -106,7 +106,7 @@ def _whole_groups(spec: KernelSpec, block_n: int) -> bool:
     It has whole groups, several or, of a step, one: then it is the work of a single warp, and what would scale queries
     would wait for them.
     """
-    kept, placement = spec.as_read.keys.of_slots, spec.layout.placement
+    kept, placement = spec.as_read.keys.of_slots, spec.as_read.placement
     in_page = not isinstance(placement, Paged) or placement.page_size % kept.group == 0
     whole = kept.channelwise and block_n % kept.group == 0
     whole = whole and (block_n > kept.group or spec.role == "decode")

@@ -11,7 +11,7 @@ import torch
 from kvcompile.kernels.triton.host.launches import Launch, packed_launches
 from kvcompile.kernels.triton.tools.assemble import ARCHES, Assembled, assemble
 from kvcompile.layouts import CacheLayout, Paged, SinkWindow, fp8, int8, uint
-from tests.kernels.triton.attend.test_assemble import MANY, SPILLS, TOLERANCE, asked
+from tests.kernels.triton.attend.test_assemble import LONG, MANY, SPILLS, TOLERANCE, asked
 from tests.support.kernel_specs import DEVICES, SHAPES
 
 LAYOUTS = {
@@ -28,39 +28,42 @@ QUICK = (
 )
 
 
-def launches(layout: str, shape: str, arch: int) -> tuple[Launch, ...]:
+def launches(layout: str, shape: str, arch: int, tokens: int = MANY) -> tuple[Launch, ...]:
     own = SHAPES[shape]
     site, dtype = own.site(LAYOUTS[layout]), getattr(torch, own.dtype)
-    return packed_launches(site, own.heads, own.dims, dtype, DEVICES[arch], MANY)
+    return packed_launches(site, own.heads, own.dims, dtype, DEVICES[arch], tokens)
 
 
-def wrong(*cases: tuple[str, str, int]) -> list[str]:
+def wrong(*cases: tuple[str, str, int], tokens: int = MANY) -> list[str]:
     """What is wrong with the kernels of sites; all are assembled in one process."""
     wanted = []
     for layout, shape, arch in cases:
-        # Of codes the one over slots: a packed call reads these as they stand.
-        plain = next(
+        packed = launches(layout, shape, arch, tokens)
+        plain = [
             launch
-            for launch in SHAPES[shape].kernels(LAYOUTS[layout], DEVICES[arch], MANY)
+            for launch in SHAPES[shape].kernels(LAYOUTS[layout], DEVICES[arch], tokens)
             if launch.spec.role == "prefill"
-        )
-        wanted.append([asked(launch, arch) for launch in (*launches(layout, shape, arch), plain)])
-    made = iter(assemble(itertools.chain(*wanted)))
+        ]
+        assert sum(one.spec.role == "prefill" for one in packed) == len(plain)
+        wanted.append([[asked(launch, arch) for launch in own] for own in (packed, plain)])
+    made = iter(assemble(itertools.chain(*(itertools.chain(*own) for own in wanted))))
     found = []
-    for case, own in zip(cases, wanted, strict=True):
-        *packed, plain_one = itertools.islice(made, len(own))
-        problems = [problem for one in packed for problem in _problems(one, plain_one)]
-        found += [f"{case}: {problem}" for problem in problems]
+    for case, (packed, plain) in zip(cases, wanted, strict=True):
+        all_packed = list(itertools.islice(made, len(packed)))
+        batches = itertools.islice(made, len(plain))
+        for one in all_packed:
+            problems = _problems(one, next(batches) if one.role == "prefill" else None)
+            found += [f"{case}: {problem}" for problem in problems]
     return found
 
 
-def _problems(made: Assembled, plain: Assembled) -> list[str]:
+def _problems(made: Assembled, plain: Assembled | None) -> list[str]:
     found = []
     if made.loop_spills or made.spills > SPILLS:
         found.append(f"{made.role}: {made.spills} spills, {made.loop_spills} of them in the main loop")
     if made.shared > DEVICES[made.arch].shared:
         found.append(f"{made.role}: {made.shared:,} bytes of shared memory")
-    if made.role == "prefill":
+    if plain is not None:
         assert made.per_element is not None and plain.per_element is not None
         if made.per_element > plain.per_element * TOLERANCE:
             found.append(f"{made.per_element} instructions per element, {plain.per_element} without packing")
@@ -77,8 +80,9 @@ def test_kernels_assemble() -> None:
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_kernels_of_every_site_assemble(layout: str, shape: str, arch: int) -> None:
-    problems = wrong((layout, shape, arch))
+@pytest.mark.parametrize("tokens", [MANY, LONG])
+def test_kernels_of_every_site_assemble(layout: str, shape: str, arch: int, tokens: int) -> None:
+    problems = wrong((layout, shape, arch), tokens=tokens)
     assert not problems, "\n".join(problems)
 
 
@@ -86,5 +90,10 @@ def test_what_is_launched_of_many_is_packed() -> None:
     """One launch of each role for all sequences; a ring is written once they have attended."""
     found = [(one.spec.role, "packed" in one.spec.options) for one in launches("pages", "llama", 90)]
     assert found == [("append", True), ("prefill", True)]
+    codes = [one.spec.role for one in launches("int8 in pages of 64", "llama", 90)]
+    assert codes == ["append", "prefill", "prefill"]
+    long = launches("int8 in pages of 64", "llama", 90, LONG)
+    assert [one.spec.role for one in long] == ["append", "decoded_rows", "prefill", "prefill"]
+    assert all("packed" in one.spec.options for one in long)
     ring = [one.spec.role for one in launches("ring in pages, fp8", "gemma", 90)]
     assert ring == ["append", "prefill", "append"]

@@ -4,6 +4,7 @@ together they are one softmax."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,7 @@ STORED = (
 CASES = {
     "int8": PLAIN,
     "in pages": replace(PLAIN, layout=CacheLayout(int8(), int8(), Paged(8))),
+    "in pages of groups": replace(PLAIN, layout=CacheLayout(uint(4, 8), nf4(8), Paged(16)), dims=(16, 24)),
     "sinks, which count once": replace(PLAIN, score=ScoreSpec(sinks=True)),
     "softcap": replace(PLAIN, score=ScoreSpec(softcap=5.0)),
     "alibi": replace(PLAIN, score=ScoreSpec(bias=BiasSpec("alibi"))),
@@ -78,7 +80,7 @@ def test_two_launches_are_one_softmax(name: str) -> None:
 
 def as_rows(case: Case) -> bool:
     """Whether tokens before the new ones are decoded to rows, if there are enough tiles of queries."""
-    return case.mask.window is None and not isinstance(case.layout.placement, Paged)
+    return case.mask.window is None
 
 
 @pytest.fixture
@@ -88,9 +90,9 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[Decoded]:
     plain = ops_rows.decoded_rows
 
     def watched(
-        buffers: list[Tensor], positions: Tensor, like: Tensor, decoded: int, spec: str
+        buffers: list[Tensor], positions: Tensor, decoded: int, spec: str, *where: Any
     ) -> list[Tensor]:
-        outs: list[Tensor] = plain(buffers, positions, like, decoded, spec)
+        outs: list[Tensor] = plain(buffers, positions, decoded, spec, *where)
         found.append((decoded, positions[:, 0], [x.clone() for x in buffers], outs))
         return outs
 
@@ -197,7 +199,7 @@ def test_for_whom_rows_are_made() -> None:
     layout, rows = CacheLayout(int8(), int8()), ["append", "decoded_rows", "prefill", "prefill"]
     least = 8 * 64 // 4
     assert roles(layout, least) == rows and roles(layout, least - 1) == ["append", "prefill", "prefill"]
-    assert roles(replace(layout, placement=Paged(64)), least) == ["append", "prefill", "prefill"]
+    assert roles(replace(layout, placement=Paged(64)), least) == rows
 
     def of(limit: int, window: int | None = None) -> list[str]:
         mask = MaskSpec("causal") if window is None else MaskSpec("sliding", window)

@@ -4,6 +4,7 @@ once, and what each query reads is what it would read of the slots."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,10 @@ from torch import Tensor
 from kvcompile.kernels.reference.residual import decode_settled
 from kvcompile.kernels.triton.host import decoded_once, ops_rows, over_rows
 from kvcompile.kernels.triton.host.launches import launches
-from kvcompile.kernels.triton.spec import ROWS
+from kvcompile.kernels.triton.spec import ROWS, KernelSpec
 from kvcompile.layouts import (
     AllTokens,
     CacheLayout,
-    Contiguous,
     Full,
     Paged,
     Window,
@@ -64,10 +64,22 @@ CASES = {
         ),
         dims=(16, 24),
     ),
+    "in pages": replace(PLAIN, layout=replace(KIVI, placement=Paged(16))),
+    "in pages of one group": replace(PLAIN, layout=replace(KIVI, placement=Paged(8)), dtype=torch.float16),
     "alibi and a softcap": replace(PLAIN, score=ScoreSpec(softcap=5.0, bias=BiasSpec("alibi"))),
     "sink logits": replace(PLAIN, score=ScoreSpec(sinks=True)),
     "RoPE": replace(PLAIN, rotary=RotaryForm("half", 0, 16)),
 }
+
+
+def in_order(buffers: list[Tensor], spec: str, table: Tensor | None, _: Any) -> list[Tensor]:
+    """Copies of the buffers, their slots in the order of tokens."""
+    own = KernelSpec.from_json(spec)
+    sizes = own.layout.buffers(own.num_kv_heads, own.head_dim, own.v_head_dim, own.torch_dtype, 1)
+    return [
+        x[table.long()].transpose(1, 2).flatten(2, 3) if size.paged and table is not None else x.clone()
+        for x, size in zip(buffers, sizes, strict=True)
+    ]
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[Decoded]:
@@ -76,10 +88,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Decoded]:
     plain = ops_rows.decoded_rows
 
     def watching(
-        buffers: list[Tensor], positions: Tensor, like: Tensor, decoded: int, spec: str
+        buffers: list[Tensor], positions: Tensor, decoded: int, spec: str, *where: Any
     ) -> list[Tensor]:
-        outs: list[Tensor] = plain(buffers, positions, like, decoded, spec)
-        found.append((decoded, positions, [x.clone() for x in buffers], outs))
+        outs: list[Tensor] = plain(buffers, positions, decoded, spec, *where)
+        found.append((decoded, positions, in_order(buffers, spec, *where), outs))
         return outs
 
     monkeypatch.setattr(ops_rows, "decoded_rows", watching)
@@ -100,7 +112,7 @@ def test_queries_read_rows_and_tokens_in_full(name: str, rows: list[Decoded]) ->
 
 
 @pytest.mark.parametrize("most", [decoded_once.MOST, 0], ids=["rows", "slots"])
-@pytest.mark.parametrize("name", ["kivi, 4 bits", "sink logits"])
+@pytest.mark.parametrize("name", ["kivi, 4 bits", "sink logits", "in pages"])
 def test_where_a_graph_leaves_it_open_one_of_two_launches_ends_at_once(
     name: str, most: int, rows: list[Decoded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,9 +149,7 @@ def test_rows_are_what_is_read_of_the_slots(name: str, rows: list[Decoded]) -> N
 @settings(max_examples=25)
 @given(cases(), st.sampled_from((torch.float16, torch.bfloat16)))
 def test_any_site_reads_rows_as_it_reads_slots(case: Case, dtype: torch.dtype) -> None:
-    layout = replace(
-        case.layout, placement=Contiguous(), retention=Full(), selection=AllTokens(), before_rope=False
-    )
+    layout = replace(case.layout, retention=Full(), selection=AllTokens(), before_rope=False)
     assume(layout.check() is None and layout.in_full and not layout.in_keys)
     case = replace(case, layout=layout, dtype=dtype, mask=MaskSpec("causal"))
     with pytest.MonkeyPatch.context() as patch:
@@ -164,7 +174,7 @@ def test_for_whom_rows_are_made() -> None:
     assert roles(kivi, least) == made and roles(kivi, least - 1) == slots
     (one,) = (one.spec for one in SHAPES["llama"].kernels(kivi, H200, least) if one.spec.role == "prefill")
     assert one.options == (ROWS,) and one.layout == kivi
-    assert roles(replace(kivi, placement=Paged(64)), least) == slots
+    assert roles(replace(kivi, placement=Paged(64)), least) == made
     # Of 2 bits from the first tile on: 16 queries of slots.
     two = recipe_layouts("kivi2")["causal"]
     assert roles(two, 4) == made and roles(two, 3) == slots
