@@ -8,6 +8,7 @@ keeps: it runs the same module as `__main__`, with the environment and the input
 from __future__ import annotations
 
 import atexit
+import gc
 import io
 import json
 import os
@@ -94,6 +95,7 @@ def serve() -> None:
 
 def _become(asked: dict[str, Any], names: dict[str, Path]) -> None:
     code = 1
+    gc.disable()  # nothing that a compiler makes of one batch is worth the search for what can go
     try:
         for place, path in enumerate(names.values()):
             flags = os.O_RDONLY if place == 0 else os.O_WRONLY | os.O_CREAT
