@@ -3,6 +3,8 @@
     batch       the sequence, as everywhere: of its table, its calibrated scales
     tokens      its new tokens
     query_start where they begin in the row, int64: of q, k, v, positions and of all that is as long as the row
+    query_place where they begin in an array of their codes of `room` tokens, int64: a multiple of 16, which a compiler
+                sees, so that scales are seen to be aligned, and are copied ahead
 
 Launched for the longest of them: a program beyond the tokens of its sequence ends at once. What has a row of tokens
 comes with stride 0 for sequences, so that nothing else of a kernel's text is another; its pointers are moved to where
@@ -12,6 +14,7 @@ the sequence begins. The length of the row is `row_tokens`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,13 +28,21 @@ ROW_TOKENS = ScalarParam("row_tokens")
 OF_TOKENS = ("q", "q_sinks", "q_out", "k", "k_out", "v", "v_out")
 
 
+def room(tokens: Any, sequences: Any) -> Any:
+    """Tokens that an array of the codes of a row has room for: a multiple of 16.
+
+    A sequence's place is behind the last token of the one before: 16 (end // 16 + 1) - 16 (start // 16) > end - start.
+    """
+    return (tokens // 16 + sequences) * 16
+
+
 def prologue(params: Iterable[Param], work: str, also: Iterable[str] = ()) -> list[str]:
     """Lines that find the sequence's tokens, and move pointers there.
 
     Args:
         params: the kernel's.
         work: an expression of `tokens`: how much there is for the programs of a sequence; of the rest, each ends.
-        also: names of others in `params` that have a row of tokens: the parts of an array of new ones.
+        also: names in `params` of the parts of an array of their codes.
     """
     lines = [
         "query_start = tl.load(query_start_loc_ptr + batch).to(tl.int64)",
@@ -39,16 +50,19 @@ def prologue(params: Iterable[Param], work: str, also: Iterable[str] = ()) -> li
         f"if {work}:",
         "    return",
     ]
-    moved = {*OF_TOKENS, *also}
+    params, codes = tuple(params), {*also}
+    if codes or any(param.names == ("new_16",) for param in params):
+        lines.append("query_place = (query_start // 16 + batch) * 16")
     for param in params:
         if not isinstance(param, TensorParam):
             continue
         name = param.name
         if name == "positions":
             lines.append("positions_ptr = positions_ptr + query_start")
-        elif name in moved:
+        elif name in OF_TOKENS or name in codes:
+            begin = "query_place" if name in codes else "query_start"
             # A number for each token is dense in its last dimension; a vector has a stride.
-            far = "query_start" if param.rank == 3 else f"query_start * {name}_s2"
+            far = begin if param.rank == 3 else f"{begin} * {name}_s2"
             lines.append(f"{name}_ptr = {name}_ptr + {far}")
     return lines
 

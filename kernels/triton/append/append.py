@@ -19,7 +19,7 @@ an output, that is zeros.
 | full | rows in full are written as well: tokens that stay |
 | only_full | nothing but the rows in full |
 | staged | the slot of a token is its place in the call: an array of the call's tokens alone |
-| packed | the tokens of all sequences stand in one row (`kernels/triton/packed.py`), those of that array as well |
+| packed | the tokens of all sequences stand in one row (`kernels/triton/packed.py`), and in one of that array |
 | in_basis | k and v are k_out and v_out of another launch |
 | interpreted | for Triton's interpreter |
 

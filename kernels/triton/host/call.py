@@ -250,8 +250,9 @@ def staged(call: Call) -> New:
     """
     made, layout = call.kernels, call.site.layout
     batch, heads, tokens, _ = call.k.shape
-    # Of one row for all sequences, where a sequence begins is no multiple of anything.
-    slots = tokens if call.starts is not None else (tokens + 15) // 16 * 16
+    slots = (tokens + 15) // 16 * 16
+    if call.starts is not None:
+        slots = packed.room(tokens, call.starts.shape[0] - 1)
     buffers, new = [], []
     keys = layout.num_key_parts
     for storage, dim, own in (

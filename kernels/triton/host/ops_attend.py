@@ -176,8 +176,8 @@ def prefill(
 
     Args:
         q, q_sinks: [B, Hq, S, D]; k, v: [B, Hkv, S, D] in the basis of the storage, where some stand in full.
-        new: the parts of the new tokens, as `buffers` has those of the slots, dense, of S tokens, and not packed and
-            without option continued of so many more that they are a multiple of 16.
+        new: the parts of the new tokens, as `buffers` has those of the slots, dense, of S tokens, and without option
+            continued of so many more that they are a multiple of 16; packed, of `packed.room` tokens.
         positions: int64 [B, S]; the others as for `decode` and `combine`.
         query_start_loc, max_query_len: with option packed: int64 [B + 1], and a number. q, positions and new parts have
             one row then, [1, .., S, ..], and so has `out`; tokens of no sequence have anything in it.

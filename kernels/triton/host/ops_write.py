@@ -59,7 +59,8 @@ def append(
         slots: int32 [B, Hkv or 1, S] for many tokens and a retention by scores, -1: nowhere.
         page_table: int32 [B, pages], where the layout is paged.
         query_start_loc, max_query_len: with option packed: int64 [B + 1], and a number; q, k, v, positions, what is
-            returned, and buffers that are an array of the call's tokens, then have one row, [1, .., S, ..].
+            returned, then have one row, [1, .., S, ..], and buffers that are an array of the call's tokens one of
+            `packed.room` tokens.
 
     Returns:
         q_out [B, Hq, S, D], k_out [B, Hkv, S, D], v_out [B, Hkv, S, Dv], arrivals int32 [B, Hq], prefixes int32

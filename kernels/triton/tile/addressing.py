@@ -76,7 +76,7 @@ class SlotArray:
     def params(self) -> tuple[Param, ...]:
         if self.page_size:
             return (TensorParam("page_table", torch.int32, 2),)
-        if self.packed:
+        if self.packed and self.slots == "tokens":
             return ()
         return (ScalarParam(self.slots),) if not self.slots.isdigit() else ()
 
@@ -91,7 +91,9 @@ class SlotArray:
         """Lines that define `base` for each of `multiples`. masked: slots beyond `inside` have no row."""
         heads = self.num_kv_heads
         if self.packed and not self.page_size:
-            return [f"base = head.to(tl.int64) * row_tokens + query_start + {self.at}"]
+            if self.slots == "tokens":
+                return [f"base = head.to(tl.int64) * row_tokens + query_start + {self.at}"]
+            return [f"base = head.to(tl.int64) * {self._rows(1)} + query_place + {self.at}"]
         if not self.page_size:
             return [
                 f"{self.base(of)} = (batch * {heads} + head) * {self._rows(of)} + {self.at}"

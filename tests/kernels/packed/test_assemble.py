@@ -21,6 +21,8 @@ LAYOUTS = {
     "ring in pages, fp8": CacheLayout(fp8(), fp8(), Paged(16), SinkWindow(4, 508)),
     "ring in pages, in cache": CacheLayout(placement=Paged(16), retention=SinkWindow(4, 508, "in_cache")),
 }
+# Behind a search for a sequence, what two loops begin with is spilled once; without packing, 18 are.
+OUTSIDE = {("ring in pages, fp8", "llama", 100): 63}
 QUICK = (
     ("pages", "llama", 80),
     ("ring in pages, fp8", "gemma", 90),
@@ -52,14 +54,15 @@ def wrong(*cases: tuple[str, str, int], tokens: int = MANY) -> list[str]:
         all_packed = list(itertools.islice(made, len(packed)))
         batches = itertools.islice(made, len(plain))
         for one in all_packed:
-            problems = _problems(one, next(batches) if one.role == "prefill" else None)
+            plain_one = next(batches) if one.role == "prefill" else None
+            problems = _problems(one, plain_one, OUTSIDE.get(case, SPILLS))
             found += [f"{case}: {problem}" for problem in problems]
     return found
 
 
-def _problems(made: Assembled, plain: Assembled | None) -> list[str]:
+def _problems(made: Assembled, plain: Assembled | None, most: int) -> list[str]:
     found = []
-    if made.loop_spills or made.spills > SPILLS:
+    if made.loop_spills or made.spills > most:
         found.append(f"{made.role}: {made.spills} spills, {made.loop_spills} of them in the main loop")
     if made.shared > DEVICES[made.arch].shared:
         found.append(f"{made.role}: {made.shared:,} bytes of shared memory")
