@@ -56,7 +56,7 @@ PACKED = (
     broken(
         "a kernel of a row encodes the first sequence's tokens",
         "kernels/triton/packed.py",
-        'far = "query_start" if param.rank == 3 else f"query_start * {name}_s2"',
+        'far = begin if param.rank == 3 else f"{begin} * {name}_s2"',
         'far = "0"',
         TRITON,
     ),
@@ -115,5 +115,12 @@ PACKED = (
         "    if deterministic:",
         "    if False:",
         ENGINE,
+    ),
+    broken(
+        "codes of two sequences in one row stand in the same places",
+        "kernels/triton/packed.py",
+        "(query_start // 16 + batch) * 16",
+        "(query_start // 16) * 16",
+        TRITON,
     ),
 )
