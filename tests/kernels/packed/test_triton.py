@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 from kvcompile.kernels.triton.host import decoded_once, ops_rows
 from kvcompile.layouts import CacheLayout, InKeys, Paged, SinkWindow, fp8, int8, nf4, uint, with_hadamard
 from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
+from tests.support.new_memory import nonsense_in_new_memory  # noqa: F401  (a fixture)
 from tests.support.packed import Packed, check, packed, schedule
 from tests.support.triton_attention import Case
 from tests.support.triton_write import kernels_folder  # noqa: F401  (a fixture)
@@ -87,8 +89,16 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def watched(*given: Any) -> list[Tensor]:
         outs: list[Tensor] = plain(*given)
-        if given[5] is not None:
-            found.append(outs[0].shape[0] if given[2] else 0)
+        positions, decoded, starts = given[1], given[2], given[5]
+        if starts is not None:
+            found.append(outs[0].shape[0] if decoded else 0)
+            for row, (start, end) in enumerate(pairwise(starts.tolist())):
+                # Of tokens that a sequence has; all before those that are new, or these as well.
+                held = int(positions[0, end - 1]) + 1 if '"all"' in given[3] and start < end else 0
+                held = int(positions[0, start]) if not held and start < end else held
+                for out in outs:
+                    assert out[row, :, : min(held, decoded)].isfinite().all()
+                    assert out[row, :, min(held, decoded) :].isnan().all()
         return outs
 
     monkeypatch.setattr(ops_rows, "decoded_rows", watched)
