@@ -97,11 +97,18 @@ TRITON = (
         "tests/kernels/packed/test_triton.py",
     ),
     broken(
-        "rows of what is in pages are those of the first page",
-        "kernels/triton/attend/decoded_rows.py",
-        "page = placement.page_size if isinstance(placement, Paged) else 0",
-        "page = 4096 if isinstance(placement, Paged) else 0",
+        "rows of all sequences are those of the first one's pages",
+        "kernels/triton/host/ops_rows.py",
+        'given["page_table"] = page_table',
+        'given["page_table"] = page_table[:1].expand_as(page_table)',
         "tests/kernels/triton/host/test_decoded_once.py",
+    ),
+    broken(
+        "groups of values that are longer than a plane are shared out over all planes",
+        "kernels/triton/tile/tile_loader.py",
+        "planes = len(self.pieces) // 2",
+        "planes = count // covered",
+        "tests/kernels/triton/tile/test_short_rows.py",
     ),
     broken(
         "rows have no limit",

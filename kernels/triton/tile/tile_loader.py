@@ -358,7 +358,8 @@ class TileLoader:
         lines = []
         for part in self.storage.scale.numbers:
             name = f"{self.letter}_{part}{index}"
-            planes = count // covered
+            # Even and odd channels take theirs together. A group may be longer than the channels of both.
+            planes = len(self.pieces) // 2
             parted = self.joint and planes in (2, 4) and count == planes * covered
             if parted and index == 0:
                 every = source.rows(f"{self.side}_{part}", count, f"tl.arange(0, {count})[None, :]")

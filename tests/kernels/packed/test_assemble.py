@@ -3,8 +3,6 @@ take no more instructions than those of kernels for a batch."""
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -36,25 +34,19 @@ def launches(layout: str, shape: str, arch: int, tokens: int = MANY) -> tuple[La
 
 def wrong(*cases: tuple[str, str, int], tokens: int = MANY) -> list[str]:
     """What is wrong with the kernels of sites; all are assembled in one process."""
-    wanted = []
-    for layout, shape, arch in cases:
-        packed = launches(layout, shape, arch, tokens)
-        plain = [
-            launch
-            for launch in SHAPES[shape].kernels(LAYOUTS[layout], DEVICES[arch], tokens)
-            if launch.spec.role == "prefill"
-        ]
-        assert sum(one.spec.role == "prefill" for one in packed) == len(plain)
-        wanted.append([[asked(launch, arch) for launch in own] for own in (packed, plain)])
-    made = iter(assemble(itertools.chain(*(itertools.chain(*own) for own in wanted))))
+    pairs = []
+    for case in cases:
+        layout, shape, arch = case
+        plain = SHAPES[shape].kernels(LAYOUTS[layout], DEVICES[arch], tokens)
+        alike = iter([asked(one, arch) for one in plain if one.spec.role == "prefill"])
+        for one in launches(layout, shape, arch, tokens):
+            pairs.append((case, asked(one, arch), next(alike) if one.spec.role == "prefill" else None))
+        assert next(alike, None) is None, "a launch without packing that is none with it"
+    made = iter(assemble(one for _, *both in pairs for one in both if one is not None))
     found = []
-    for case, (packed, plain) in zip(cases, wanted, strict=True):
-        all_packed = list(itertools.islice(made, len(packed)))
-        batches = itertools.islice(made, len(plain))
-        for one in all_packed:
-            plain_one = next(batches) if one.role == "prefill" else None
-            problems = _problems(one, plain_one)
-            found += [f"{case}: {problem}" for problem in problems]
+    for case, _, plain in pairs:
+        problems = _problems(next(made), None if plain is None else next(made))
+        found += [f"{case}: {problem}" for problem in problems]
     return found
 
 

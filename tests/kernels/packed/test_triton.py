@@ -13,7 +13,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvcompile.kernels.triton.attend.decoded_rows import ALL
 from kvcompile.kernels.triton.host import decoded_once, ops_rows
+from kvcompile.kernels.triton.spec import KernelSpec
 from kvcompile.layouts import CacheLayout, InKeys, Paged, SinkWindow, fp8, int8, nf4, uint, with_hadamard
 from kvcompile.specs import BiasSpec, MaskSpec, RotaryForm, ScoreSpec
 from tests.support.new_memory import nonsense_in_new_memory  # noqa: F401  (a fixture)
@@ -64,6 +66,12 @@ CASES = {
     ),
     "latent": Case(CacheLayout(int8(), InKeys(16), Paged(16)), (4, 1), (48, 16), **LENGTHS),
 }
+UNSHRUNK = settings(
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+    max_examples=40,
+)
 AROUND = (((0, 5), (1, 3)), ((0, 1), (1, 9), (2, 12)), ((2, 1), (0, 1)))
 
 
@@ -83,7 +91,10 @@ def test_chunks_beside_decodes_go_round(name: str) -> None:
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """For how many sequences codes of packed calls were decoded to rows, and any number of new tokens is enough."""
+    """For how many sequences codes of packed calls were decoded to rows, and any number of new tokens is enough.
+
+    Of each sequence rows are written of the tokens that it has in slots, and no others.
+    """
     found: list[int] = []
     plain = ops_rows.decoded_rows
 
@@ -93,12 +104,15 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         if starts is not None:
             found.append(outs[0].shape[0] if decoded else 0)
             for row, (start, end) in enumerate(pairwise(starts.tolist())):
-                # Of tokens that a sequence has; all before those that are new, or these as well.
-                held = int(positions[0, end - 1]) + 1 if '"all"' in given[3] and start < end else 0
-                held = int(positions[0, start]) if not held and start < end else held
+                own = positions[
+                    0, start:end
+                ].tolist()  # of its new tokens, which option all makes rows of, too
+                held = (
+                    0 if not own else own[-1] + 1 if ALL in KernelSpec.from_json(given[3]).options else own[0]
+                )
+                made = min(held, decoded)
                 for out in outs:
-                    assert out[row, :, : min(held, decoded)].isfinite().all()
-                    assert out[row, :, min(held, decoded) :].isnan().all()
+                    assert out[row, :, :made].isfinite().all() and out[row, :, made:].isnan().all()
         return outs
 
     monkeypatch.setattr(ops_rows, "decoded_rows", watched)
@@ -126,12 +140,7 @@ def test_where_a_graph_leaves_it_open_one_of_two_launches_ends_at_once(
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@settings(
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
-    max_examples=40,
-)
+@UNSHRUNK
 @given(one=packed("triton"))
 def test_any_site_in_any_steps(one: Packed) -> None:
     check(one, "triton")
@@ -139,12 +148,7 @@ def test_any_site_in_any_steps(one: Packed) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@settings(
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
-    max_examples=40,
-)
+@UNSHRUNK
 @given(one=packed("triton"), dtype=st.sampled_from((torch.float16, torch.bfloat16)))
 def test_any_site_reads_rows_in_any_steps(one: Packed, dtype: torch.dtype) -> None:
     with pytest.MonkeyPatch.context() as patch:

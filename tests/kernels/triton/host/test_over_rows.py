@@ -146,7 +146,7 @@ def test_rows_are_what_is_read_of_the_slots(name: str, rows: list[Decoded]) -> N
                 assert got[row, :, length:].isnan().all()
 
 
-@settings(max_examples=10)
+@settings(max_examples=25)
 @given(cases(), st.sampled_from((torch.float16, torch.bfloat16)))
 def test_any_site_reads_rows_as_it_reads_slots(case: Case, dtype: torch.dtype) -> None:
     layout = replace(case.layout, retention=Full(), selection=AllTokens(), before_rope=False)

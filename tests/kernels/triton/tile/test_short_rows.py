@@ -96,6 +96,8 @@ def test_which_steps(keys: Storage, dim: int, rows: int, role: str) -> None:
 @example(16, 64, uint(2, 32), (4, 1), 1, torch.bfloat16, (37, 1))
 @example(4, 128, with_residual(uint(2, 64), 5), (4, 1), 0, torch.bfloat16, (23, 1))
 @example(16, 128, uint(2, 32), (16, 1), 0, torch.float16, (16, 15, 1, 1))
+# A group of values is longer than the channels of a plane.
+@example(8, 128, with_residual(uint(2, 64), 5), (16, 1), 0, torch.float16, (37, 1))
 def test_attention_over_them(
     group: int,
     dim: int,
