@@ -21,7 +21,8 @@ from kvcompile.kernels.triton.append.slots import evicts
 from kvcompile.kernels.triton.attend import cascade, work_list
 from kvcompile.kernels.triton.attend.combine import turns, weighed
 from kvcompile.kernels.triton.device import device_of
-from kvcompile.kernels.triton.host import ops_attend, ops_write
+from kvcompile.kernels.triton.host import ops_attend, ops_prefill, ops_write
+from kvcompile.kernels.triton.host.ops_arguments import slots_of
 from kvcompile.kernels.triton.host.site_kernels import Kernels
 from kvcompile.kernels.triton.params import taken_as
 from kvcompile.kernels.triton.retention import score
@@ -79,7 +80,7 @@ class Call:
         layout = self.site.layout
         if not self.buffers or not layout.in_order or isinstance(layout.placement, Paged):
             return ()
-        slots = ops_attend.slots_of(self.kernels.spec("decode"), self.buffers)
+        slots = slots_of(self.kernels.spec("decode"), self.buffers)
         return ("slots16",) if statically_known_true(slots % 16 == 0) else ()
 
     @property
@@ -330,7 +331,7 @@ def prefill(
     if call.rope_read and cache_positions.two_queries(spec, many=True):
         budget = int(site.layout.retention.budget())
         q_sinks = rotate(call.q, call.positions.clamp(max=budget - 1), *call.rope, form=site.rotary)
-    outs: list[Tensor] = ops_attend.prefill(
+    outs: list[Tensor] = ops_prefill.prefill(
         new.q,
         q_sinks,
         new.k if in_full else None,

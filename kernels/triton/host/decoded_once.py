@@ -34,7 +34,7 @@ from torch import Tensor
 
 from kvcompile.kernels.spec import SiteSpec
 from kvcompile.kernels.triton.attend import decoded_rows
-from kvcompile.kernels.triton.host import ops_attend, ops_rows
+from kvcompile.kernels.triton.host import ops_prefill, ops_rows
 from kvcompile.kernels.triton.host.call import Call, New, append, as_kept, prefill, turned_back
 from kvcompile.kernels.triton.host.site_kernels import kernels_of
 from kvcompile.layouts import CacheLayout, Full, InKeys
@@ -132,7 +132,7 @@ def _older(call: Call, new: New, decoded: Any) -> Sequence[Tensor]:
     of_slots = codes.spec("prefill", ("older", "lse", "undecoded", *call.dialect, *before.whole))
     of_rows = plain.spec("prefill", ("older", "lse", "decoded", *call.dialect))
     own, other = codes.config("prefill"), plain.config("prefill")
-    outs: list[Tensor] = ops_attend.either(
+    outs: list[Tensor] = ops_prefill.either(
         new.q,
         None,
         None,

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvcompile.kernels.triton import packed
 from kvcompile.kernels.triton.attend import decoded_rows as role
 from kvcompile.kernels.triton.host.launch import launch
-from kvcompile.kernels.triton.host.ops_attend import parts_of, slots_of
+from kvcompile.kernels.triton.host.ops_arguments import parts_of, slots_of
 from kvcompile.kernels.triton.host.source import kernel_of
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvcompile.kernels.triton.attend.decoded_rows import ALL
-from kvcompile.kernels.triton.host import decoded_once, ops_attend
+from kvcompile.kernels.triton.host import decoded_once, ops_prefill
 from kvcompile.kernels.triton.host.call import Call, New, prefill
 from kvcompile.kernels.triton.spec import ROWS
 from kvcompile.layouts import Full, Storage
@@ -47,7 +47,7 @@ def attend(call: Call, new: New, span: Any) -> list[Tensor]:
         return prefill(replace(call, buffers=buffers), new, (ROWS,))
     slots, numbers = made.config("prefill"), made.config("prefill", (ROWS,))
     in_full = made.in_full
-    outs: list[Tensor] = ops_attend.either(
+    outs: list[Tensor] = ops_prefill.either(
         new.q,
         new.k if in_full else None,
         new.v if in_full else None,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvcompile.kernels.shared.retention import held_in, ranks
 from kvcompile.kernels.triton.attend.context import Attend
-from kvcompile.kernels.triton.host import ops_attend, ops_write
+from kvcompile.kernels.triton.host import ops_prefill, ops_write
 from kvcompile.kernels.triton.host.call import Call, New
 from kvcompile.kernels.triton.host.retention.hooks import Hooks, Standing
 from kvcompile.kernels.triton.retention import score as score_role
@@ -55,7 +55,7 @@ class ByScore(Hooks):
     def keep(self, call: Call, new: New, standing: Standing, found: Sequence[Tensor]) -> Tensor:
         made, (token, score), (lse,) = call.kernels, call.notes, found
         own = made.config("columns")
-        gained = ops_attend.columns(
+        gained = ops_prefill.columns(
             new.q,
             new.k if made.in_full else None,
             lse,

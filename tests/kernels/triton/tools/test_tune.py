@@ -92,12 +92,12 @@ def test_what_is_measured_is_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_configuration_in_use_reaches_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcompile.kernels.triton.host import ops_attend
+    from kvcompile.kernels.triton.host import ops_arguments
 
     launched: list[tuple[int, ...]] = []
-    plain = ops_attend.launch
+    plain = ops_arguments.launch
     monkeypatch.setattr(
-        ops_attend,
+        ops_arguments,
         "launch",
         lambda kernel, grid, *a, **k: (
             launched.append((kernel.spec.block_n, *grid)),
